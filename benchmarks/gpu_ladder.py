@@ -436,9 +436,9 @@ def preferences(note: Note, tiny: bool) -> None:
     from trl import DPOConfig
 
     from packtrain.data.tokens.pretrained import load_tokenizer
+    from packtrain.objectives.dpo.run import DPOLoss
     from packtrain.packing.schedule import make_schedule
-    from packtrain.train.loader import PairSteps
-    from packtrain.train.objectives.dpo import DPOLoss
+    from packtrain.train.objectives.pairs import PairSteps
     from packtrain.train.settings import LoopSettings, StopRequest
 
     settle_kernels()

@@ -23,14 +23,23 @@ from typer.core import TyperCommand
 from packtrain import __version__, fast_imports, work
 from packtrain.errors import UserError
 from packtrain.exit_code import exit_code_of, report_error
+from packtrain.objectives.registry import OBJECTIVES
 from packtrain.redact import CleanStream, clean, learn
 from packtrain.standard_streams import open_streams, outlive_terminal
 
+try:
+    _objectives = OBJECTIVES.all()
+except UserError as error:  # another package's objective
+    sys.exit(report_error(error))
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
     from packtrain.launch.slurm_jobs import Job
     from packtrain.plan.launch_plan import LaunchPlan
     from packtrain.run_folder import RunFolder
+
+    TrainingVerb = str
+else:
+    TrainingVerb = Literal[(*_objectives,)]
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _VERB_SETTINGS = {**_SETTINGS, "ignore_unknown_options": True}
@@ -129,10 +138,8 @@ def _add_training_verb(verb: str, about: str) -> None:
         return _execute(verb, launch, run, split_arguments(arguments)[0], _report)
 
 
-_add_training_verb("sft", "Fine-tune on conversations, prompts with completions, or text.")
-_add_training_verb("dpo", "Train on pairs of a preferred and a rejected answer, by any DPO loss of TRL.")
-_add_training_verb("kto", "Train on answers that are each labelled good or bad (Kahneman-Tversky optimisation).")
-_add_training_verb("reward", "Train a reward model on pairs of a preferred and a rejected answer.")
+for objective in _objectives.values():
+    _add_training_verb(objective.name, objective.help)
 
 
 @_config_verb()
@@ -258,7 +265,7 @@ def env(
 
 @_config_verb()
 def sbatch(
-    verb: Annotated[Literal["sft", "dpo", "kto", "reward"], typer.Argument(metavar="VERB")],
+    verb: Annotated[TrainingVerb, typer.Argument(metavar="VERB")],
     arguments: Arguments = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the script, and say where its log is.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the script, not stdout.")] = None,
@@ -274,7 +281,7 @@ def sbatch(
 
 @_config_verb()
 def deploy(
-    verb: Annotated[Literal["sft", "dpo", "kto", "reward"], typer.Argument(metavar="VERB")],
+    verb: Annotated[TrainingVerb, typer.Argument(metavar="VERB")],
     arguments: Arguments = None,
     on: Annotated[
         Literal["kubeflow", "skypilot", "dstack"], typer.Option("--on", help="What places the run.")
@@ -513,7 +520,9 @@ def _note(line: str) -> None:
 
 def _implied_by(verb: str | None) -> list[str]:
     """Return the overrides that a verb implies: under `packtrain dpo` objective.kind need not be written."""
-    return [] if verb in (None, "sft") else [f"objective.kind={verb}"]
+    from packtrain.config.objective import Objective
+
+    return [] if verb in (None, Objective().kind) else [f"objective.kind={verb}"]
 
 
 def _check_verb(run: RunConfig, verb: str) -> None:

@@ -67,7 +67,7 @@ def run_bench(
             runs.why_not_larger,
             seconds=seconds,
             examples=config.batch.examples_per_step,
-            pairs=config.objective.traits.pairs,
+            pairs=config.objective.spec.pairs,
         )
         if fastest_of(trials) is None:
             raise (CheckFailed if failure else UserError)(trials[0].why, where="packtrain bench")
@@ -107,7 +107,7 @@ class ShortRuns:
             os.environ.update(self.launch.command.env)
             with fast_imports():
                 import_module("packtrain.bench.measured_run")
-                import_module(f"packtrain.train.objectives.{self.config.objective.kind}")
+                import_module(self.config.objective.spec.run)
 
     def choose_length(self, configured: Candidate, seconds: float) -> Failure | None:
         """Find the part of a step and the number of steps that fit the time.
@@ -181,7 +181,7 @@ class ShortRuns:
         """Return all results in plain values. The keys are a promise to users."""
         config, about, best, configured = self.config, self.last_summary, fastest_of(trials), trials[0]
         batch, number = config.batch, min(config.batch.examples_per_step or 0, about["documents"])
-        unit = config.objective.traits.unit
+        unit = config.objective.spec.examples
         return {
             "model": config.model.path or f"a new {config.model.config.get('model_type')}",
             "objective": config.objective.kind,

@@ -33,7 +33,7 @@ def _write_figures(run: Run, trainer: StepTrainer, summary: Summary) -> None:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of the process; KiB on Linux
     own = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident
     peak = max_over_ranks(own, device)
-    cost = measure_attention_cost(trainer) if run.config.objective.kind == "sft" else None
+    cost = measure_attention_cost(trainer) if run.config.objective.spec.examples == "documents" else None
     if not run.ranks.main:
         return
     first, rest = (line for line in trainer.state.log_history if "loss" in line)
@@ -42,7 +42,7 @@ def _write_figures(run: Run, trainer: StepTrainer, summary: Summary) -> None:
     # tokens of whole documents, even if a prompt was computed once for two of them
     tokens = sum(int(steps.documents_of(step)[0].sum()) for step in measured)
     micro_batches = [len(steps.schedule.micro_batches(step, steps.rank, steps.world_size)) for step in measured]
-    may_share = run.config.objective.traits.pairs or run.config.packing.share_prefix
+    may_share = run.config.objective.spec.pairs or run.config.packing.share_prefix
     figures: dict[str, Any] = {
         "tokens_per_second": tokens / seconds,
         "seconds": seconds,

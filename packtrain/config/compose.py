@@ -24,7 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from packtrain.config import rules
 from packtrain.config.dataset_names import name_files
-from packtrain.config.keys import Fault, keys
+from packtrain.config.fault import Fault
+from packtrain.config.keys import keys
 from packtrain.config.overrides import COMMAND_LINE, Argument, assignment, carry_out, no_choice, parse, values_of_sweep
 from packtrain.config.rules import paths_and_packages, slurm
 from packtrain.config.schema import RunConfig, groups

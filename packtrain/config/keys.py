@@ -15,13 +15,13 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
-from packtrain.config.objective import OPTIONS
+from packtrain.config.fault import Fault
 from packtrain.config.schema import DataSource, Stage, groups
+from packtrain.objectives.registry import OBJECTIVES
 
 _OF_SBATCH = {"cpus_per_node": "cpus-per-task", "job_name": "job-name", "memory": "mem"}
 _OF_SBATCH |= {name: name for name in ("account", "constraint", "gres", "partition", "qos")}
 ELSEWHERE = {
-    **{f"objective.{name}": f"Set objective.options.{name}." for options in OPTIONS.values() for name in options},
     **{f"topology.{name}": f"Add a line to topology.sbatch: --{to}=…" for name, to in _OF_SBATCH.items()},
 }
 """Key that other tools have → its place here."""
@@ -85,19 +85,6 @@ ADVICE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """A fault `what` in the values of `keys` (paths such as "optim.learning_rate"), and its `fix`.
-
-    If the first of `keys` only has nothing to act on, `because` is the key that causes this: see compose.py.
-    """
-
-    keys: tuple[str, ...]
-    what: str
-    fix: str
-    because: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Key:
     """One config key; `path` is "optim.learning_rate".
 
@@ -150,7 +137,9 @@ def describe(key: Key) -> str:
 
 def words(kinds: Iterable[Any]) -> str:
     """Return types in words: "number or text"."""
-    return " or ".join(_words(kind) for kind in kinds if kind is not type(None))
+    kinds = [kind for kind in kinds if kind is not type(None)]
+    lists = {list[kind] for kind in kinds}
+    return " or ".join("a list of these" if kind in lists and choices(kind) else _words(kind) for kind in kinds)
 
 
 def near(name: str, known: Iterable[str], count: int = 3) -> list[str]:
@@ -171,6 +160,8 @@ def advice_for(path: str) -> str:
     leaf, known = path.rpartition(".")[2], keys()
     if advice := ELSEWHERE.get(path) or ADVICE.get(leaf):
         return advice
+    if group == "objective" and any(rest in spec.options for spec in OBJECTIVES.all().values()):
+        return f"Set objective.options.{rest}."
     if path in known:  # a dotted name used as one key
         return f"Nest it: {group}: {{{rest}: …}}."
     in_group = [item.partition(".")[2] for item in known if item.startswith(f"{group}.")]
@@ -209,7 +200,22 @@ def check_resume_despite(names: list[str]) -> Iterator[Fault]:
 
 def _key(item: Field[Any], kind: Any, path: str) -> Key:
     default = item.default_factory() if item.default_factory is not MISSING else item.default
-    return Key(path, kind, default, **item.metadata)
+    declared = dict(item.metadata)
+    of, among, doc = declared.pop("of"), declared.pop("among"), declared.pop("doc")
+    objectives = tuple(name for name, spec in OBJECTIVES.all().items() if of(spec)) if of else ()
+    doc = f"{', '.join(objectives)}: {doc}" if objectives else doc
+    return Key(path, _narrowed(kind, tuple(among())) if among else kind, default, doc, objectives, **declared)
+
+
+def _narrowed(kind: Any, among: tuple[str, ...]) -> Any:
+    """Return the type with a Literal of `among` in place of text."""
+    if kind is str:
+        return Literal[among]
+    if get_origin(kind) is list:
+        return list[_narrowed(get_args(kind)[0], among)]
+    if len(members(kind)) > 1:
+        return Union[tuple(_narrowed(one, among) for one in members(kind))]  # noqa: UP007
+    return kind
 
 
 def _words(kind: Any) -> str:

@@ -155,7 +155,7 @@ class Data:
     split_text: SplitText = key(
         "document",
         "unit that becomes a row of a .txt file: the whole file, each line, or each part between blank lines.",
-        objective="sft",
+        of=lambda spec: spec.examples == "documents",
     )
     bad_rows: Literal["error", "skip"] = key("error", "Stop at the first unreadable row, or count and skip them.")
     shuffle: Shuffle = key(
@@ -542,7 +542,8 @@ class RunConfig:
     @property
     def compares_prefixes(self) -> bool:
         """Whether it matters which documents begin alike."""
-        return self.objective.kind == "sft" and (bool(self.packing.share_prefix) or self.data.shuffle == "by_prefix")
+        shares = bool(self.packing.share_prefix) or self.data.shuffle == "by_prefix"
+        return self.objective.spec.examples == "documents" and shares
 
 
 @cache

@@ -17,18 +17,8 @@ from typing import Any, Literal, get_args, get_origin
 from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config.keys import (
-    OTHER_VALUES,
-    Fault,
-    Key,
-    advice_for,
-    choices,
-    describe,
-    keys_of,
-    members,
-    suggest,
-    words,
-)
+from packtrain.config.fault import Fault
+from packtrain.config.keys import OTHER_VALUES, Key, advice_for, choices, describe, keys_of, members, suggest, words
 from packtrain.config.schema import DataSource, groups
 from packtrain.wording import shortened
 

@@ -17,7 +17,6 @@ import yaml
 
 from packtrain.config.compose import faults_of
 from packtrain.config.keys import keys
-from packtrain.config.objective import TRAITS, ObjectiveKind
 from packtrain.convert import counterparts, foreign_data
 from packtrain.convert.counterparts import (
     DIFFERS,
@@ -32,6 +31,7 @@ from packtrain.convert.counterparts import (
 )
 from packtrain.convert.foreign_file import Foreign, read_foreign
 from packtrain.errors import UserError
+from packtrain.objectives.registry import OBJECTIVES
 from packtrain.redact import HIDDEN, is_certain, speaks_of_secrets
 from packtrain.wording import counted
 
@@ -61,7 +61,7 @@ class Conversion:
 
     path: Path
     origin: OriginName
-    verb: ObjectiveKind
+    verb: str
     config: dict[str, dict[str, Any]]
     notes: tuple[Note, ...]
     remarks: tuple[str, ...]
@@ -217,7 +217,7 @@ def _step(rules: Table, theirs: Theirs, devices: int) -> tuple[dict[str, Any], s
     longest = size(*rules.step["longest"].split(), otherwise=0)
     together = size("context_parallel_size", "sequence_parallel_size", "sequence_parallel_degree")
     replicas = max(devices // together, 1)
-    room = {"batch.tokens_per_device": micro * longest * TRAITS[theirs.verb].documents} if longest else {}
+    room = {"batch.tokens_per_device": micro * longest * OBJECTIVES[theirs.verb].documents} if longest else {}
     how = f"micro-batch of {micro} × {accumulation} accumulated × {counted(replicas, 'devices')}"
     packed = theirs.verb == "sft" and not is_off(theirs.get(rules.step["packed"]))
     if packed and longest and together == 1:

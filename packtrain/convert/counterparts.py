@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from packtrain.config.objective import LOSSES, ObjectiveKind
 from packtrain.config.rules.paths_and_packages import as_name, template_names
 from packtrain.config.schema import Tracker
 from packtrain.convert.foreign_file import Foreign
 from packtrain.errors import UserError
+from packtrain.objectives.registry import OBJECTIVES
 
 Kind = Literal["converted", "differs", "not needed", "no counterpart"]
 DIFFERS = "≠ "
@@ -28,7 +28,7 @@ class Theirs:
     """Settings of a run of theirs with their defaults, our `verb`, and chat `templates`."""
 
     values: Mapping[str, Any]
-    verb: ObjectiveKind
+    verb: str
     file: Foreign
     templates: Mapping[str, str] = field(default_factory=dict)
 
@@ -156,7 +156,7 @@ def chosen(choice: Mapping[str, str], value: Any, theirs: Theirs) -> Outcome:
 def losses(value: Any, theirs: Theirs) -> Outcome:
     """Convert one loss or several, by TRL's names."""
     found = [str(name).replace("chunked_nll", "nll") for name in names(value)]
-    if not {*found} <= {*LOSSES[theirs.verb]}:
+    if not {*found} <= {*OBJECTIVES[theirs.verb].losses}:
         return Outcome(why="packtrain has no such loss", kind="no counterpart")
     return Outcome({"objective.loss": found[0] if len(found) == 1 else found})
 

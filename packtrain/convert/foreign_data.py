@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from packtrain.config.objective import ObjectiveKind
 from packtrain.config.schema import LISTED, DataSource, name_sources
 from packtrain.convert.counterparts import (
     DIFFERS,
@@ -24,6 +23,7 @@ from packtrain.convert.counterparts import (
 )
 from packtrain.convert.foreign_file import Foreign
 from packtrain.errors import UserError
+from packtrain.objectives.registry import OBJECTIVES
 
 _LARGE = 2**26
 """Size in bytes: rows of files this large are not counted."""
@@ -53,8 +53,7 @@ _PLAIN_TYPE = re.compile(r"(bradley_terry\.)?chat_template(\.\w+)?|completion|pr
 _FIELDS = ("chosen", "rejected", "instruction", "output", "system", "input", "prompt", "completion", "label", "tools")
 _EVERY_TURN = f"{DIFFERS}without assistant_only_loss every turn of conversations is trained there, the assistant's here: data.loss_on=all"
 _SHARE = "a fraction is a share of the mixture there, and of the source here: set samples in its place"
-_OURS: dict[str, ObjectiveKind] = {"pt": "sft", "pretrain": "sft", "ipo": "dpo", "rm": "reward"}
-_OURS |= {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "reward"}
+_OURS: dict[str, str] = {"pt": "sft", "pretrain": "sft", "ipo": "dpo", "rm": "reward"}
 _BY_KEYS = {
     "desirable_weight": "kto",
     "center_rewards_coefficient": "reward",
@@ -228,7 +227,7 @@ def mixture(value: Any, theirs: Theirs) -> Outcome:
     return Outcome({**train.values, "data.eval": size if size < 1 else 0.01} if size else train.values, train.why)
 
 
-def verb_of(origin: str, file: Foreign) -> tuple[ObjectiveKind, str]:
+def verb_of(origin: str, file: Foreign) -> tuple[str, str]:
     """Return our verb, and the way of guessing it if it is a guess. Raises UserError for a method that packtrain does not have."""
     values, how = file.values, ""
     if origin == "axolotl":
@@ -252,7 +251,8 @@ def verb_of(origin: str, file: Foreign) -> tuple[ObjectiveKind, str]:
         if named := _METHODS.search(words):
             method, how = named[1], "" if file.program else "by the names of file and folders"
         method = "pictures or sound" if "vlm" in words else method
-    return _OURS.get(str(method)) or refuse(method, file), how
+    method = _OURS.get(str(method), str(method))
+    return method if method in OBJECTIVES.all() else refuse(method, file), how
 
 
 def defaults_of(origin: str, file: Foreign, devices: int) -> dict[str, Any]:

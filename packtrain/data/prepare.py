@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
@@ -31,7 +31,6 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from packtrain.config.objective import TRAITS, ObjectiveKind
 from packtrain.config.schema import Data, DataSource, Format, Split, sources
 from packtrain.data.dataset import PairDataset, TokenDataset, Tokenised, UnpairedDataset, hold_out, mix_sources
 from packtrain.data.formats.columns import detect_format
@@ -43,6 +42,8 @@ from packtrain.data.tokens.encode import MAX_PROBLEMS, Encoder
 from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import PacktrainError, Problem, UserError
 from packtrain.monitor import heartbeat
+from packtrain.objectives.registry import OBJECTIVES
+from packtrain.objectives.spec import Spec
 from packtrain.wording import counted
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ END_S = 30
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Training data set of an objective (see DATASETS), and an optional held-out one."""
+    """Training data set of an objective (see dataset_of), and an optional held-out one."""
 
     train: Any
     eval: Any
@@ -70,19 +71,17 @@ class PreparedData:
     """The stream of training data with data.streaming (streaming.py); `train` then has the first rows."""
 
 
-DATASETS: dict[ObjectiveKind, Callable[[TokenDataset], Any]] = {
-    "sft": lambda documents: documents,
-    "dpo": PairDataset,
-    "kto": UnpairedDataset,
-    "reward": partial(PairDataset, with_margins=True),
-}
-"""Make the data set of each objective from its documents."""
+def dataset_of(objective: Spec, documents: TokenDataset) -> Any:
+    """Return the data set of an objective, made from its documents."""
+    if objective.pairs:
+        return PairDataset(documents, with_margins=objective.margins)
+    return UnpairedDataset(documents) if objective.examples == "answers" else documents
 
 
 def prepare(
     data: Data,
     tokenizer: PreTrainedTokenizerBase,
-    objective: ObjectiveKind = "sft",
+    objective: str = "sft",
     *,
     seed: int,
     progress: bool = False,
@@ -94,7 +93,7 @@ def prepare(
     line and field of unusable rows, or says why no document remains. Every process of a launch may call it: one works, the others wait.
     """
     encoder = make_encoder(data, tokenizer, objective, day)
-    mix = partial(mix_sources, seed=seed, together=TRAITS[objective].documents)
+    mix = partial(mix_sources, seed=seed, together=OBJECTIVES[objective].documents)
     how: Any = {"weigh": not data.stages, "temperature": data.temperature}
     held_out: TokenDataset | None = None
     with ExitStack() as stack:
@@ -113,7 +112,7 @@ def prepare(
                 if parts and (remark := _remark_overlap(parts, eval_parts)):
                     held_out.report = replace(held_out.report, remarks=(*held_out.report.remarks, remark))
             train = mix(parts, "data.train", **how) if parts else None
-    made = DATASETS[objective]
+    made = partial(dataset_of, OBJECTIVES[objective])
     prepared = PreparedData(None if train is None else made(train), None if held_out is None else made(held_out))
     if held_out is None or not isinstance(data.eval, dict):
         return replace(prepared, sets={"": prepared.eval} if prepared.eval else {})
@@ -123,7 +122,7 @@ def prepare(
     return replace(prepared, sets={name: made(held_out.part(*ends)) for name, ends in parts_by_name})
 
 
-def make_encoder(data: Data, tokenizer: PreTrainedTokenizerBase, objective: ObjectiveKind, day: str) -> Encoder:
+def make_encoder(data: Data, tokenizer: PreTrainedTokenizerBase, objective: str, day: str) -> Encoder:
     """Make the encoder that turns rows into documents."""
     template, today = choose_template(data.chat_template, tokenizer), date.fromisoformat(day) if day else date.today()
     return Encoder(plain_tokenizer(tokenizer), template and template.on(today), data, objective)

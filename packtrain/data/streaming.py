@@ -27,17 +27,17 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from packtrain.config.objective import TRAITS, ObjectiveKind
 from packtrain.config.schema import Data, DataSource, Format, name_sources, sources
 from packtrain.data.dataset import SUMMED, DataReport, TokenDataset, Tokenised, mix_sources
 from packtrain.data.formats.columns import merge_uses
 from packtrain.data.mixture import Mixture, make_mixture
-from packtrain.data.prepare import DATASETS, PreparedData, Tokeniser, make_encoder, prepare, refuse_rows
+from packtrain.data.prepare import PreparedData, Tokeniser, dataset_of, make_encoder, prepare, refuse_rows
 from packtrain.data.sources.chunks import Chunk
 from packtrain.data.sources.locate import Source, locate
 from packtrain.data.sources.remote import read_patiently
 from packtrain.data.tokens.cache import EncodedChunk, MemoryStore, cache_folder
 from packtrain.errors import UserError
+from packtrain.objectives.registry import OBJECTIVES
 
 Place = dict[str, Any]
 """Position in a source, as JSON: where the block begins (file, its name, chunk), the numbers of block and pass, and how many of its examples
@@ -171,7 +171,7 @@ class Stream:
 
     streams: list[SourceStream]
     mixture: Mixture
-    objective: ObjectiveKind
+    objective: str
     examples_per_step: int
     report: DataReport
     stack: ExitStack
@@ -218,7 +218,7 @@ class Stream:
         data = TokenDataset([store], np.arange(len(store)), self.report)
         data.source_of = np.repeat(np.array([source for source, _ in taken], np.int16), len(documents) // len(taken))
         mark = zlib.crc32(mask.data, zlib.crc32(ids.data)) & 0xFFFF
-        return Window(DATASETS[self.objective](data), [example.row for _, example in taken], place, mark)
+        return Window(dataset_of(OBJECTIVES[self.objective], data), [example.row for _, example in taken], place, mark)
 
     def report_at(self, place: dict[str, Any], **trained: int) -> DataReport:
         """Report on the rows read up to this place; `trained` gives the figures of training."""
@@ -231,14 +231,14 @@ class Stream:
 
 
 def open_stream(
-    data: Data, tokenizer: Any, objective: ObjectiveKind, examples_per_step: int, *, seed: int, day: str = ""
+    data: Data, tokenizer: Any, objective: str, examples_per_step: int, *, seed: int, day: str = ""
 ) -> PreparedData:
     """Open `data.train` as a stream, with its first rows as data set `train`. Code that asks what rows are like uses these.
 
     `data.eval` is read as a whole. UserError if a source is missing, or its first rows cannot be used.
     """
     encoder, stack, given = make_encoder(data, tokenizer, objective, day), ExitStack(), sources(data.train, "train")
-    console, together = Console(stderr=True, quiet=True), TRAITS[objective].documents
+    console, together = Console(stderr=True, quiet=True), OBJECTIVES[objective].documents
     streams, first_rows, identity = [], [], []
     tokeniser = Tokeniser(encoder, cache_folder(data.cache_dir), seed, console, stack)
     for number, named in enumerate(given):
@@ -273,5 +273,7 @@ def open_stream(
     mixture = make_mixture(data.stages, weights, examples_per_step, seed)
     stream = Stream(streams, mixture, objective, examples_per_step, sample.report, stack)
     return replace(
-        prepare(data, tokenizer, objective, seed=seed, day=day), train=DATASETS[objective](sample), stream=stream
+        prepare(data, tokenizer, objective, seed=seed, day=day),
+        train=dataset_of(OBJECTIVES[objective], sample),
+        stream=stream,
     )

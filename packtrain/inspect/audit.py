@@ -152,7 +152,7 @@ def _find_faults(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
 
 def _find_repeats(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
     """Find repeated examples, and held-out examples that are trained."""
-    together, unit = corpus.traits.documents, corpus.traits.unit
+    together, unit = corpus.spec.documents, corpus.spec.examples
     trained, held_out = (np.flatnonzero(chosen)[::together] for chosen in (corpus.in_train, corpus.in_eval))
     examples = np.concatenate([trained, held_out])  # each by its first document
     own = examples[:, None] + np.arange(together)

@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 import numpy as np
 
-from packtrain.config.objective import Traits
 from packtrain.config.schema import RunConfig, Split, sources
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.prepare import PreparedData, prepare
@@ -21,6 +20,7 @@ from packtrain.data.tokens.loss_mask import ChatEncoder
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.data.tokens.tokenizer import PlainTokenizer, plain_tokenizer
 from packtrain.errors import UserError
+from packtrain.objectives.spec import Spec
 from packtrain.packing.prefix_index import PrefixIndex, index_prefixes
 
 
@@ -41,9 +41,9 @@ class Corpus:
     pairs: PairDataset | None
 
     @property
-    def traits(self) -> Traits:
-        """Traits of the objective."""
-        return self.config.objective.traits
+    def spec(self) -> Spec:
+        """Declaration of the objective."""
+        return self.config.objective.spec
 
     @cached_property
     def prefixes(self) -> PrefixIndex | None:
@@ -96,8 +96,8 @@ class Corpus:
     @cached_property
     def labels(self) -> np.ndarray | None:
         """Whether each document is a desirable answer, bool[documents]. None for objectives without labels."""
-        kto = self.config.objective.kind == "kto"
-        return np.concatenate([store.labels() for store in self.stores]) if kto else None
+        labelled = self.spec.examples == "answers"
+        return np.concatenate([store.labels() for store in self.stores]) if labelled else None
 
     @cached_property
     def in_train(self) -> np.ndarray:

@@ -24,9 +24,9 @@ MAX_TOKENS = 20_000
 
 def show_first(corpus: Corpus, number: int) -> list[dict[str, Any]]:
     """Show the first `number` examples in the order of the data. Raises UserError if there are fewer."""
-    documents = np.flatnonzero(corpus.in_train)[:: corpus.traits.documents]
+    documents = np.flatnonzero(corpus.in_train)[:: corpus.spec.documents]
     if not 0 <= number <= len(documents):
-        what = f"{number:,}, but there are {counted(len(documents), corpus.traits.unit)}"
+        what = f"{number:,}, but there are {counted(len(documents), corpus.spec.examples)}"
         raise UserError(what, where="--rows", fix=f"Give a number from 0 to {len(documents)}.")
     chosen = documents[:number].tolist()
     places = find_places(corpus, set(corpus.row_of[chosen].tolist()))
@@ -36,7 +36,7 @@ def show_first(corpus: Corpus, number: int) -> list[dict[str, Any]]:
 def show_row(corpus: Corpus, place: str) -> list[dict[str, Any]]:
     """Show the examples of the row at `place` (FILE:LINE), or why it was dropped. Raises UserError if there is no such row."""
     row = _find_row(corpus, place)
-    documents = np.flatnonzero(corpus.row_of == row)[:: corpus.traits.documents].tolist()
+    documents = np.flatnonzero(corpus.row_of == row)[:: corpus.spec.documents].tolist()
     if documents:
         return [show_example(corpus, document, {row: place}) for document in documents]
     store = int(np.searchsorted(corpus.first_rows, row, side="right")) - 1
@@ -76,7 +76,7 @@ def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = N
         what = f"step {step}, but the run has {counted(schedule.total_steps, 'steps')}"
         raise UserError(what, where="--step", fix=f"Give a number from 1 to {schedule.total_steps}.")
     layout = schedule.layout(step - 1, processes)
-    firsts = corpus.train.rows.reshape(-1, corpus.traits.documents)[:, 0]  # the first document of each example
+    firsts = corpus.train.rows.reshape(-1, corpus.spec.documents)[:, 0]  # the first document of each example
     numbers = {int(number) for parts in layout for part in parts for number in part[:most]}
     places = find_places(corpus, {int(corpus.row_of[firsts[number]]) for number in numbers})
 
@@ -112,7 +112,7 @@ def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> dict
 
     The prompt of a pair is a part of its own if it is laid out once, assuming that the attention proves exact.
     """
-    together, packing = corpus.traits.documents, corpus.config.packing
+    together, packing = corpus.spec.documents, corpus.config.packing
     row = int(corpus.row_of[number])
     fate, place = corpus.fates[row], places[row]
     documents = [corpus.read(number + side) for side in range(together)]

@@ -29,7 +29,7 @@ def estimate_attention_cost(corpus: Corpus) -> float | None:
     if model.init == "random":
         model = replace(model, config={"vocab_size": corpus.tokenizer.vocabulary, **model.config})
     try:
-        weights = weights_of(model, scores=config.objective.traits.scores)
+        weights = weights_of(model, scores=config.objective.spec.scores)
         known = AutoConfig.for_model(**weights.sizes)
     except Exception:  # no files here, or a model with unknown layers: libraries raise errors of every kind
         return None
@@ -112,7 +112,7 @@ def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes
         uneven.append(schedule.imbalance(layout))
     whole = int(tokens.sum(dtype=np.int64))
     figures: dict[str, Any] = {
-        "rows": len(lengths) * corpus.traits.documents if mode == "padding" else round(rows * whole / used),
+        "rows": len(lengths) * corpus.spec.documents if mode == "padding" else round(rows * whole / used),
         "slots": round(slots * whole / used),
         "efficiency": round(min(used / slots, 1.0), 4),
         "steps": epoch,

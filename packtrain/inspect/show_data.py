@@ -38,7 +38,7 @@ def show_data(
     if html is not None:
         _check_page(html)
     corpus = open_corpus(config, progress=os.isatty(2))
-    terminal, unit = DataTerminal(), corpus.traits.unit
+    terminal, unit = DataTerminal(), corpus.spec.examples
     layout = examples = None
     if step is not None:
         layout = lay_out_step(corpus, processes, step, rows)

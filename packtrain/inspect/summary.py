@@ -24,7 +24,7 @@ LIMITS = tuple(512 * 2**power for power in range(12))
 
 def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
     """Summarise the data as plain containers, for a run on this many processes."""
-    config, traits, report = corpus.config, corpus.traits, corpus.train.report
+    config, spec, report = corpus.config, corpus.spec, corpus.train.report
     findings = audit(corpus, scan(corpus))
     shown = _choose_typical(corpus)
     bad = corpus.bad_rows()
@@ -46,10 +46,10 @@ def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
         "cut_tokens": report.cut_tokens,
         "documents": report.documents,
         "labels": labels,
-        "unit": traits.unit,
+        "unit": spec.examples,
         "tokens": report.tokens,
         "trained_tokens": report.trained_tokens,
-        "held_out": None if corpus.eval is None else corpus.eval.report.documents // traits.documents,
+        "held_out": None if corpus.eval is None else corpus.eval.report.documents // spec.documents,
         "sources": list(report.sources),
         "format": report.format,
         "remarks": report.decisions(),
@@ -69,7 +69,7 @@ def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
 
 def _choose_typical(corpus: Corpus) -> list[int]:
     """Choose examples of usual length from the start of the data, by their first documents."""
-    together = corpus.traits.documents
+    together = corpus.spec.documents
     first = corpus.train.rows[: _CANDIDATES * together : together]
     order = np.argsort(np.abs(corpus.lengths[first] - np.median(corpus.lengths[first])), kind="stable")
     return sorted(list(dict.fromkeys(first[order].tolist()))[:SHOWN])
@@ -91,7 +91,7 @@ def _count_cuts(corpus: Corpus) -> list[dict[str, Any]]:
     """Count the cuts of data.max_length. Limits run from 512 tokens to the first that cuts nothing, or to the current limit: beyond it
     nothing is known of longer documents. For dropped documents not even the number of tokens is known."""
     lengths, current, report = corpus.train.lengths, corpus.config.data.max_length, corpus.train.report
-    dropped = report.dropped.get(TOO_LONG, 0) * corpus.traits.documents
+    dropped = report.dropped.get(TOO_LONG, 0) * corpus.spec.documents
     limits = {limit for limit in LIMITS if limit < 2 * int(lengths.max())} or {LIMITS[0]}
     cuts = []
     for limit in sorted({limit for limit in limits if limit < current} | {current} if current else limits):

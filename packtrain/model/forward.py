@@ -30,7 +30,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from packtrain.attention.backends import attend_by
 from packtrain.attention.over_ranks import sum_over_parts
-from packtrain.config.objective import Objective, TokenLoss
+from packtrain.config.objective import Objective
 from packtrain.errors import CheckFailed
 from packtrain.model.heads.score import add_scores
 from packtrain.model.heads.summed import compare_gradients, sum_losses
@@ -53,7 +53,7 @@ HeadKind = Literal["summed", "by token", "full logits"]
 class Head:
     """Output head of documents. `refusal` says why the head that was tried before does not fit; "" for the first."""
 
-    loss: TokenLoss
+    loss: str
     kind: HeadKind
     refusal: str = ""
 
@@ -99,7 +99,7 @@ def name_backbone(model: PreTrainedModel) -> None:
         model.base_model_prefix = "model"
 
 
-def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alpha: float | None = None) -> Head:
+def add_loss_sum(model: PreTrainedModel, *, loss: str = "nll", neftune_alpha: float | None = None) -> Head:
     """Add `loss_sum=True` to the forward of `model`, which already has TRL's `add_fused_lm_head`.
 
     With it the forward takes a collated batch with `shift_labels` and returns the sum of the losses at all positions whose label is not IGNORE

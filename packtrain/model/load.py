@@ -23,8 +23,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.forwards import rotates_by_length
 from packtrain.boundary import boundary
+from packtrain.config.fault import is_number
 from packtrain.config.keys import suggest
-from packtrain.config.objective import is_number
 from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import check_model_folder, fix_of, hub, location
 from packtrain.errors import Problem, UserError

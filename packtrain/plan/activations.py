@@ -38,7 +38,7 @@ def fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None:
     examples, tokens = config.batch.limits(config.packing.mode)
     longest, bounds = config.data.max_length, [tokens]
     if longest is not None:
-        each = config.objective.traits.documents * longest
+        each = config.objective.spec.documents * longest
         bounds += [item and item * each for item in (examples, config.batch.examples_per_step)]
     most = min((item for item in bounds if item is not None), default=None)
     if most is None:

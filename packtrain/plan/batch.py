@@ -101,7 +101,7 @@ def plan_batch(
         tokens_per_device=tokens,
         rows_per_step=rows,
         micro_batches_per_device=micro_batches,
-        unit=objective.traits.unit,
+        unit=objective.spec.examples,
         steps=trainer.max_steps,
         sequence_parallel=sequence_parallel,
     )

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from packtrain.config.objective import TRAITS
 from packtrain.config.schema import RunConfig, Topology
 from packtrain.errors import Problem
+from packtrain.objectives.registry import OBJECTIVES
 from packtrain.plan.batch import BatchPlan, plan_batch
 from packtrain.plan.launcher_settings import WORKER, deepspeed_config, launch_argv, launch_config
 from packtrain.plan.launchers import DEFAULT_PORT
@@ -94,7 +94,7 @@ class LaunchPlan(Processes):
 def plan_launch(
     config: RunConfig,
     surroundings: Surroundings,
-    verb: str = "sft",
+    verb: str | None = None,
     arguments: Sequence[str] = (),
     machines: Sequence[int] | None = None,
 ) -> LaunchPlan:
@@ -102,9 +102,11 @@ def plan_launch(
 
     Raises UserError or CheckFailed if the run is impossible, or if two sources contradict each other.
     """
+    verb = verb or config.objective.kind
     topology, strategy, folder = config.topology, config.strategy.name, RunFolder.of(config.trainer)
     surroundings = _with_asked_gpus(topology, surroundings)
-    processes, restarts = choose_processes(topology, surroundings), config.trainer.restarts if verb in TRAITS else 0
+    processes = choose_processes(topology, surroundings)
+    restarts = config.trainer.restarts if verb in OBJECTIVES.all() else 0
     if restarts:
         obstacles = (*processes.obstacles, *_why_no_restarts(processes, topology))
         processes = replace(processes, relaunched=True, obstacles=obstacles)

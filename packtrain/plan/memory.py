@@ -216,7 +216,7 @@ def _choose_checkpointing(
 
 
 def _measure(config: RunConfig) -> _Model:
-    weights = weights_of(config.model, scores=config.objective.traits.scores)
+    weights = weights_of(config.model, scores=config.objective.spec.scores)
     shapes = weights.shapes
     trained = adapter_shapes(shapes, config.peft)
     if config.peft.kind == "none":
@@ -326,12 +326,12 @@ def _activations(config: RunConfig, model: _Model, *, gpu: bool) -> tuple[int | 
 
 def _head(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     """Return the output head's bytes while it makes gradients. They are its input, logits, and gradients of input and weight."""
-    if config.objective.traits.scores:  # one number a token
+    if config.objective.spec.scores:  # one number a token
         return batch.tokens * layers.hidden * (batch.compute + 4)
     trained = config.peft.kind == "none" or "lm_head" in config.peft.modules_to_save
     weight = layers.vocabulary * layers.hidden
     of_weight = 4 * weight if trained else 0
-    if config.objective.traits.documents > 1 or config.objective.traits.reference:  # TRL's head takes single tokens
+    if config.objective.spec.documents > 1 or config.objective.spec.reference:  # TRL's head takes single tokens
         tile = min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute
         return batch.tokens * layers.hidden * (batch.compute + 4) + tile + of_weight
     cast = batch.compute if batch.compute != batch.weight else 0  # the head's copies in the compute dtype
@@ -341,7 +341,7 @@ def _head(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
 
 def _first_check(config: RunConfig, model: _Model, *, gpu: bool) -> int:
     """Return the bytes of the check of first pairs before step 1. It holds logits, also in float32, and log-probabilities."""
-    if not config.objective.traits.reference or not config.verify.preflight:
+    if not config.objective.spec.reference or not config.verify.preflight:
         return 0
     compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
     longest, vocabulary = config.data.max_length, model.sizes.get("vocab_size")
@@ -354,7 +354,7 @@ def _first_check(config: RunConfig, model: _Model, *, gpu: bool) -> int:
 def _first_watch(config: RunConfig, model: _Model, *, gpu: bool) -> int:
     """Return the bytes of TRL's head in the watch over first steps. It needs a tile of logits, and no gradients."""
     batch = fullest(config, model.width, gpu=gpu)
-    if config.objective.kind != "sft" or not config.verify.preflight or batch is None:
+    if config.objective.spec.examples != "documents" or not config.verify.preflight or batch is None:
         return 0
     return min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute
 
@@ -409,7 +409,7 @@ def _in_float32(config: RunConfig) -> int:
 
 def _reference(config: RunConfig, model: _Model) -> int:
     """Return the bytes of the model or the adapters that are kept for the reference."""
-    if not config.objective.traits.reference:
+    if not config.objective.spec.reference:
         return 0
     kind = reference_of(config.model, config.peft, config.objective, config.strategy).kind
     if kind == "adapters":
@@ -440,7 +440,7 @@ def _advise_split(config: RunConfig, model: _Model, spread: tuple[int, int], dev
     """Suggest the smallest split of documents over neighbours that fits. "" if splitting is impossible or does not help."""
     if config.packing.mode == "padding" or config.data.max_length is None or config.objective.sorting_losses:
         return ""
-    longest = config.data.max_length * config.objective.traits.documents
+    longest = config.data.max_length * config.objective.spec.documents
     for parts in (number for number in range(1, spread[0] + 1) if spread[0] % number == 0):
         part = math.ceil(longest / parts)
         batch = replace(config.batch, tokens_per_device=part, examples_per_device=None)

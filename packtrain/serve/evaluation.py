@@ -56,7 +56,7 @@ def evaluate(
     model, more = run.model, bool(rows or tasks)
     if more and (model.path is None or model.init == "random"):
         raise UserError("new weights have nothing to say", where="model.path", fix="Name a model: model.path=…")
-    if rows and run.objective.traits.scores:
+    if rows and run.objective.spec.scores:
         raise UserError("a reward model gives no answers", where="--generate", fix="Leave it away.")
     if tasks and find_spec("lm_eval") is None:
         what = "tasks need the package lm_eval (lm-evaluation-harness), which is not installed"
@@ -115,7 +115,7 @@ def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConf
         changed = {} if start.init == "random" else model.config
         model = replace(model, path=trained.path, init="pretrained", config=changed, tokenizer=tokenizer)
         peft = adapters_of(trained)
-        if objective.traits.reference and objective.reference in REFERENCES:
+        if objective.spec.reference and objective.reference in REFERENCES:
             if start.path is None or start.init == "random":
                 what, fix = "the reference is the start of the training, new weights that nobody has", "Name a model."
                 raise UserError(what, where="objective.reference", fix=fix)

@@ -17,10 +17,10 @@ import yaml
 
 from packtrain import __version__
 from packtrain.boundary import boundary
-from packtrain.config.objective import TRAITS
 from packtrain.config.rules.paths_and_packages import BUILT_IN, DATA_SUFFIXES, MODEL_SUFFIXES, TEMPLATE_SUFFIXES
 from packtrain.config.schema import groups
 from packtrain.errors import UserError, read_json
+from packtrain.objectives.registry import OBJECTIVES
 from packtrain.redact import Redactor
 from packtrain.report.run_record import read_config, read_metrics
 from packtrain.run_folder import object_of
@@ -102,7 +102,8 @@ def model_card(trained: Trained) -> str:
     run = trained.run
     config = read_config(run.config) if run else {}
     model, data = _mapping(config.get("model")), _mapping(config.get("data"))
-    kind = str(_mapping(config.get("objective")).get("kind", "reward" if trained.scores else "sft"))
+    default = next(name for name, spec in OBJECTIVES.all().items() if spec.scores == trained.scores)
+    kind = str(_mapping(config.get("objective")).get("kind", default))
     base = next((name for name in (trained.base, model.get("path")) if is_public_name(name)), None)
     train = data.get("train") if isinstance(data.get("train"), list) else [data.get("train")]
     paths = [str(source["path"] if isinstance(source, Mapping) else source) for source in train or () if source]
@@ -116,7 +117,7 @@ def model_card(trained: Trained) -> str:
     local = "new weights" if model.get("init") == "random" else "a local model"
     of = f"[{base}](https://huggingface.co/{base})" if base else local
     what = "Adapters for" if trained.base is not None else "Trained from"
-    about = TRAITS[kind].about if kind in TRAITS else kind
+    about = OBJECTIVES[kind].about if kind in OBJECTIVES.all() else kind
     parts = [f"---\n{head.to_yaml()}\n---", "# Model card", f"{what} {of}: {about} with packtrain {__version__}."]
     if run is not None:
         summary = object_of(run.summary)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,6 @@ from packtrain.config.schema import RunConfig
 from packtrain.data.mixture import make_mixture
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.streaming import open_stream
-from packtrain.data.tokens.cache import cache_folder
 from packtrain.data.tokens.chat_template import give_template
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError
@@ -35,7 +35,6 @@ from packtrain.packing.prefix_index import index_prefixes
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.split_rows import choose_ranks_per_row
 from packtrain.packing.stages import stage
-from packtrain.plan.known_model import reference_of
 from packtrain.plan.memory import Memory, estimate
 from packtrain.proof.choice import AttentionChoice, prove_backend
 from packtrain.proof.isolation import DOCUMENTS, TREE
@@ -104,9 +103,14 @@ def begin(config: RunConfig, ranks: Ranks, peers: Peers | None) -> Prepared:
     own_heartbeat().enter("prepare")
     if config.trainer.activation_offload:
         check_offload(ranks.device)
-    tokenizer, scores = load_tokenizer(config.model), config.objective.traits.scores
+    tokenizer, scores = load_tokenizer(config.model), config.objective.spec.scores
     check_before_loading(config.model, config.peft, tokenizer, config.trainer.resume_despite, scores=scores)
     return Prepared(config, ranks, peers, objective_of(config), tokenizer)
+
+
+def objective_of(config: RunConfig) -> TrainingObjective:
+    """Make the objective of the config. The code of other objectives is not imported."""
+    return import_module(config.objective.spec.run).OBJECTIVE(config)
 
 
 def prepare_data(run: Prepared, *, progress: bool = False) -> None:
@@ -128,7 +132,7 @@ def prepare_data(run: Prepared, *, progress: bool = False) -> None:
 def load(run: Prepared) -> None:
     """Load the model, the same on all ranks."""
     own_heartbeat().enter("load")
-    config, scores = run.config, run.config.objective.traits.scores
+    config, scores = run.config, run.config.objective.spec.scores
     limit_s, mesh = preparing_s(config.topology.step_timeout), reading_mesh(run.ranks)
 
     def read() -> Any:
@@ -239,26 +243,3 @@ def choose_checkpointing(asked: str, memory: Memory | str) -> tuple[str, str]:
     if isinstance(memory, Memory):
         return memory.checkpointing, memory.chosen
     return ("none", f"auto: memory is {memory}") if asked == "auto" else (asked, "asked for")
-
-
-def objective_of(config: RunConfig) -> TrainingObjective:
-    """Make the objective of the config. Other objectives, and TRL's trainers for them, are not imported."""
-    objective, packing = config.objective, config.packing
-    if objective.kind == "sft":
-        from packtrain.train.objectives.sft import SFT
-
-        return SFT(objective, packing, config.batch)
-    if objective.kind == "reward":
-        from packtrain.train.objectives.reward import Reward
-
-        return Reward(objective, packing, config.batch)
-    reference = reference_of(config.model, config.peft, objective, config.strategy)
-    cache = cache_folder(config.data.cache_dir) / "reference"
-    held = (objective, packing, config.batch, config.model, config.peft, reference, cache)
-    if objective.kind == "kto":
-        from packtrain.train.objectives.kto import KTO
-
-        return KTO(*held, max_length=config.data.max_length)
-    from packtrain.train.objectives.dpo import DPO
-
-    return DPO(*held)

@@ -231,7 +231,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
         log.warn(remark)
 
     load(prepared)
-    base, scores = base_model(prepared.model), config.objective.traits.scores
+    base, scores = base_model(prepared.model), config.objective.spec.scores
     if not scores and is_reward_model(base.config) and config.model.init == "pretrained":
         log.warn(f"{config.model.path} is a reward model or classifier: its head is left away, and final/ has none")
     check_model(prepared, padded=config.packing.mode == "padding")
@@ -297,7 +297,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         console.log_changes(log, checkpoint.name, *check_origin(checkpoint, origin))
     console.log_model(log, config.model, config.peft, config.optim, model, prepared.precision, ranks.strategy)
     console.log_ways(log, frozen, split, prepared.compiled)
-    thing = config.objective.traits.unit
+    thing = config.objective.spec.examples
     console.log_steps(log, thing, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
     console.log_attention(log, base, prepared.backend)
     if prove:
@@ -399,7 +399,7 @@ def _spike_rules(run: Run, data: PreparedData, steps: Steps) -> SpikeRules:
 
     def places(numbers: list[int]) -> list[str]:
         corpus = open_corpus(config, tokenizer=run.prepared.tokenizer, prepared=data)
-        rows = corpus.row_of[corpus.train.rows.reshape(-1, corpus.traits.documents)[numbers, 0]].tolist()
+        rows = corpus.row_of[corpus.train.rows.reshape(-1, corpus.spec.documents)[numbers, 0]].tolist()
         by_row = find_places(corpus, rows)
         return [by_row[row] for row in rows]
 
@@ -505,7 +505,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
     trainer.clock.enter("final")
     if summary.early:
         trainer.checkpoints.restore_best_weights(trainer.state)
-    model, tokenizer, scores = run.prepared.model, run.prepared.tokenizer, config.objective.traits.scores
+    model, tokenizer, scores = run.prepared.model, run.prepared.tokenizer, config.objective.spec.scores
     dtype = format_of(config.optim.bf16_rounding, base_model(model).dtype)
     folders = results.save_final(
         folder, trainer, model, tokenizer, config.model, config.peft, dtype=dtype, scores=scores

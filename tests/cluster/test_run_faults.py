@@ -19,7 +19,7 @@ import os, runpy, sys, time
 from pathlib import Path
 from packtrain.train import loader
 from packtrain.train.checkpoint.writer import CheckpointWriter
-from packtrain.train.objectives import sft
+from packtrain.objectives.sft import run as sft
 
 fault, steps, loss = os.environ["FAULT"], loader.Steps, sft.SFTLoss
 read, of, write, evaluate = steps.__getitem__, loss.compute, CheckpointWriter.write_now, loss.evaluate

@@ -20,10 +20,11 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 
 from packtrain.config.schema import Model
 from packtrain.errors import CheckFailed, UserError
+from packtrain.objectives.dpo import run as dpo
+from packtrain.objectives.kto.run import FIGURES as KTO_FIGURES
 from packtrain.objectives.logged_figures import MARGINS
+from packtrain.objectives.reward import run as reward
 from packtrain.run_folder import RunFolder
-from packtrain.train.objectives import dpo, reward
-from packtrain.train.objectives.kto import FIGURES as KTO_FIGURES
 from packtrain.train.run import verify_in
 from packtrain.train.verify.modes import MODES
 

@@ -17,7 +17,7 @@ from test_dpo_user import pairs
 
 from packtrain.bench.bench_table import print_report
 from packtrain.cli import main
-from packtrain.train.objectives.sft import SFTLoss
+from packtrain.objectives.sft.run import SFTLoss
 from tests.cluster.forked_launches import Fork
 from tests.cluster.small_launch import instead_of_torchrun
 from tests.train import forked, running

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,15 +26,15 @@ from tiny_dpo import (
 from tiny_models import tiny_model
 from trl import DPOTrainer
 
-from packtrain.config.objective import SORTING_LOSSES, LossType, Objective
+from packtrain.config.objective import Objective
 from packtrain.config.rules import check_combinations
-from packtrain.config.schema import Batch, Model, Packing, Peft, RunConfig
+from packtrain.config.schema import RunConfig
 from packtrain.errors import UserError
 from packtrain.model.spread import Ranks
+from packtrain.objectives.dpo.run import DPO, FIGURES
+from packtrain.objectives.dpo.spec import SPEC
 from packtrain.packing.collate import RowLayout, collate_pairs
-from packtrain.plan.known_model import ReferenceChoice
-from packtrain.train.loader import PairSteps
-from packtrain.train.objectives.dpo import DPO, FIGURES
+from packtrain.train.objectives.pairs import PairSteps
 
 ALONE = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "aot": {"label_smoothing": 0.1}}
 TOGETHER: list[dict[str, Any]] = [
@@ -65,7 +65,7 @@ def of_trl(folder: Path, **objective: Any) -> tuple[float, torch.Tensor, dict[st
 def assert_all_equal_trl(folder: Path, **objective: Any) -> None:
     expected = of_trl(folder, **objective)
     assert set(expected[2]) - {"num_tokens"} == set(FIGURES)
-    splits = SPLITS[:1] if set(objective["loss_type"]) & set(SORTING_LOSSES) else SPLITS
+    splits = SPLITS[:1] if set(objective["loss_type"]) & set(SPEC.sorting_losses) else SPLITS
     for layout in LAYOUTS:
         trainer = ours(folder, layout, **objective)
         for parts in splits:
@@ -77,7 +77,7 @@ def known_to_trl() -> set[str]:
 
 
 def test_the_config_knows_every_loss_of_the_installed_trl() -> None:
-    assert known_to_trl() == set(get_args(LossType))
+    assert known_to_trl() == set(SPEC.losses)
 
 
 @pytest.mark.parametrize("loss_type", sorted(known_to_trl()))
@@ -130,7 +130,7 @@ def test_a_loss_that_is_not_a_mean_over_pairs_is_told_from_those_that_are(tmp_pa
         if loss.standalone_loss(steps.collate(numbers)) != pytest.approx(one_by_one, rel=1e-4):
             apart.add(name)
     assert apart == {"aot", "aot_unpaired", "sft"}
-    assert tuple(one for one in sorted(apart) if one in SORTING_LOSSES) == SORTING_LOSSES
+    assert tuple(one for one in sorted(apart) if one in SPEC.sorting_losses) == SPEC.sorting_losses
 
 
 # -- what is refused
@@ -180,8 +180,7 @@ def test_label_smoothing_that_trl_passes_over_is_refused_by_the_config(tmp_path:
 @pytest.mark.parametrize("loss_type", ["aot", ["sigmoid", "aot_unpaired"]])
 def test_losses_that_sort_the_pairs_of_a_step_are_refused_where_it_is_split(loss_type: Any) -> None:
     def steps(objective: Objective, tokens: int | None = None, processes: int = 1) -> PairSteps:
-        reference = ReferenceChoice("model", "", True)
-        dpo = DPO(objective, Packing(), Batch(), Model(), Peft(), reference, Path())
+        dpo = DPO(RunConfig(objective=objective))
         of = steps_of("flat", tokens=tokens)
         return dpo.steps(of.data, of.schedule, 0, Ranks(0, processes, torch.device("cpu")))
 

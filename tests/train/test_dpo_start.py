@@ -22,9 +22,9 @@ from packtrain.model.adapters import add_adapters
 from packtrain.objectives import losses
 from packtrain.packing.collate import RowLayout
 from packtrain.packing.segments import Segments
-from packtrain.train.loader import PairSteps
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives import first_loss
+from packtrain.train.objectives.pairs import PairSteps
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

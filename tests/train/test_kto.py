@@ -6,7 +6,7 @@ import inspect
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ from tiny_kto import ANSWERS, LABELS, LAYOUTS, Answers, arguments, ours, rows, s
 from trl import KTOTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
-from packtrain.config.objective import UnpairedLoss
+from packtrain.objectives.kto.run import FIGURES
 from packtrain.objectives.logged_figures import MARGINS
-from packtrain.train.objectives.kto import FIGURES
+from packtrain.objectives.registry import OBJECTIVES as OBJECTIVES_OF_PACKTRAIN
 
 OBJECTIVES: list[dict[str, Any]] = [
     {"loss_type": "kto"},
@@ -39,7 +39,7 @@ def of_trl(
 
 def test_the_config_knows_every_loss_of_the_installed_trl() -> None:
     known = set(re.findall(r'\bloss_type == "(\w+)"', inspect.getsource(KTOTrainer._compute_loss)))
-    assert known == set(get_args(UnpairedLoss))
+    assert known == {*OBJECTIVES_OF_PACKTRAIN["kto"].losses}
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda one: "-".join(map(str, one.values())))

@@ -15,8 +15,8 @@ from running import LLAMA, Run, assert_same_bits, base_config, train
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Trainer
 from packtrain.errors import UserError
+from packtrain.objectives.sft.run import SFTLoss
 from packtrain.train import run as run_module
-from packtrain.train.objectives.sft import SFTLoss
 from tests.train import forked
 
 ROOM = 180

@@ -27,10 +27,10 @@ from packtrain.errors import CheckFailed
 from packtrain.model import spread as strategy
 from packtrain.model.precision import compute_in
 from packtrain.model.spread import Ranks
+from packtrain.objectives.dpo.run import FIGURES
 from packtrain.plan.memory import GIB, Memory
 from packtrain.train import run as training
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.dpo import FIGURES
 from packtrain.train.preflight import choose_on_all_ranks
 from tests.train import forked, host_adam
 

@@ -23,9 +23,9 @@ from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
+from packtrain.objectives.sft.run import SFT
 from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder
-from packtrain.train.objectives.sft import SFT
 from packtrain.train.run import verify_in
 from packtrain.train.verify import measure as verifying
 from packtrain.train.verify.command import print_verdicts
@@ -52,7 +52,7 @@ def proved(folder: Path, model: dict[str, Any], **groups: Any) -> tuple[int, dic
 
 
 def compared(model: Any, folder: Path) -> Comparison:
-    objective, trainer = SFT(Objective(), Packing(), Batch()), Trainer(output_dir=str(folder))
+    objective, trainer = SFT(RunConfig()), Trainer(output_dir=str(folder))
     precision = Precision(model.dtype, torch.bfloat16 if trainer.mixed_precision == "bf16" else None)
     tokenizer = load_tokenizer(Model(tokenizer="quickstart"))
     return compare_modes(*loss_on_random_examples(objective, model, tokenizer, precision, trainer), "segmented")

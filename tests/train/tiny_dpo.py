@@ -15,17 +15,18 @@ from tiny_models import tiny_model
 from trl import DPOConfig
 
 from packtrain.attention.backends import attend_by
-from packtrain.config.objective import Objective, ObjectiveKind
+from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Model, Packing
 from packtrain.data.dataset import PairDataset, Preference
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.model.load import base_model
+from packtrain.objectives.dpo.run import DPOLoss
 from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import make_schedule
-from packtrain.train.loader import PairSteps, Steps, UnpairedSteps
+from packtrain.train.loader import Steps
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.dpo import DPOLoss
 from packtrain.train.objectives.first_loss import check_answer_forward, check_first_loss
+from packtrain.train.objectives.pairs import PairSteps
 from packtrain.train.settings import LoopSettings, StopRequest
 
 TOKENIZER = load_tokenizer(Model(tokenizer="quickstart"))
@@ -104,7 +105,7 @@ def ours(
 
 
 def objective_of(
-    kind: ObjectiveKind,
+    kind: str,
     *,
     loss_type: Any = None,
     beta: float = 0.1,
@@ -139,8 +140,7 @@ def in_parts(trainer: Any, parts: list[list[int]]) -> tuple[float, torch.Tensor,
     """Loss, gradient and figures of a step of ours in these micro-batches."""
     trainer.model.train()
     batches = [trainer.steps.collate(part) for part in parts]
-    if isinstance(trainer.steps, UnpairedSteps):
-        batches = trainer.steps.with_mismatched(batches, 0)
+    batches = trainer.steps.complete(batches, 0)
     counts = torch.tensor([batch.counts for batch in batches]).sum(0)
     trainer.loss.open_step(batches)
     total = 0.0

@@ -13,11 +13,11 @@ from trl import KTOConfig
 
 from packtrain.config.schema import Batch, Packing
 from packtrain.data.dataset import Document
+from packtrain.objectives.kto.mismatched import UnpairedSteps
+from packtrain.objectives.kto.run import KTOLoss
 from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import make_schedule
-from packtrain.train.loader import UnpairedSteps
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.kto import KTOLoss
 
 LAYOUTS: tuple[RowLayout, ...] = ("padding", "flat")
 SHAPES = [(10, 5), (1, 4), (33, 2), (2, 7), (5, 20), (18, 6), (1, 1)]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Set
 
-from packtrain.config.keys import Fault, check_resume_despite, suggest
-from packtrain.config.objective import is_number
+from packtrain.config.fault import Fault, is_number
+from packtrain.config.keys import check_resume_despite, suggest
 from packtrain.config.rules.fitting import check_fitting, check_optimizer
 from packtrain.config.rules.objectives import check_objective
 from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig, Topology, name_sources, sources
@@ -108,7 +108,7 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     if data.format == "text" and data.loss_on != "all" and "data.loss_on" in given:
         what = f"plain text has no {data.loss_on} part to train on"
         yield Fault(("data.loss_on", "data.format"), what, "Set data.loss_on to all or auto.")
-    row, each = config.batch.limits(config.packing.mode)[1], config.objective.traits.documents
+    row, each = config.batch.limits(config.packing.mode)[1], config.objective.spec.documents
     together = config.strategy.sequence_parallel
     row = row if row is None or together == "auto" else row * together
     if row is not None and together != "auto" and data.max_length is not None and data.max_length * each > row:
@@ -177,7 +177,7 @@ def _streaming(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
             )
         return
     trainer, alike = config.trainer, "only data that is read as a whole shows which documents begin alike"
-    shares = config.objective.kind == "sft" and bool(config.packing.share_prefix)
+    shares = config.objective.spec.examples == "documents" and bool(config.packing.share_prefix)
     against = (
         ("trainer.max_steps", trainer.max_steps is None, "the length of a stream is unknown, so it has no epochs"),
         ("data.eval", isinstance(data.eval, float | int) and data.eval, "a fraction of a stream cannot be held out"),
@@ -203,11 +203,6 @@ def _streaming(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
             "objective.reference",
             config.objective.reference == "precomputed",
             "it is computed for all data before step 1",
-        ),
-        (
-            "objective.kind",
-            config.objective.kind == "kto",
-            "the last step may have a single answer, which gives no KL estimate",
         ),
         ("trainer.on_spike", trainer.on_spike == "rollback", "a stream cannot go back; use skip or stop"),
         (
@@ -276,7 +271,7 @@ def _rounding(config: RunConfig) -> Iterator[Fault]:
     if rounding == "auto":
         return
     # a reward model's head is trained beside adapters
-    trained = bool(config.peft.modules_to_save) or config.objective.traits.scores
+    trained = bool(config.peft.modules_to_save) or config.objective.spec.scores
     whole = config.peft.merge or not config.model.is_base_for_adapters
     key, at_updates = "optim.bf16_rounding", rounding == "stochastic"
     if lora and not trained and (at_updates or not whole):
@@ -319,7 +314,7 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         against_fp8["strategy.name"] = "DeepSpeed has not been tried with layers that multiply in 8 bits"
     if config.peft.kind != "none":
         against_fp8["peft.kind"] = "torchao's layers make gradients of frozen weights too, for nothing"
-    if config.objective.traits.reference:
+    if config.objective.spec.reference:
         against_fp8["objective.kind"] = "losses that compare with a reference have not been tried in 8 bits"
     for key, what in against_fp8.items() if trainer.mixed_precision == "fp8" else ():
         yield Fault(("trainer.mixed_precision", key), what, "Set trainer.mixed_precision=auto.")

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from packtrain.config.keys import Fault, suggest
-from packtrain.config.objective import Option
+from packtrain.config.fault import Fault, Option
+from packtrain.config.keys import suggest
 from packtrain.config.schema import RunConfig
 from packtrain.wording import shortened
 

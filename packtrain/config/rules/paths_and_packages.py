@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import get_args
 
-from packtrain.config.keys import Fault, near, suggest
+from packtrain.config.fault import Fault
+from packtrain.config.keys import near, suggest
 from packtrain.config.objective import REFERENCES
 from packtrain.config.schema import LISTED, Bitsandbytes, Data, RunConfig, sources
 from packtrain.errors import UserError

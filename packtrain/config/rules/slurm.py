@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from packtrain.config.keys import Fault
+from packtrain.config.fault import Fault
 from packtrain.config.schema import Topology
 from packtrain.redact import is_certain, learn, speaks_of_secrets, variable_of
 from packtrain.wording import whole

@@ -12,10 +12,11 @@ from itertools import chain
 from typing import Any, cast
 
 from packtrain.config.keys import suggest
-from packtrain.config.objective import ObjectiveKind
 from packtrain.config.schema import Format
 from packtrain.data.sources.chunks import UNLISTED, BadRow, RawRow, wrong_type
 from packtrain.errors import UserError
+from packtrain.objectives.registry import OBJECTIVES, objective_for
+from packtrain.objectives.spec import Examples
 
 REQUIRED: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -207,7 +208,7 @@ def list_of(value: Any, where: str) -> list[Any]:
 
 
 def detect_format(
-    first: list[str], names: list[str], wanted: str, columns: Mapping[str, str], where: str, objective: ObjectiveKind
+    first: list[str], names: list[str], wanted: str, columns: Mapping[str, str], where: str, objective: str
 ) -> Format:
     """Detect the format of a source. Raises UserError unless exactly one fits, and the objective allows it.
 
@@ -215,7 +216,8 @@ def detect_format(
     that fits by our own column names goes before one that fits by ALIASES.
     """
     label, single = column_of(LABEL, names, columns), [name for name in REQUIRED if name != "preference"]
-    allowed = {"sft": single, "kto": [*LABELLED, "preference"]}.get(objective, ["preference"])
+    examples = OBJECTIVES[objective].examples
+    allowed = {"documents": single, "answers": [*LABELLED, "preference"], "pairs": ["preference"]}[examples]
 
     def missing(format: str, names: list[str]) -> list[str]:
         needed = {need: column_of(need, names, columns) for need in REQUIRED[format]}
@@ -237,13 +239,14 @@ def detect_format(
         what = f"data.columns names the column {absent[0]!r}, which is not there"
         raise refuse(what, f"The columns are {', '.join(names)}.")
     fits = [name for name in REQUIRED if not missing(name, first)] if wanted == "auto" else [wanted]
-    is_labelled = objective == "kto" and column_of(LABEL, first, columns) in first
-    if "preference" in fits and objective != "sft" and not is_labelled:
+    is_labelled = examples == "answers" and column_of(LABEL, first, columns) in first
+    if "preference" in fits and examples != "documents" and not is_labelled:
         fits = ["preference"]  # other columns may hold the prompt, or the chosen answer once more
     exact = [name for name in fits if all(columns.get(need, need) in first for need in REQUIRED[name])]
     fits = exact if len(exact) == 1 else fits
     if fits and not set(fits) & set(allowed):
-        verb = "dpo" if "preference" in fits else "kto" if label in names and objective != "kto" else "sft"
+        meant: Examples = "answers" if label in names and examples != "answers" else "documents"
+        verb = objective_for("pairs" if "preference" in fits else meant).name
         what = f"these are rows of {' or '.join(fits)}, and packtrain {objective} needs rows of {' or '.join(allowed)}"
         raise refuse(what, f"Train on them with packtrain {verb}.")
     if len(fits) > 1:
@@ -259,8 +262,9 @@ def detect_format(
         example = pair if allowed == ["preference"] else chat
         fix = f"Say which column is which, as in {example}. Formats with their columns: {needs}."
         raise refuse(what, fix)
-    if objective == "kto" and fits != ["preference"] and label not in names:
-        fix = f"Name it with data.columns.{LABEL}=COLUMN, or train on all answers with packtrain sft."
+    if examples == "answers" and fits != ["preference"] and label not in names:
+        other = objective_for("documents").name
+        fix = f"Name it with data.columns.{LABEL}=COLUMN, or train on all answers with packtrain {other}."
         raise refuse(f"no column {label!r} says which answers are desirable", fix)
     return cast(Format, fits[0])
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
-from packtrain.config.objective import ObjectiveKind
 from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest
 from packtrain.config.schema import LISTED, DataSource, Split, SplitText
 from packtrain.data.sources import quickstart
@@ -25,6 +24,8 @@ from packtrain.data.sources.files import READABLE, SUFFIXES, kind_of, read_file,
 from packtrain.data.sources.remote import RemoteFile, list_hub, list_remote
 from packtrain.data.tokens.pretrained import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import UserError
+from packtrain.objectives.registry import OBJECTIVES
+from packtrain.objectives.spec import Examples
 
 if TYPE_CHECKING:
     import datasets
@@ -39,11 +40,10 @@ _SPLITS = {
 }
 """Words for splits in file names, as in `datasets`."""
 _READABLE = f"{READABLE}, and folders of these or of datasets.save_to_disk."
-_QUICKSTART: dict[ObjectiveKind, Callable[..., list[dict[str, Any]]]] = {
-    "sft": quickstart.conversations,
-    "dpo": quickstart.preferences,
-    "kto": quickstart.labelled,
-    "reward": quickstart.preferences,
+_QUICKSTART: dict[Examples, Callable[..., list[dict[str, Any]]]] = {
+    "documents": quickstart.conversations,
+    "pairs": quickstart.preferences,
+    "answers": quickstart.labelled,
 }
 
 
@@ -79,7 +79,7 @@ def locate(
     source: DataSource,
     role: Split,
     seed: int,
-    objective: ObjectiveKind,
+    objective: str,
     split_text: SplitText,
     *,
     streaming: bool = False,
@@ -157,9 +157,9 @@ def _choose(
     return _from_files(f"{name} [{wanted}]", chosen, split_text, remark)
 
 
-def _generate(split: Split, seed: int, objective: ObjectiveKind) -> Source:
+def _generate(split: Split, seed: int, objective: str) -> Source:
     def read(first: int) -> Iterator[Chunk]:
-        rows = _QUICKSTART[objective](split, seed, None)
+        rows = _QUICKSTART[OBJECTIVES[objective].examples](split, seed, None)
         return islice(cut_into_chunks("quickstart", ((at, row, 1) for at, row in enumerate(rows, 1))), first, None)
 
     name, code = f"quickstart {objective} {split} {seed}", Path(str(quickstart.__file__))

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.config.objective import TRAITS, ObjectiveKind
 from packtrain.config.schema import Data, Format
 from packtrain.data.formats.columns import Row, fill_in_questions, hash_content, hash_row, merge_uses
 from packtrain.data.formats.conversations import Conversation, Example, PromptCompletion, Tokens, read_row
@@ -36,6 +35,7 @@ from packtrain.data.tokens.chat_template import ADVICE, Template
 from packtrain.data.tokens.loss_mask import UNVERIFIED, ChatEncoder, LossOn
 from packtrain.data.tokens.tokenizer import PlainTokenizer
 from packtrain.errors import Problem, UserError
+from packtrain.objectives.registry import OBJECTIVES
 
 MAX_PROBLEMS = 5
 UNTRAINED = "no trained token within data.max_length"
@@ -57,7 +57,7 @@ class Encoder:
     tokenizer: PlainTokenizer
     template: Template | None
     data: Data
-    objective: ObjectiveKind
+    objective: str
 
     def encode(self, chunk: Chunk, format: Format) -> EncodedChunk:
         """Encode every row of the chunk, in order."""
@@ -171,7 +171,8 @@ class Encoder:
         """
         if isinstance(row, BadRow):
             raise row
-        encode = {"sft": self._encode_example, "kto": self._encode_labelled}.get(self.objective, self._encode_pair)
+        by_examples = {"documents": self._encode_example, "answers": self._encode_labelled, "pairs": self._encode_pair}
+        encode = by_examples[OBJECTIVES[self.objective].examples]
         template, none = self.template, frozenset[str]()
         roles, keys = (template.words, template.keys) if template else (none, none)
         made = Row(row, columns, roles, keys, self.data.system)
@@ -206,7 +207,7 @@ class Encoder:
         documents, apart = self._encode_answers(*pair)
         content = hash_content(common_prompt(row, pair[0]))
         flags = {"content": content, "apart": apart, **self._find_faults(*pair)}
-        if self.objective == "reward":
+        if OBJECTIVES[self.objective].margins:
             flags["margin"] = read_margin(row)
         return documents, flags
 
@@ -265,7 +266,7 @@ class Encoder:
 
     def _fit(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
         """Return the kept parts of the documents and the new `fate`. Each part has a trained token; a pair keeps both documents or none."""
-        is_pair = TRAITS[self.objective].pairs
+        is_pair = OBJECTIVES[self.objective].pairs
         fitted = [self._fit_document(document, fate, format) for document in documents]
         kept = [part for parts, _ in fitted for part in parts]
         fates = [own for parts, own in fitted if parts]

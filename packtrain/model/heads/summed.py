@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-from packtrain.config.objective import TokenLoss
 from packtrain.objectives.losses import TOKEN_LOSSES
 from packtrain.plan.memory import HEAD_CHUNK
 
@@ -27,12 +26,12 @@ _ALIGNED = 64  # rows of logits are padded to a multiple of it: products are the
 _PLAIN = {"logit_scale": 1.0, "softcap": 1.0, "inv_t": 1.0, "HAS_SOFTCAP": False}  # for TRL's kernels
 
 
-def token_weights(log_probs: torch.Tensor, loss: TokenLoss) -> torch.Tensor:
+def token_weights(log_probs: torch.Tensor, loss: str) -> torch.Tensor:
     """Return the weight of each token in `loss`, from its log-probability. The token's loss is its weight times -log_prob."""
     return log_probs.exp().detach() if loss == "dft" else torch.ones_like(log_probs)
 
 
-def sum_losses(hidden: torch.Tensor, targets: torch.Tensor, head: Any, loss: TokenLoss) -> torch.Tensor:
+def sum_losses(hidden: torch.Tensor, targets: torch.Tensor, head: Any, loss: str) -> torch.Tensor:
     """Sum the losses of `targets` int64 [n] after `hidden` [n, d]: a float32 scalar. Its backward pass runs only once.
 
     `head` is an nn.Linear. Its products are in float32 on a CPU, elsewhere in autocast's format or the format of `hidden`.
@@ -42,7 +41,7 @@ def sum_losses(hidden: torch.Tensor, targets: torch.Tensor, head: Any, loss: Tok
 
 
 @torch.enable_grad()
-def compare_gradients(hidden: torch.Tensor, targets: torch.Tensor, head: Any, loss: TokenLoss) -> torch.Tensor:
+def compare_gradients(hidden: torch.Tensor, targets: torch.Tensor, head: Any, loss: str) -> torch.Tensor:
     """Compare the gradients of `sum_losses` with full logits. Returns the largest relative difference, a scalar, over `hidden` [n, d]
     and the trained weights of `head`."""
     with maybe_gather_lm_head_ctx(head.weight, head.bias):
@@ -67,7 +66,7 @@ class _SummedLoss(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        loss: TokenLoss,
+        loss: str,
         trains: bool,
     ) -> torch.Tensor:
         device, words, dtype = hidden.device, len(weight), _compute_dtype(hidden)
@@ -116,13 +115,13 @@ def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def _loss_in_place(logits: torch.Tensor, targets: torch.Tensor, loss: TokenLoss, *, trains: bool) -> torch.Tensor:
+def _loss_in_place(logits: torch.Tensor, targets: torch.Tensor, loss: str, *, trains: bool) -> torch.Tensor:
     """Sum the losses of `targets` [n]: a float32 scalar. If it `trains`, `logits` [n, words] become the gradients of that sum."""
     by = _by_triton if _kernels()._use_triton(logits.device) else _by_torch
     return by(logits, targets, loss, trains=trains)
 
 
-def _by_torch(logits: torch.Tensor, targets: torch.Tensor, loss: TokenLoss, *, trains: bool) -> torch.Tensor:
+def _by_torch(logits: torch.Tensor, targets: torch.Tensor, loss: str, *, trains: bool) -> torch.Tensor:
     """Do `_loss_in_place` some rows at a time, in float32."""
     total = torch.zeros((), device=logits.device)
     for part, goals in zip(logits.split(_SLICE), targets[:, None].split(_SLICE), strict=True):
@@ -135,7 +134,7 @@ def _by_torch(logits: torch.Tensor, targets: torch.Tensor, loss: TokenLoss, *, t
     return total
 
 
-def _by_triton(logits: torch.Tensor, targets: torch.Tensor, loss: TokenLoss, *, trains: bool) -> torch.Tensor:
+def _by_triton(logits: torch.Tensor, targets: torch.Tensor, loss: str, *, trains: bool) -> torch.Tensor:
     """Do `_loss_in_place` by TRL's kernels. They read `logits` once for the loss and once for the gradients."""
     kernels, (count, words) = _kernels(), logits.shape
     block, no_figures = kernels._BLOCK_SIZE, {f"HAS_{name.upper()}": False for name in kernels.OPTIONAL_OUTPUTS}

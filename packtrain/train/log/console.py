@@ -234,14 +234,8 @@ def log_prompts(log: Log, layout: str, why_not_shared: str) -> None:
         log.fact("prompts", runs[layout])
 
 
-def log_loss(log: Log, objective: Objective, reference: ReferenceChoice, dropout: float) -> None:
-    """Log the losses of preference training with weights, and the reference. `dropout` is peft.dropout."""
-    if objective.kind == "kto":
-        weights = (objective.option("desirable_weight"), objective.option("undesirable_weight"))
-        loss = objective.losses[0] + " (desirable × {:g}, undesirable × {:g})".format(*weights)
-    else:
-        each = zip(objective.losses, objective.option("loss_weights") or [1] * len(objective.losses), strict=True)
-        loss = " + ".join(f"{weight:g} × {name}" for name, weight in each)
+def log_loss(log: Log, losses: str, objective: Objective, reference: ReferenceChoice, dropout: float) -> None:
+    """Log the `losses` of preference training, and the reference. `dropout` is peft.dropout."""
     held_to = {
         "model": "a second copy of the model",
         "adapters_off": "the model with its adapters off",
@@ -249,7 +243,7 @@ def log_loss(log: Log, objective: Objective, reference: ReferenceChoice, dropout
         "precomputed": "log-probabilities of the model before training, computed once",
         "path": objective.reference,
     }[reference.kind]
-    log.fact("loss", f"{loss}, beta {objective.beta:g}, against {held_to}")
+    log.fact("loss", f"{losses}, beta {objective.beta:g}, against {held_to}")
     if dropout:  # TRL turns dropout off
         log.fact("dropout", f"off, peft.dropout={dropout:g} too, so that preferences are not noisy")
 

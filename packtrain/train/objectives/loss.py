@@ -17,13 +17,14 @@ from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
 
 from packtrain.config.objective import Objective
+from packtrain.data.dataset import Document
 from packtrain.model.compiled import compile_layers, is_compiled
-from packtrain.model.forward import patch_forward
+from packtrain.model.forward import Head, patch_forward
 from packtrain.model.load import base_model
 from packtrain.monitor.heartbeat import waiting
 from packtrain.objectives.answers import Sum
 from packtrain.packing.collate import IGNORE, on_device
-from packtrain.train.loader import MicroBatch
+from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.patches import hold_trainer
 from packtrain.train.settings import LoopSettings
 
@@ -66,6 +67,17 @@ class Loss:
     def of_rows(self, batch: MicroBatch) -> torch.Tensor:
         """Return a scalar loss of a micro-batch that needs no reference. Proofs of changes to the model use it."""
         return self.compute(self.model, batch, torch.tensor(batch.counts, device=self.device))
+
+    def choose_head(self, steps: Steps) -> Head | None:
+        """Choose the output head of documents by proof, before step 1. None: the loss has no choice."""
+        return None
+
+    def definition(self, documents: Sequence[Document]) -> Iterator[Callable[[], torch.Tensor]] | None:
+        """Return the parts of the loss of these documents, each computed alone by the model's own forward.
+
+        `packtrain verify` compares the modes with their sum. None: it compares with padded micro-batches of one example.
+        """
+        return None
 
     def open_step(self, batches: Sequence[MicroBatch]) -> None:
         """Prepare for the micro-batches of a step, before the first one."""

@@ -1,4 +1,4 @@
-"""What an objective is to a run: its data, attention, steps and loss, and the proofs of these; shared parts of pairs, and of
+"""What an objective is to a run: its data, attention, steps and loss, and the proofs of these; the shared parts of
 objectives with a reference."""
 
 from __future__ import annotations
@@ -6,16 +6,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, TrainingArguments
 
-from packtrain.config.objective import Objective
-from packtrain.config.schema import Batch, Model, Packing, Peft
-from packtrain.data.dataset import PairDataset
+from packtrain.config.schema import Peft, RunConfig
+from packtrain.data.tokens.cache import cache_folder
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.adapters import add_reference
 from packtrain.model.load import base_model
@@ -25,7 +23,7 @@ from packtrain.model.spread import Ranks
 from packtrain.model.weights.hashes import weights_hash
 from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import Schedule
-from packtrain.plan.known_model import ReferenceChoice
+from packtrain.plan.known_model import reference_of
 from packtrain.proof.choice import AttentionChoice, prove_backend
 from packtrain.proof.isolation import TREE
 from packtrain.train.loader import MicroBatch, Steps
@@ -48,9 +46,9 @@ class TrainingObjective:
     ranks_per_row = 1
     """The most ranks that split a row."""
 
-    def __init__(self, objective: Objective, packing: Packing, batch: Batch) -> None:
-        self.objective, self.packing, self.batch = objective, packing, batch
-        self.layout: RowLayout = "padding" if packing.mode == "padding" else "flat"
+    def __init__(self, config: RunConfig) -> None:
+        self.objective, self.packing, self.batch = config.objective, config.packing, config.batch
+        self.layout: RowLayout = "padding" if config.packing.mode == "padding" else "flat"
 
     def longest_document(self, data: Any) -> int:
         """Tokens of the longest document of a data set, for the check of the model's positions."""
@@ -105,30 +103,6 @@ class TrainingObjective:
         raise NotImplementedError
 
 
-class PairObjective(TrainingObjective):
-    """The parts of preference pairs: how a pair is laid out in a row is decided once, by proof."""
-
-    shares_unless_told = True
-
-    def longest_document(self, data: PairDataset) -> int:
-        """Tokens of the longest prompt with an answer."""
-        return int(data.documents.lengths.max())
-
-    def slots(self, data: PairDataset) -> np.ndarray:
-        """int32 [pairs]: token slots of each. Raises UserError if the longest exceeds a micro-batch: pairs are not cut."""
-        # padded a pair takes two rows as long as the longer of its documents
-        longer = 2 * data.documents.lengths.reshape(-1, 2).max(axis=1)
-        slots = {"padding": longer, "flat": data.lengths, "shared": data.shared_lengths}[self.layout].astype(np.int32)
-        longest, (_, most) = int(slots.max(initial=0)), self.batch.limits(self.packing.mode)
-        if most is not None and longest > (most := most * self.ranks_per_row):
-            raise UserError(
-                f"the longest pair takes {longest} token slots, a micro-batch has {most}",
-                where="batch.tokens_per_device",
-                fix=f"set batch.tokens_per_device to at least {-(-longest // self.ranks_per_row)}, or data.max_length to {most // 2}",
-            )
-        return slots
-
-
 class ReferenceObjective(TrainingObjective):
     """The parts of an objective with a reference: how it is loaded, and when its log-probabilities are computed.
 
@@ -137,21 +111,18 @@ class ReferenceObjective(TrainingObjective):
 
     loss_class: ClassVar[Callable[..., ReferenceLoss]]
 
-    def __init__(
-        self,
-        objective: Objective,
-        packing: Packing,
-        batch: Batch,
-        model: Model,
-        peft: Peft,
-        reference: ReferenceChoice,
-        cache: Path,
-    ) -> None:
-        """Precomputed log-probabilities go to the folder `cache`."""
-        super().__init__(objective, packing, batch)
-        self._model, self._peft, self.reference, self._cache = model, peft, reference, cache
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._model, self._peft = config.model, config.peft
+        self.reference = reference_of(config.model, config.peft, config.objective, config.strategy)
+        self._cache = cache_folder(config.data.cache_dir) / "reference"
         self._reference_model: PreTrainedModel | None = None
         self.identity = ""
+
+    @property
+    def losses_in_words(self) -> str:
+        """The losses with their weights, for the log."""
+        return " + ".join(self.objective.losses)
 
     def take_reference(
         self, model: Any, tokenizer: Any, ranks: Ranks, precision: Precision, *, seed: int
@@ -216,7 +187,7 @@ class ReferenceObjective(TrainingObjective):
         self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, ranks: Ranks, precision: Precision
     ) -> None:
         """Precomputes the reference's log-probabilities if configured, then checks the forward and the first loss."""
-        console.log_loss(log, self.objective, self.reference, self._peft.dropout)
+        console.log_loss(log, self.losses_in_words, self.objective, self.reference, self._peft.dropout)
         if self.reference.kind == "precomputed":
             trainer.steps = self.with_reference(trainer.steps, trainer, ranks, precision)
             for name, steps in trainer.evaluation.items():

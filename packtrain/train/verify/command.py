@@ -23,6 +23,7 @@ from rich.table import Table
 from packtrain import fast_imports
 from packtrain.config.schema import SHARDED_WEIGHTS, Model, Peft, RunConfig, Topology, Trainer
 from packtrain.errors import CheckFailed
+from packtrain.objectives.registry import OBJECTIVES
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import detect_surroundings
 from packtrain.run_folder import RunFolder
@@ -126,14 +127,14 @@ def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         return
     if report["pairs"]:
         why = report["pairs"]["why"]
-        documents = report["objective"] == "sft"
+        documents = OBJECTIVES[report["objective"]].examples == "documents"
         once = "computed once in a micro-batch" if documents else "computed once for both answers"
         each = "document" if documents else "answer"
         yield "prefixes" if documents else "prompts", f"computed for each {each} ({why})" if why else once
     if report["strategy"] in SHARDED_WEIGHTS:
         whole = ", but for losses and gradients: those are of the whole model" if report["modes_on"] == "whole" else ""
         yield "strategy", f"on the model as {report['strategy']} spreads it over processes{whole}"
-    if report["objective"] in ("dpo", "kto") and not report["start"]:
+    if OBJECTIVES[report["objective"]].reference and not report["start"]:
         yield "first loss", "not checked: the reference is another model"
     lengths = report["reference"]["documents"]
     yield "documents", f"{len(lengths)} of {', '.join(map(str, lengths))} random tokens; {report['seconds']} s"
@@ -160,7 +161,7 @@ def _rows(report: dict[str, Any]) -> Iterator[Row]:
         off, right = abs(start["loss"] - start["zero_margin"]), _number(start["zero_margin"], 7)
         yield f"first loss {_number(start['loss'], 7)} (of a zero margin: {right})", off, start["tolerance"]
     tolerances = report["tolerances"]
-    shared = "prefixes" if report["objective"] == "sft" else "prompts"
+    shared = "prompts" if OBJECTIVES[report["objective"]].pairs else "prefixes"
     more = {f"packed with shared {shared}": report["prefix_shared"], "packed, split over processes": report["split"]}
     for mode, figures in {**report["modes"], **{mode: figures for mode, figures in more.items() if figures}}.items():
         yield f"{mode}: loss {_number(figures['loss'], 6)}", figures["loss_rel_diff"], tolerances["loss"]

@@ -24,7 +24,7 @@ from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.attention.over_ranks import KEY, open_group
 from packtrain.config.schema import RunConfig
 from packtrain.errors import CheckFailed, Disagreement, Problem
-from packtrain.model.forward import Head, choose_head
+from packtrain.model.forward import Head
 from packtrain.model.heads.score import outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks, loading_whole
@@ -36,7 +36,6 @@ from packtrain.proof.leak import Leak
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.objectives.first_loss import FirstLoss
 from packtrain.train.objectives.loss import ReferenceLoss
-from packtrain.train.objectives.sft import SFTLoss
 from packtrain.train.objectives.training_objective import ReferenceObjective
 from packtrain.train.optim.seen_updates import FEW, expected_share
 from packtrain.train.preflight import why_not_split, why_not_together
@@ -111,7 +110,7 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         isolation = isolation_of(config, ranks, base, autocast)
         packs = config.packing.mode != "padding" and isolation.backend is not None and not isolation.problem
         pairs = None  # why prompts are not shared, and the proof
-        shares = share is not False if config.objective.traits.pairs else share
+        shares = share is not False if config.objective.spec.pairs else share
         if shares and packs:
             pairs = prove_backend(cast(str, isolation.backend), base, autocast, TREE)
     run.close_proofs()
@@ -136,7 +135,7 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         "strategy": ranks.strategy,
         "modes_on": "spread" if ranks.sharded and not ranks.gathers_by_engine else "whole",
         "rank": ranks.rank,
-        "head": "score" if config.objective.traits.scores else losses_by,
+        "head": "score" if config.objective.spec.scores else losses_by,
         "backend": isolation.backend,
         "why": isolation.why,
         "lacking": [{"backend": name, "why": why} for name, why in isolation.rejected],
@@ -177,18 +176,16 @@ def _load(run: Prepared) -> Prepared:
 
 def _modes(run: Prepared, isolation: Isolation, *, shares: bool) -> tuple[Head | None, Comparison, FirstLoss | None]:
     """Compare the modes by the objective's loss. Return the documents' output head, the comparison, and preference training's FirstLoss."""
-    objective, kind, backend = run.objective, run.config.objective, isolation.backend
+    objective, backend = run.objective, isolation.backend
     loss, steps = loss_on_random_examples(objective, run.model, run.tokenizer, run.precision, run.config.trainer)
     start = None
-    if isinstance(loss, SFTLoss):
-        choose_head(base_model(run.model), loss.head, loss.probe(steps), autocast=run.precision.autocast)
+    head = loss.choose_head(steps)
     if isinstance(objective, ReferenceObjective) and objective.reference.at_start:
         packed = None if run.config.packing.mode == "padding" else backend
         own = replace(steps, layout="padding" if packed is None else "shared" if shares else "flat")
         precomputed = objective.reference.kind == "precomputed"
         start = start_on_random_pairs(cast(ReferenceLoss, loss), own, packed, precomputed=precomputed)
-    head = loss.head if isinstance(loss, SFTLoss) else None
-    split = kind.kind != "dpo" or not kind.sorting_losses
+    split = not run.config.objective.sorting_losses
     parts = 1 if isolation.problem else _ranks_per_row(run.config, run.ranks)
     how: Any = {"shares": shares, "split": split, "part": run.ranks.rank % parts, "ranks_per_row": parts}
     return head, compare_modes(loss, steps, backend, **how), start

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -29,7 +28,8 @@ from packtrain.errors import CheckFailed
 from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
-from packtrain.packing.collate import IGNORE, row_arguments, shifted_labels
+from packtrain.objectives.spec import Examples
+from packtrain.packing.collate import row_arguments
 from packtrain.packing.prefix_index import index_prefixes
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
@@ -42,10 +42,9 @@ from packtrain.proof.comparison import (
     tolerance_of,
 )
 from packtrain.proof.isolation import max_positions, vocabulary_size
-from packtrain.train.loader import MicroBatch, Steps, UnpairedSteps
+from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.objectives.first_loss import FirstLoss, check_answer_forward, measure_first_loss
 from packtrain.train.objectives.loss import ReferenceLoss
-from packtrain.train.objectives.sft import SFTLoss
 from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 
@@ -135,8 +134,8 @@ def compare_modes(
         layouts[SPLIT] = [batch.split(part, ranks_per_row) for batch in layouts[SHARED if shares else "packed"]]
     with loss.keeping_metrics():
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if isinstance(loss, SFTLoss):
-            reference = _loss_by_cross_entropy(loss, padded.data)
+        if (parts := loss.definition(padded.data)) is not None:
+            reference = sum(_backward(model, "a document alone", loss.settings.autocast, part) for part in parts)
         else:
             alone = [padded.collate([number]) for number in every] if split else layouts["padding"]
             reference = _loss_of(loss, padded, alone)
@@ -185,8 +184,7 @@ def _loss_of(loss: Any, steps: Steps, batches: Sequence[MicroBatch]) -> float:
     """Return the loss of one step of these micro-batches, in the layout of `steps`. Add its gradients to the parameters'."""
     model, autocast = loss.model, loss.settings.autocast
     counts = torch.tensor([batch.counts for batch in batches]).sum(0).to(model.device)
-    if isinstance(steps, UnpairedSteps):
-        batches = steps.with_mismatched(batches, 0)
+    batches = steps.complete(batches, 0)
     with evaluating(base_model(model), autocast):
         loss.open_step(list(batches))
 
@@ -208,21 +206,6 @@ def _sum_parts(loss: float, trained: Sequence[torch.nn.Parameter], parts: int) -
     return sum_over_parts(torch.tensor(loss, dtype=torch.float64, device=trained[0].device), parts).item()
 
 
-def _loss_by_cross_entropy(loss: SFTLoss, documents: Sequence[Document]) -> float:
-    """Return the same loss for each document alone, from the model's own logits."""
-    model, trained = cast(Any, loss.model), sum(int(document.loss_mask[1:].sum()) for document in documents)
-
-    def part(document: Document) -> torch.Tensor:
-        ids = torch.from_numpy(document.input_ids.astype(np.int64))[None].to(model.device)
-        logits = model(input_ids=ids, use_cache=False).logits[0].float()
-        labels = shifted_labels(document).to(logits.device)
-        losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
-        return (losses * (-losses).exp().detach() if loss.head.loss == "dft" else losses).sum() / trained
-
-    autocast = loss.settings.autocast
-    return sum(_backward(model, "a document alone", autocast, partial(part, document)) for document in documents)
-
-
 def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
     """Return document lengths within the model's positions. The last exceeds all windows and chunks up to _LONGEST_WINDOW."""
     config = model.config.get_text_config().to_dict()
@@ -234,14 +217,14 @@ def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
 class RandomExamples(list[Any]):
     """An in-memory data set of documents, pairs or labelled answers. Pairs have margins; every other answer is desirable."""
 
-    def __init__(self, model: PreTrainedModel, kind: str) -> None:
+    def __init__(self, model: PreTrainedModel, examples: Examples) -> None:
         """Draw odd lengths, one longer than windows (see `lengths_for`), none longer than the positions."""
         random, vocabulary, lengths = np.random.default_rng(0), vocabulary_size(model), lengths_for(model)
 
         def tokens(count: int) -> np.ndarray:
             return random.integers(0, vocabulary, count, dtype=np.int32)
 
-        if kind == "sft":
+        if examples == "documents":
             ids = [tokens(length) for length in lengths]
             for one, other, alike in _ALIKE:
                 ids[other][:alike] = ids[one][:alike]
@@ -254,7 +237,7 @@ class RandomExamples(list[Any]):
                 chosen, rejected = (Document(ids, np.arange(len(ids)) >= prompt) for ids in sides)
                 self.append(Preference(chosen, rejected, prompt if prompt > 1 else 0))
             self.documents = [side for pair in self for side in (pair.chosen, pair.rejected)]
-            if kind == "kto":
+            if examples == "answers":
                 self[:] = self.documents
         each = len(self.documents) // len(self)
         self.lengths = np.array([len(document.input_ids) for document in self.documents], np.int32)
@@ -274,15 +257,15 @@ def loss_on_random_examples(
 
     The step has all random examples. The forward of `model` must not be patched yet.
     """
-    data = RandomExamples(base_model(model), objective.objective.kind)
+    examples = objective.objective.spec.examples
+    data = RandomExamples(base_model(model), examples)
     batch = Batch(examples_per_step=len(data), examples_per_device=len(data))
-    prefixes = index_prefixes(data) if objective.objective.kind == "sft" else None
+    prefixes = index_prefixes(data) if examples == "documents" else None
     schedule = make_schedule(data.lengths, Packing(mode="padding_free"), batch, max_steps=1)
     schedule = replace(schedule, prefixes=prefixes)
     pad = int(cast(Any, tokenizer.pad_token_id) or 0)
     steps: Any = replace(objective.steps(data, schedule, pad, Ranks(0, 1, model.device)), layout="padding")
-    if isinstance(steps, UnpairedSteps):
-        steps = replace(steps, max_length=max(data.lengths))  # stay within the model's positions
+    steps = steps.within(max(data.lengths))  # stay within the model's positions
     loop = LoopSettings(steps, {}, StopRequest(), Path(settings.output_dir), {}, autocast=precision.autocast)
     once = replace(settings, checkpoint_every=None, eval_every=None)
     arguments = training_arguments(once, Optim(), Tracking(), precision, loop)
@@ -301,22 +284,13 @@ def start_on_random_pairs(loss: ReferenceLoss, steps: Any, backend: str | None, 
 
 
 def with_own_reference(loss: ReferenceLoss, steps: Any, *, off: float = 0.0) -> Any:
-    """Return `steps` whose reference log-probabilities are the model's own plus noise of `off` nats.
+    """Return `steps` whose reference log-probabilities are the model's own plus noise of `off` nats."""
 
-    For kto the noise keeps each mode's estimate of KL above 0.
-    """
-    random, kto = np.random.default_rng(0), isinstance(steps, UnpairedSteps)
+    def logps(batch: MicroBatch) -> np.ndarray:
+        return torch.stack(loss.policy_logps(batch), dim=1).squeeze(1).float().cpu().numpy()
+
     with torch.no_grad(), evaluating(base_model(loss.model)):
-        logps = loss.policy_logps(steps.collate(range(len(steps.data))))
-        own = torch.stack(logps, dim=1).squeeze(1).float().cpu().numpy()
-        own = own + random.normal(0, off, own.shape).astype(np.float32)
-        if not kto:
-            return replace(steps, reference=own)
-        (order,), (pairs,) = steps.mismatched().layout(0)[0], steps.mismatched()[0]
-        mismatched = np.empty(len(steps.data), np.float32)
-        mismatched[order] = loss.policy_logps(pairs)[0].float().cpu().numpy()
-    mismatched -= np.abs(random.normal(0, off, len(mismatched))).astype(np.float32)
-    return replace(steps, reference=own, reference_mismatched=mismatched)
+        return steps.with_reference_by(logps, np.random.default_rng(0), off)
 
 
 @dataclass(frozen=True)

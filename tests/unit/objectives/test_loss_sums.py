@@ -6,13 +6,11 @@ import inspect
 import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
-from packtrain.config import objective
 from packtrain.objectives.answers import LabelledAnswers, PairLogps, Pairs, Sum, Targets, sum_answers
 from packtrain.objectives.logged_figures import (
     TokenFigures,
@@ -37,20 +35,21 @@ from packtrain.objectives.losses import (
     pair_loss,
     score,
 )
+from packtrain.objectives.registry import OBJECTIVES
 
 SORTING = {name for name, loss in PAIR_LOSSES.items() if loss.sorts_step}
 SMOOTHED_WEIGHTED = PairOptions(label_smoothing=0.1, use_weighting=True, ld_alpha=0.5)
 
 
 def test_the_registries_are_the_losses_of_the_config_and_of_trl() -> None:
-    for kind, ours, config in (
-        (DPOTrainer, PAIR_LOSSES, objective.LossType),
-        (KTOTrainer, UNPAIRED_LOSSES, objective.UnpairedLoss),
+    for kind, ours, name in (
+        (DPOTrainer, PAIR_LOSSES, "dpo"),
+        (KTOTrainer, UNPAIRED_LOSSES, "kto"),
     ):
         theirs = re.findall(r'\bloss_type == "(\w+)"', inspect.getsource(kind._compute_loss))
-        assert set(ours) == set(theirs) == set(get_args(config))
-    assert set(TOKEN_LOSSES) == set(get_args(objective.TokenLoss))
-    assert set(objective.SORTING_LOSSES) == SORTING
+        assert set(ours) == set(theirs) == set(OBJECTIVES[name].losses)
+    assert set(TOKEN_LOSSES) == set(OBJECTIVES["sft"].losses)
+    assert set(OBJECTIVES["dpo"].sorting_losses) == SORTING
 
 
 def test_the_options_have_the_names_and_defaults_of_trl(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Kahneman-Tversky optimisation: the losses of answers with labels over a whole step, and the objective.
 
 The loss `kto` needs an estimate of the KL divergence over the global step. It is computed before the first micro-batch, without
-gradients, over mismatched pairs of prompt and completion (loader.py). An evaluation is one step over the whole set.
+gradients, over mismatched pairs of prompt and completion (mismatched.py). An evaluation is one step over the whole set.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import torch
 from transformers import PreTrainedModel, TrainingArguments
 
 from packtrain.config.objective import Objective
+from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import UnpairedDataset
 from packtrain.errors import UserError
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.objectives.answers import LabelledAnswers, Sum
+from packtrain.objectives.kto.mismatched import UnpairedSteps
 from packtrain.objectives.logged_figures import unpaired_figures, unpaired_margins
 from packtrain.objectives.losses import UNPAIRED_LOSSES, UnpairedOptions, estimate_kl
 from packtrain.packing.schedule import Schedule
-from packtrain.train.loader import MicroBatch, UnpairedSteps
+from packtrain.train.loader import MicroBatch
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import EvaluationBatches, Logps, ReferenceLoss
@@ -130,11 +132,16 @@ class KTO(ReferenceObjective):
 
     loss_class = KTOLoss
 
-    def __init__(self, *arguments: Any, max_length: int | None) -> None:
-        """`arguments` are those of ReferenceObjective; `max_length` is data.max_length."""
-        super().__init__(*arguments)
-        self._max_length = max_length
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._max_length = config.data.max_length
         self._estimates = self.objective.losses == ["kto"]
+
+    @property
+    def losses_in_words(self) -> str:
+        """See ReferenceObjective."""
+        weights = (self.objective.option("desirable_weight"), self.objective.option("undesirable_weight"))
+        return self.objective.losses[0] + " (desirable × {:g}, undesirable × {:g})".format(*weights)
 
     def longest_document(self, data: UnpairedDataset) -> int:
         """Tokens of the longest prompt with an answer, its own or another one's."""
@@ -193,3 +200,6 @@ def check_sizes(settings: LoopSettings) -> None:
     if where:
         fix = "take another number, or objective.loss=apo_zero_unpaired, which has no KL estimate"
         raise UserError(f"{what}, and the KL estimate is made of two or more", where=where, fix=fix)
+
+
+OBJECTIVE = KTO

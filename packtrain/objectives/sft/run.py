@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from transformers import TrainingArguments
 
 from packtrain.attention.backends import PER_DOCUMENT
@@ -24,7 +26,7 @@ from packtrain.model.precision import Precision
 from packtrain.model.routers import router_loss, without_labels
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
-from packtrain.packing.collate import collate_flat, collate_padded, on_device
+from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, on_device, shifted_labels
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.comparison import tolerance_of
 from packtrain.train.loader import MicroBatch, Steps
@@ -96,6 +98,11 @@ class SFTLoss(Loss):
         found = [sums.sum(dim=0).tolist(), *sums.tolist()]
         return by_name(sets, [{"loss": loss / max(trained, 1), "tokens": int(trained)} for loss, trained in found])
 
+    def choose_head(self, steps: Steps) -> Head:
+        """See Loss; the head is checked on one short real document with every token trained."""
+        choose_head(base_model(self.model), self.head, self.probe(steps), autocast=self.settings.autocast)
+        return self.head
+
     def probe(self, steps: Steps) -> dict[str, Any]:
         """Inputs of one short real document with every token trained, to check the output head with."""
         data = cast(TokenDataset, steps.data)
@@ -105,6 +112,19 @@ class SFTLoss(Loss):
         return on_device(
             collate_padded([document], steps.pad_token_id) if padded else collate_flat([document]), self.device
         )
+
+    def definition(self, documents: Sequence[Document]) -> Iterator[Callable[[], torch.Tensor]]:
+        """See Loss: cross-entropy of the logits of each document alone."""
+        trained = sum(int(document.loss_mask[1:].sum()) for document in documents)
+
+        def part(document: Document) -> torch.Tensor:
+            ids = torch.from_numpy(document.input_ids.astype(np.int64))[None].to(self.device)
+            logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
+            labels = shifted_labels(document).to(logits.device)
+            losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
+            return (losses * (-losses).exp().detach() if self.head.loss == "dft" else losses).sum() / trained
+
+        return (partial(part, document) for document in documents)
 
     def _run_without_labels(self, batch: MicroBatch) -> None:
         self.model(**on_device(without_labels(batch.inputs), self.device), loss_sum=True)
@@ -130,10 +150,9 @@ class SFT(TrainingObjective):
     def prove(self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
         """Checks the output head and the routers, and has the first steps watched; `attention` is the model's original one."""
         loss, settings = cast(SFTLoss, trainer.loss), trainer.settings
-        model, autocast, probe = base_model(loss.model), settings.autocast, loss.probe(trainer.steps)
         if preflight and not settings.sharded and settings.backend not in (None, PER_DOCUMENT):
             trainer.first_step_watch = FirstStepWatch(attention, tolerance_of(loss.compute_dtype).outputs)
-        choose_head(model, loss.head, probe, autocast=autocast)
+        loss.choose_head(trainer.steps)
         if loss.head.kind == "full logits":
             log.fact("head", f"full logits, which take far more memory: the fused one {loss.head.refusal}")
         elif loss.head.refusal:
@@ -141,4 +160,7 @@ class SFT(TrainingObjective):
         if loss.routers is not None:
             log.fact("routers", f"{loss.routers.weight:g} × load-balancing loss over the tokens of a step")
             if preflight:
-                loss.routers.check(model, probe, autocast=autocast)
+                loss.routers.check(base_model(loss.model), loss.probe(trainer.steps), autocast=settings.autocast)
+
+
+OBJECTIVE = SFT

@@ -16,12 +16,13 @@ from packtrain.objectives.answers import PairLogps, Sum, Targets, sum_answers
 from packtrain.objectives.logged_figures import MARGINS, TokenFigures, pair_figures
 from packtrain.objectives.losses import PairCounts, PairOptions, make_pairs, pair_loss
 from packtrain.packing.schedule import Schedule
-from packtrain.train.loader import MicroBatch, PairSteps
+from packtrain.train.loader import MicroBatch
 from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import Logps, ReferenceLoss
-from packtrain.train.objectives.training_objective import PairObjective, ReferenceObjective
+from packtrain.train.objectives.pairs import PairObjective, PairSteps
+from packtrain.train.objectives.training_objective import ReferenceObjective
 from packtrain.train.settings import LoopSettings
 
 FIGURES = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy", "rewards/chosen", "rewards/rejected")
@@ -54,9 +55,8 @@ class DPOLoss(ReferenceLoss):
             use_weighting=option("use_weighting"),
             discopop_tau=option("discopop_tau"),
         )
-        given = option("loss_weights") or [1.0] * len(objective.losses)
         self.weights: dict[str, float] = {}
-        for name, weight in zip(objective.losses, given, strict=True):
+        for weight, name in weighted_losses(objective):
             self.weights[name] = self.weights.get(name, 0.0) + weight
         outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
         outputs += ("log_sum_sq_probs",) if self.options.use_weighting else ()
@@ -91,6 +91,12 @@ class DPOLoss(ReferenceLoss):
         return Targets(**chosen), Targets(**rejected)
 
 
+def weighted_losses(objective: Objective) -> list[tuple[float, str]]:
+    """Return the losses by name, each with its weight."""
+    weights = objective.option("loss_weights") or [1.0] * len(objective.losses)
+    return [*zip(weights, objective.losses, strict=True)]
+
+
 def _mask(inputs: dict[str, Any]) -> torch.Tensor:
     """Return bool [rows, slots - 1]: true where a token of an answer is predicted."""
     return inputs["completion_mask"][:, 1:].bool()
@@ -106,6 +112,11 @@ class DPO(PairObjective, ReferenceObjective):
     """The objective of preference pairs against a reference."""
 
     loss_class = DPOLoss
+
+    @property
+    def losses_in_words(self) -> str:
+        """See ReferenceObjective."""
+        return " + ".join(f"{weight:g} × {name}" for weight, name in weighted_losses(self.objective))
 
     def steps(
         self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
@@ -126,3 +137,6 @@ class DPO(PairObjective, ReferenceObjective):
         """See ReferenceObjective."""
         console.log_prompts(log, self.layout, self.why_not_shared)
         super().prove(trainer, log, attention, **options)
+
+
+OBJECTIVE = DPO

@@ -5,8 +5,11 @@ The least and the greatest reward are those of all answers of the global step. T
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from transformers import TrainingArguments
@@ -21,15 +24,16 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.objectives.answers import Sum
 from packtrain.objectives.logged_figures import reward_extremes, reward_figures
 from packtrain.objectives.losses import bradley_terry
+from packtrain.packing.collate import collate_scored
 from packtrain.packing.schedule import Schedule
 from packtrain.plan.memory import COMPARED_PAIRS
 from packtrain.proof.comparison import check_equal, evaluating, model_refusals, tolerance_of
-from packtrain.train.loader import MicroBatch, ScoredSteps
+from packtrain.train.loader import MicroBatch
 from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import ExampleLoss, MeanFigures
-from packtrain.train.objectives.training_objective import PairObjective
+from packtrain.train.objectives.pairs import PairObjective, PairSteps
 from packtrain.train.settings import LoopSettings
 
 LEAST, GREATEST = "min_reward", "max_reward"
@@ -67,6 +71,19 @@ class RewardFigures(MeanFigures):
             least, greatest = cast(torch.Tensor, accelerator.gather(ends)).view(-1, 2).amax(dim=0).tolist()
         metrics = {**means, LEAST: -least, GREATEST: greatest}
         return {name: metrics[name] for name in METRIC_ORDER} if means else {}  # none for a step without pairs
+
+
+@dataclass(frozen=True)
+class ScoredSteps(PairSteps):
+    """Steps of pairs with scores: `trained` of a micro-batch counts the scored documents."""
+
+    def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
+        """Return one forward pass over the pairs of these numbers."""
+        pairs: Any = [self.data[int(number)] for number in numbers]
+        inputs = collate_scored(pairs, [float(self.data.margins[n]) for n in numbers], self.pad_token_id, self.layout)
+        tokens = sum(len(pair.chosen.input_ids) + len(pair.rejected.input_ids) for pair in pairs)
+        slots = inputs["input_ids"].numel() if self.layout == "padding" else tokens
+        return MicroBatch(inputs, trained=2 * len(pairs), tokens=tokens, slots=slots, examples=len(pairs))
 
 
 class RewardLoss(ExampleLoss):
@@ -156,3 +173,6 @@ def check_scores(trainer: StepTrainer, attention: str) -> None:
     )
     fix = "its classifier does more than score the last token: set packing.mode=padding"
     check_equal(ours, theirs, tolerance_of(loss.compute_dtype).outputs, what, fix=fix)
+
+
+OBJECTIVE = Reward

@@ -1,0 +1,44 @@
+"""Declaration of Kahneman-Tversky optimisation, with the losses and arguments of TRL's KTOTrainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from typing import TYPE_CHECKING
+
+from packtrain.config.fault import Fault, Option, is_number
+from packtrain.objectives.spec import Spec
+
+if TYPE_CHECKING:
+    from packtrain.config.schema import RunConfig
+
+_WEIGHT = Option(1.0, "number ≥ 0", lambda value: is_number(value) and value >= 0)
+_OPTIONS = {"desirable_weight": _WEIGHT, "undesirable_weight": _WEIGHT}
+
+
+def _rules(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+    objective = config.objective
+    if all(objective.option(name) == 0 for name in _OPTIONS):
+        yield Fault(("objective.options",), "both weights are 0, which trains nothing", "Set one above 0.")
+    if config.packing.share_prefix is not None:
+        yield Fault(("packing.share_prefix",), "answers with labels do not share prompts", "Remove the key.")
+    if config.data.streaming:
+        what = "the last step may have a single answer, which gives no KL estimate"
+        yield Fault(("objective.kind", "data.streaming"), what, "Change objective.kind, or leave data.streaming out.")
+    if config.batch.examples_per_step == 1 and objective.losses == ["kto"]:
+        what = "the KL estimate of a step needs two answers or more"
+        fix = "Set it to 2 or more (e.g. 32), or objective.loss=apo_zero_unpaired."
+        yield Fault(("batch.examples_per_step",), what, fix)
+
+
+SPEC = Spec(
+    name="kto",
+    order=2,
+    help="Train on answers that are each labelled good or bad (Kahneman-Tversky optimisation).",
+    about="Kahneman-Tversky optimisation",
+    run=f"{__package__}.run",
+    examples="answers",
+    losses=("kto", "apo_zero_unpaired"),
+    options=_OPTIONS,
+    rules=_rules,
+    reference=True,
+)

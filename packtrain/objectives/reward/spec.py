@@ -1,0 +1,20 @@
+"""Declaration of reward models."""
+
+from __future__ import annotations
+
+from packtrain.config.fault import Option, is_number
+from packtrain.objectives.spec import Spec
+
+SPEC = Spec(
+    name="reward",
+    order=3,
+    help="Train a reward model on pairs of a preferred and a rejected answer.",
+    about="a reward model",
+    run=f"{__package__}.run",
+    examples="pairs",
+    options={
+        "center_rewards_coefficient": Option(None, "number ≥ 0", lambda value: is_number(value) and value >= 0),
+    },
+    scores=True,
+    margins=True,
+)

@@ -1,0 +1,91 @@
+"""Registries: the things of one kind that packtrain and other installed packages bring.
+
+A thing of packtrain is a folder (or a file) of the kind's package. A thing of another package is an entry point of the group with
+the package's name: `packtrain.objectives` for objectives. Nothing else lists them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Generic, Protocol, TypeVar
+
+from packtrain.errors import UserError
+
+
+class Named(Protocol):
+    """A thing with a name, and its place among the others of its kind."""
+
+    @property
+    def name(self) -> str:
+        """The name in configs."""
+        ...
+
+    @property
+    def order(self) -> int:
+        """Things with a lower number are listed first."""
+        ...
+
+
+Thing = TypeVar("Thing", bound=Named)
+
+
+@dataclass(frozen=True)
+class Registry(Generic[Thing]):
+    """All things of one kind.
+
+    `package`: the folder of ours, such as "packtrain.objectives", which is also the group of entry points. `attribute` of the module
+    `module` in each folder (of the file itself if it is "") is the thing. `kind` is its type, `word` its name in messages.
+    """
+
+    kind: type[Thing]
+    word: str
+    package: str
+    module: str
+    attribute: str
+
+    def all(self) -> dict[str, Thing]:
+        """Return every thing by its name, in order. Raises UserError if another package's cannot be used."""
+        return _find(self)
+
+    def __getitem__(self, name: str) -> Thing:
+        """Return the thing with this name. Raises KeyError."""
+        return self.all()[name]
+
+
+@cache
+def _find(registry: Registry[Thing]) -> dict[str, Thing]:
+    package = import_module(registry.package)
+    found: list[Thing] = []
+    for item in iter_modules(package.__path__):
+        if item.ispkg or not registry.module:
+            path = ".".join(filter(None, (registry.package, item.name, registry.module)))
+            found.append(getattr(import_module(path), registry.attribute))
+    by_name = {thing.name: thing for thing in [*found, *_of_others(registry)]}
+    return dict(sorted(by_name.items(), key=lambda item: (item[1].order, item[0])))
+
+
+def _of_others(registry: Registry[Thing]) -> Iterator[Thing]:
+    """Yield the things that other installed packages bring."""
+    # importlib.metadata takes 60 ms to import, and most people have no such package
+    listed = (file for folder in sys.path for file in Path(folder).glob("*-info/entry_points.txt"))
+    if not any(f"[{registry.package}]" in file.read_text(errors="replace") for file in listed):
+        return
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=registry.package):
+        where = f"{entry.dist.name if entry.dist else 'a package'}, {registry.package}: {entry.name} = {entry.value}"
+        fix = "Mend or uninstall the package."
+        try:
+            thing = entry.load()
+        except Exception as error:  # its code may raise anything
+            what = f"this {registry.word} cannot be imported: {type(error).__name__}: {error}"
+            raise UserError(what, where=where, fix=fix) from error
+        if not isinstance(thing, registry.kind) or thing.name != entry.name:
+            raise UserError(f"it is no {registry.kind.__name__} called {entry.name}", where=where, fix=fix)
+        yield thing
