@@ -40,7 +40,8 @@ class Registry(Generic[Thing]):
     """All things of one kind.
 
     `package`: the folder of ours, such as "packtrain.objectives", which is also the group of entry points. `attribute` of the module
-    `module` in each folder (of the file itself if it is "") is the thing. `kind` is its type, `word` its name in messages.
+    `module` in each folder (of the file itself if it is "") is the thing, or a tuple of several. `kind` is its type, `word` its name in
+    messages.
     """
 
     kind: type[Thing]
@@ -65,7 +66,8 @@ def _find(registry: Registry[Thing]) -> dict[str, Thing]:
     for item in iter_modules(package.__path__):
         if item.ispkg or not registry.module:
             path = ".".join(filter(None, (registry.package, item.name, registry.module)))
-            found.append(getattr(import_module(path), registry.attribute))
+            own = getattr(import_module(path), registry.attribute)
+            found += own if isinstance(own, tuple) else [own]
     by_name = {thing.name: thing for thing in [*found, *_of_others(registry)]}
     return dict(sorted(by_name.items(), key=lambda item: (item[1].order, item[0])))
 

@@ -14,6 +14,8 @@ from functools import cache
 from typing import Any, Literal
 
 from packtrain.config.objective import Objective, key
+from packtrain.strategies.registry import DEFAULT, STRATEGIES
+from packtrain.strategies.spec import StrategySpec
 
 PackingMode = Literal["padding", "padding_free", "packed"]
 Split = Literal["train", "eval"]
@@ -32,8 +34,6 @@ _RMSprops = Literal["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"]
 Bitsandbytes = Literal[_AdamWs, _AdEMAMixes, _Lions, _RMSprops]
 OptimizerName = Literal[_Plain, _Torchao, Bitsandbytes]
 SplitText = Literal["document", "line", "paragraph"]
-SHARDED_WEIGHTS = ("zero3", "zero3_offload", "fsdp2")
-"""Strategies without the whole model in any process. All processes must call it the same number of times."""
 LISTED = "lf:"
 """Prefix of a data set's name in LLaMA-Factory's dataset_info.json."""
 _ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w\[\]:%+-]+))?")
@@ -420,10 +420,11 @@ class Peft:
 class Strategy:
     """How model and optimizer are spread over processes."""
 
-    name: Literal["ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2"] = key(
-        "ddp",
+    name: str = key(
+        DEFAULT,
         "How much each process keeps of weights, gradients and optimizer states: ddp everything, zero1 to zero3 and fsdp2 less and less "
         "(docs/strategies.md).",
+        among=STRATEGIES.all,
     )
     shard_within: Literal["all", "machine"] = key(
         "all",
@@ -437,6 +438,11 @@ class Strategy:
         minimum=1,
         maximum=1024,
     )
+
+    @property
+    def spec(self) -> StrategySpec:
+        """The declaration of this strategy."""
+        return STRATEGIES[self.name]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

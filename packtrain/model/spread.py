@@ -43,13 +43,13 @@ from transformers import PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from packtrain.boundary import holding
-from packtrain.config.schema import SHARDED_WEIGHTS
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import base_model
 from packtrain.model.weights.slices import put_slices, put_weight, take_slices
 from packtrain.model.weights.stream import gathered, map_large_blocks, return_freed_memory
 from packtrain.monitor.heartbeat import waiting
-from packtrain.plan.launcher_settings import STAGES, deepspeed_config
+from packtrain.strategies.registry import DEFAULT, STRATEGIES
+from packtrain.strategies.spec import StrategySpec
 
 SHARDS = "shards"
 """The folder of a checkpoint with FSDP2's weights and optimizer states."""
@@ -66,7 +66,7 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    strategy: str = "ddp"
+    strategy: str = DEFAULT
     copies: int = 1
     """Number of copies of a sharded model. Neighbouring ranks hold each copy between them."""
 
@@ -76,14 +76,14 @@ class Ranks:
         return self.rank == 0
 
     @property
-    def sharded(self) -> bool:
-        """Return whether no process has all weights. All processes then have to call the model together."""
-        return self.strategy in SHARDED_WEIGHTS
+    def spec(self) -> StrategySpec:
+        """Return the declaration of the strategy."""
+        return STRATEGIES[self.strategy]
 
     @property
-    def gathers_by_engine(self) -> bool:
-        """Return whether ZeRO-3's engine gathers weights. It has no backward pass without an optimizer."""
-        return self.sharded and self.strategy in STAGES
+    def sharded(self) -> bool:
+        """Return whether no process has all weights. All processes then have to call the model together."""
+        return self.spec.shards_weights
 
 
 def machines_of(processes: int) -> int:
@@ -112,12 +112,12 @@ def spread(model: PreTrainedModel, ranks: Ranks, autocast: torch.dtype | None = 
     """Move or shard `model` (adapters included) by the strategy. FSDP2 gathers weights in `autocast`, the format of mixed precision."""
     if ranks.sharded and ranks.device.type == "cpu":
         map_large_blocks()
-    if ranks.strategy in STAGES:
+    if ranks.spec.steps_in_backward:
         import deepspeed.ops
 
         # CPU inference by shared memory: compiling it takes a minute
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if ranks.gathers_by_engine:
+    if ranks.spec.gathers_by_engine:
         _partition(model, ranks)
     elif ranks.sharded:
         _fully_shard(model, cast(Any, mesh_of(ranks)), autocast)
@@ -130,7 +130,7 @@ def spread(model: PreTrainedModel, ranks: Ranks, autocast: torch.dtype | None = 
 
 def open_proofs(model: PreTrainedModel, ranks: Ranks) -> Callable[[], None]:
     """Make a sharded model callable without an optimizer. Returns the function that ends this."""
-    if not ranks.gathers_by_engine:
+    if not ranks.spec.gathers_by_engine:
         return lambda: None
     import deepspeed
 
@@ -147,7 +147,7 @@ def open_proofs(model: PreTrainedModel, ranks: Ranks) -> Callable[[], None]:
 
 def _without_optimizer(model: PreTrainedModel, ranks: Ranks) -> dict[str, Any]:
     dtype = str(base_model(model).dtype).removeprefix("torch.")
-    settings: Any = deepspeed_config(ranks.strategy, dtype=dtype, max_grad_norm=0.0)
+    settings: Any = cast(Any, ranks.spec.engine_settings)(dtype, 0.0)
     settings["zero_optimization"].pop("offload_optimizer", None)
     return settings
 
@@ -220,7 +220,7 @@ def _partition(model: PreTrainedModel, ranks: Ranks) -> None:
     for weight in model.parameters():
         if not isinstance(weight, DTensor):
             weight.data = weight.data.to(dtype)
-    remote = "cpu" if ranks.strategy == "zero3_offload" else None
+    remote = "cpu" if ranks.spec.offloads else None
     part = partial(
         deepspeed.zero.Init, config_dict_or_path=_without_optimizer(model, ranks), remote_device=remote, dtype=dtype
     )
@@ -260,8 +260,9 @@ def check_active(wanted: str, wrapped: Any, model: nn.Module) -> None:
     `wrapped` is called in training, `model` is inside it."""
     if wanted == "fsdp2":
         active = isinstance(base_model(model), FSDPModule)
-    elif wanted in STAGES:
-        active = type(wrapped).__name__ == "DeepSpeedEngine" and wrapped.zero_optimization_stage() == STAGES[wanted]
+    elif STRATEGIES[wanted].steps_in_backward:
+        stage = int(wanted[4])
+        active = type(wrapped).__name__ == "DeepSpeedEngine" and wrapped.zero_optimization_stage() == stage
     else:
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         active = alone or isinstance(wrapped, nn.parallel.DistributedDataParallel)

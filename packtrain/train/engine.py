@@ -19,6 +19,7 @@ from packtrain.config.schema import Optim
 from packtrain.model.load import base_model
 from packtrain.model.recomputation import recompute
 from packtrain.model.spread import check_active
+from packtrain.strategies.registry import STRATEGIES
 from packtrain.train.checkpoint.reshard import masters_in
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import Dither
@@ -49,6 +50,7 @@ class Engine:
         """`strategy` is strategy.name. `checkpointing` says how layers recompute activations (model/recomputation.py), `offload` whether the
         kept ones go to the CPU. `exchange_once` is for fsdp2 (plan/memory.py::Memory.exchanges_once), `ema` is trainer.ema."""
         self._held, self._changes, self.strategy = loss.held, loss.changes, strategy
+        self.spec = STRATEGIES[strategy]
         self.exchanges_once, self.ema = exchange_once, ema
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.held.args
         self.wrapped: Any = self.model

@@ -109,7 +109,7 @@ def _states_to_come(engine: Engine, settings: LoopSettings) -> int:
         return 0
     trained = [weight for weight in engine.model.parameters() if weight.requires_grad]
     number, width = sum(local(weight).numel() for weight in trained), trained[0].itemsize
-    return optimizer_bytes(settings.optim, settings.strategy, number, width)
+    return optimizer_bytes(settings.optim, engine.spec, number, width)
 
 
 def memory_error(

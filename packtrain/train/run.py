@@ -295,7 +295,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     if checkpoint is not None:
         check_length(checkpoint, step_of(checkpoint), len(steps))
         console.log_changes(log, checkpoint.name, *check_origin(checkpoint, origin))
-    console.log_model(log, config.model, config.peft, config.optim, model, prepared.precision, ranks.strategy)
+    console.log_model(log, config.model, config.peft, config.optim, model, prepared.precision, ranks.spec)
     console.log_ways(log, frozen, split, prepared.compiled)
     thing = config.objective.spec.examples
     console.log_steps(log, thing, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)

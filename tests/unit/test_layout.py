@@ -49,10 +49,10 @@ LAYERS = (
     ("__main__",),
 )
 """Each imports only what stands before it."""
-KINDS_OF_THINGS = ("objectives",)
+KINDS_OF_THINGS = ("objectives", "strategies")
 """Folders of things: what a `spec` and the registry say is known to all, what a `run` does is found by its name in the spec."""
-FOR_TYPES = {("packtrain.objectives.spec", "packtrain.config.schema")}
-"""The rules of an objective take the whole config."""
+FOR_TYPES = {(f"packtrain.{kind}.spec", "packtrain.config.schema") for kind in KINDS_OF_THINGS}
+"""The rules of a thing take the whole config."""
 LAUNCH = {
     *("boundary", "durable", "errors", "exit_code", "redact", "registry", "standard_streams", "time_limit", "wording"),
     *("config.fault", "registries", "specs"),

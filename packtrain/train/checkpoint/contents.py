@@ -22,7 +22,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from packtrain.model.load import base_model
 from packtrain.model.spread import loading_whole, read_shards, shards_in
-from packtrain.plan.launcher_settings import STAGES
+from packtrain.strategies.registry import STRATEGIES
 
 ORDER = "order"
 """Key in the optimizer's file: the weight names, in the order of the optimizer's numbers."""
@@ -32,7 +32,7 @@ def read_contents(checkpoint: Path, strategy: str, model: nn.Module) -> Checkpoi
     """Open `checkpoint`, written for this `model` by a run with `strategy`."""
     if strategy == "fsdp2":
         return _Shards(checkpoint)
-    if strategy in STAGES:
+    if STRATEGIES[strategy].steps_in_backward:
         return _Zero(checkpoint)
     return _Plain(checkpoint, model)
 

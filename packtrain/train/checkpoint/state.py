@@ -125,7 +125,7 @@ class Checkpoints:
                 return sum(number for number, _ in files.values())
         trained = [weight for weight in self._model.parameters() if weight.requires_grad]
         number, bytes_each = sum(map(elements, trained)), trained[0].itemsize if trained else 0
-        states = optimizer_bytes(self._settings.optim, self._settings.strategy, number, bytes_each)
+        states = optimizer_bytes(self._settings.optim, self._engine.spec, number, bytes_each)
         return self._weights_bytes() + states + _SMALL_FILES
 
     def _weights_bytes(self) -> int:

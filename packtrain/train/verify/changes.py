@@ -62,14 +62,14 @@ class ModelChange:
 def changes_of(
     model: Model, trainer: StepTrainer, *, fp8: bool = False, mlp_tokens: int | None = None
 ) -> list[ModelChange]:
-    """List the changes to try. On a CPU these are only experts and changes that are asked for by name.$$"""
+    """List the changes to try. On a CPU these are only experts and changes that are asked for by name."""
     on_gpu, dtype = trainer.loss.device.type == "cuda", trainer.settings.autocast
     changes = list[ModelChange]()
     if model.experts != "loop" and can_group(base_model(trainer.model)):
         asked = EXPERTS_KEY if model.experts == "grouped" else None
         what, make = "all of a layer in one grouped product", _on_all(trainer, group_experts)
         # transformers groups experts without a proof too
-        gathers = trainer.settings.sharded and trainer.engine.deepspeed
+        gathers = trainer.engine.spec.gathers_by_engine
         unproved = f"{trainer.settings.strategy} {_NO_GRADIENTS}" if gathers else ""
         changes.append(ModelChange("experts", what, make, key=asked, unproved=unproved))
     embeddings: Any = base_model(trainer.model).get_input_embeddings()
@@ -118,7 +118,7 @@ def make_changes(trainer: StepTrainer, ranks: Ranks, candidates: Iterable[ModelC
     """
     for candidate in candidates:
         lacks, proof = candidate.lacks, None
-        if not lacks and ranks.gathers_by_engine and not candidate.unproved:
+        if not lacks and ranks.spec.gathers_by_engine and not candidate.unproved:
             lacks = f"{ranks.strategy} {_NO_GRADIENTS}"
         if lacks and candidate.key:
             what, fix = f"{candidate.what}: not available, {lacks}", "set it to auto"
