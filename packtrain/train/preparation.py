@@ -29,7 +29,7 @@ from packtrain.model.layers.tiled_mlp import check_tiles
 from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision
 from packtrain.model.recomputation import check_offload
-from packtrain.model.spread import Ranks, max_over_ranks, open_proofs, reading_mesh, spread
+from packtrain.model.spread import Ranks, max_over_ranks, placement_of, reading_mesh, spread
 from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.packing.prefix_index import index_prefixes
 from packtrain.packing.schedule import make_schedule
@@ -167,7 +167,7 @@ def settle_precision(run: Prepared, recorded: Mapping[str, Any]) -> None:
 def spread_model(run: Prepared) -> None:
     """Spread the model by the strategy, and compile its layers if asked to."""
     spread(run.model, run.ranks, run.precision.autocast)
-    run.close_proofs = open_proofs(run.model, run.ranks)
+    run.close_proofs = placement_of(run.ranks.spec).open_proofs(run.model, run.ranks)
     run.compiled = compile_layers(base_model(run.model)) if run.config.trainer.torch_compile else 0
 
 

@@ -439,7 +439,7 @@ def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
     agree_on_start(peers, shared, "cpu" if on_cpu else "cuda", timeout_s=limit_s)
     if peers is not None:
         beat_to_rank_0(lambda address: peers.share("channel", address))
-    open_strategy(config.strategy.name)
+    open_strategy(config.strategy.spec)
     heartbeat.enter("join")
 
     def open_group() -> torch.device:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, TrainingArguments
-from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
 
 from packtrain.config.objective import Objective
@@ -21,9 +21,11 @@ from packtrain.data.dataset import Document
 from packtrain.model.compiled import compile_layers, is_compiled
 from packtrain.model.forward import Head, patch_forward
 from packtrain.model.load import base_model
+from packtrain.model.spread import placement_of
 from packtrain.monitor.heartbeat import waiting
 from packtrain.objectives.answers import Sum
 from packtrain.packing.collate import IGNORE, on_device
+from packtrain.strategies.registry import STRATEGIES
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.patches import hold_trainer
 from packtrain.train.settings import LoopSettings
@@ -50,8 +52,9 @@ class Loss:
         self.accelerator, self.device = self.held.accelerator, arguments.device
         self.compute_dtype: torch.dtype = settings.autocast or base_model(self.model).dtype
         """Number format of computation."""
-        # accelerate wraps the forward in autocast, except under DeepSpeed
-        self.autocast = settings.autocast if self.held.is_deepspeed_enabled else None
+        self.strategy = STRATEGIES[settings.strategy]
+        # accelerate wraps the forward in autocast, except in another's engine
+        self.autocast = settings.autocast if self.strategy.steps_in_backward else None
         self.changes: list[str] = []
         """Names of the changes made to how the model computes (verify/changes.py)."""
         self.report_phase: Callable[..., object] = lambda phase, **_: None
@@ -238,9 +241,7 @@ class ReferenceLoss(ExampleLoss):
         """Give the reference its output head. Place and shard it as the strategy does for models without updates."""
         add_fused_lm_head(reference)
         disable_dropout_in_model(reference)
-        if self.held.is_deepspeed_enabled:
-            return prepare_deepspeed(reference, self.accelerator)
-        return self.accelerator.prepare_model(reference, evaluation_mode=True)
+        return placement_of(self.strategy).wrap_frozen(reference, self.accelerator)
 
     def policy_logps(self, batch: MicroBatch) -> Logps:
         """Return log-probabilities of a micro-batch's answers by the trained model."""

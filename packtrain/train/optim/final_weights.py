@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from packtrain.model.load import base_model
 from packtrain.model.weights.stream import gathered
 from packtrain.train.optim.dither import Dither, dithered
 from packtrain.train.optim.float32_step import MASTER
-from packtrain.train.optim.seen_updates import optimizer_inside
 
 Exact = Callable[[torch.Tensor], torch.Tensor | None]
 """Returns the optimizer's whole float32 tensor of a trained weight; None if it keeps none. All processes call it together."""
@@ -42,13 +41,8 @@ def format_in_final(name: str, weight: torch.Tensor, dtype: torch.dtype, *, adap
     return dtype if ".modules_to_save." in name else torch.float32
 
 
-def exact_weights(optimizer: Any, *, deepspeed: bool, kept_as: str = MASTER) -> Exact:
-    """Return a function for masters in the trainer's `optimizer`, or its states named `kept_as`."""
-    if deepspeed:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return lambda weight: safe_get_full_fp32_param(weight) if weight.requires_grad else None
-    states = optimizer_inside(optimizer).state
+def exact_weights(states: Mapping[torch.Tensor, Mapping[str, Any]], kept_as: str = MASTER) -> Exact:
+    """Return a function for masters in the optimizer's `states`, or for what they keep as `kept_as`."""
 
     def exact(weight: torch.Tensor) -> torch.Tensor | None:
         master = states[weight].get(kept_as) if weight in states else None
