@@ -30,7 +30,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from packtrain.boundary import is_ours
 from packtrain.data.formats.conversations import Conversation
-from packtrain.data.formats.messages import Messages
+from packtrain.data.formats.messages import NAMED, Messages
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens.chat_template import Template, has_marks, rewrite_for_template
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
@@ -181,7 +181,25 @@ class ChatEncoder:
         return self._render(self._rewrite(conversation))[0]
 
     def _rewrite(self, conversation: Conversation) -> Conversation:
-        return rewrite_for_template(self.template.text, conversation, text_arguments=self._takes_text)
+        text, tag = self._takes_text, self._result_tag
+        return rewrite_for_template(self.template.text, conversation, text_arguments=text, result_tag=tag)
+
+    @cached_property
+    def _result_tag(self) -> str:
+        """Return the tag that the template writes around a tool's answer (Qwen's is tool_response), "" without one."""
+        call = {"type": "function", "function": {"name": "NAME", "arguments": {}}}
+        asked = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        asked.append({"role": "tool", "content": "RESULT"})
+        made = rewrite_for_template(self.template.text, Conversation(asked), text_arguments=self._takes_text)
+        found = re.search(r"<(\w+)>\s*RESULT\s*</\1>", self._probe(*made.messages))
+        return found[1] if found else ""
+
+    @cached_property
+    def named_roles(self) -> frozenset[str]:
+        """Return the roles with a `name` in the rendered text."""
+        turns = [{"role": role, "content": role, "name": f"NAME {role}"} for role in NAMED]
+        text = self._probe(*turns) or self._probe(*turns[1:])  # some templates refuse system prompts
+        return frozenset(turn["role"] for turn in turns if turn["name"] in text)
 
     @cached_property
     def _takes_text(self) -> bool:
