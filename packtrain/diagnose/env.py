@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -138,7 +139,9 @@ def _print_report(facts: Facts, run: PlannedRun, checks: Sequence[Check], redact
     console.print(f"{escape(redactor.text(trl_block(facts)))}\n", emoji=False)
     settings = {setting.name: f"{setting.value or 'as it is'}: {setting.reason}" for setting in run.network}
     known = {**asdict(facts), "network settings": settings}
-    text = yaml.safe_dump(_drop_unknown(redactor.plain(known)), sort_keys=False, allow_unicode=True, width=10_000)
+    text = yaml.safe_dump(
+        _drop_unknown(redactor.plain(known)), sort_keys=False, allow_unicode=True, width=_width(console)
+    )
     console.print(escape(redactor.text(text)), emoji=False)
     console.print("Checks:\n")
     width = max((len(check.name) for check in checks), default=0)
@@ -150,10 +153,26 @@ def _print_report(facts: Facts, run: PlannedRun, checks: Sequence[Check], redact
 
 
 def print_check(console: Console, status: Status, name: str, result: str, fix: str) -> None:
-    """Print a check in one line, and its fix in another."""
-    console.print(f"[{_COLOURS[status]}]{status:<4}[/]  {escape(f'{name}  {result}')}", emoji=False)
+    """Print a check, and its fix below. A terminal (or COLUMNS) wraps them at words, under each other."""
+    head = f"{status:<4}  {name}  "
+    lines = _wrapped(console, result, len(head))
+    console.print(f"[{_COLOURS[status]}]{status:<4}[/]  {escape(f'{name}  {lines[0]}')}", emoji=False)
+    below = lines[1:]
     if status != "ok" and fix:
-        console.print(f"      {' ' * len(name)}  → {escape(fix)}", emoji=False)
+        arrow, *more = _wrapped(console, fix, len(head) + 2)
+        below += [f"→ {arrow}", *(f"  {line}" for line in more)]
+    for line in below:
+        console.print(f"{' ' * len(head)}{escape(line)}", emoji=False)
+
+
+def _width(console: Console) -> int:
+    """Return the columns of a line; there is no limit in a file or a pipe."""
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else 10_000
+
+
+def _wrapped(console: Console, text: str, indent: int) -> list[str]:
+    width = max(_width(console) - indent, 20)
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _drop_unknown(value: Any) -> Any:

@@ -32,7 +32,7 @@ from packtrain.model.save import complete, weights_at_least
 from packtrain.model.spread import loading_whole
 from packtrain.monitor.heartbeat import progress
 from packtrain.plan.known_model import base_of
-from packtrain.plan.surroundings import command_of
+from packtrain.plan.surroundings import command_of, find_converter
 from packtrain.proof.choice import AttentionChoice
 from packtrain.run_folder import RunFolder, losses_of_sets
 from packtrain.train.checkpoint.folder import tidy
@@ -42,6 +42,8 @@ from packtrain.train.optim.final_weights import merged_in
 from packtrain.train.optim.groups import AVERAGE
 from packtrain.wording import count_dropped, counted
 
+_COMMAND_WIDTH = 78
+"""Columns for a command with its remark; with the margin it fits into a terminal of 80."""
 _RANKED = (("eval_rewards/accuracies", "eval_rewards/margins"), ("eval_accuracy", "eval_margin"))
 """TRL's names for the ranking of held-out pairs: in preference training, and of reward models."""
 
@@ -269,13 +271,24 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
 def next_commands(folder: RunFolder, *, held_out: bool, scores: bool) -> list[str]:
     """Return commands to paste after the run. `scores`: for a reward model; `held_out`: data.eval is set."""
     program, run = shlex.join(command_of("packtrain")), shlex.quote(str(folder.root))
+    try:
+        to, why = "gguf", "or ollama, hub, merged"
+        find_converter(None)
+    except UserError:
+        to, why = "hub --repo YOU/NAME", "gguf and ollama need llama.cpp"
     ways = {
-        "report": f"  # writes {folder.report} anew: curves, answers, data; for a browser",
-        "chat": "  # talk to it",
-        "eval": f"{'' if held_out else ' data.eval=FILE'}  # held-out figures; --generate 20 compares answers, too",
-        "export": " --to hub --repo YOU/NAME" if scores else " --to gguf  # or ollama, hub, merged",
+        "report": ("", "write report.html anew, for a browser"),
+        "chat": ("", "talk to it"),
+        "eval": ("" if held_out else " data.eval=FILE", "held-out figures; --generate 20: answers, too"),
+        "export": (" --to hub --repo YOU/NAME", "") if scores else (f" --to {to}", why),
     }
-    return [f"{program} {verb} {run}{rest}" for verb, rest in ways.items() if not (scores and verb == "chat")]
+    lines = list[str]()
+    for verb, (more, said) in ways.items():
+        line = f"{program} {verb} {run}{more}"
+        beside = f"{line}  # {said}"
+        fits = len(beside) <= _COMMAND_WIDTH
+        lines += [] if scores and verb == "chat" else [line] if not said else [beside] if fits else [f"# {said}", line]
+    return lines
 
 
 def _short(text: str, limit: int) -> str:
