@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,11 @@ from rich.table import Table
 from packtrain.boundary import boundary
 from packtrain.config.compose import load_config
 from packtrain.config.objective import REFERENCES
+from packtrain.config.overrides import assignment
+from packtrain.config.rules.paths_and_packages import is_local, nearest
 from packtrain.config.schema import Model, RunConfig, Tracking, sources
-from packtrain.errors import UserError
+from packtrain.config.yaml_files import read_config
+from packtrain.errors import Problem, UserError
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder
 from packtrain.serve.trained import adapters_of, find_trained, load_trained
@@ -79,6 +84,46 @@ def evaluate(
     else:
         _print(finite(report))
     return 0
+
+
+def load_evaluated(
+    path: str | None, changes: list[str], note: Callable[[str], None]
+) -> tuple[tuple[str | None, list[str]], RunConfig]:
+    """Load the config at `path`; a run folder has one, and its model. Return the config's file and changes, and the config.
+
+    Raises UserError with advice for other folders, and for a run whose relative paths start elsewhere.
+    """
+    place = Path(path or "").expanduser()
+    folder = RunFolder(place)
+    if path is None or not folder.config.is_file():
+        if path and place.is_dir():
+            inside = [str(file.parent) for file in sorted(place.glob(f"*/{folder.config.name}"))]
+            inside += [str(place.parent)] if RunFolder(place.parent).mark.exists() else []
+            fix = "Name a run folder (trainer.output_dir), or a config: packtrain eval CONFIG.yaml model.path=MODEL."
+            fix = f"Runs there: {', '.join(inside[:_SHOWN])}." if inside else fix
+            raise UserError(f"this folder is no run: it has no {folder.config.name}", where=path, fix=fix)
+        if path and not place.exists() and place.suffix != ".yaml" and is_local(path, ()):
+            raise UserError("there is no such run folder or config file", where=path, fix=nearest(path))
+        return (path, changes), load_config(path, changes, note)
+    given, start = (str(folder.config), [assignment("model.path", path), *changes]), _start_of(folder)
+    what = "" if start in (None, Path.cwd()) else f"relative paths are read from {Path.cwd()}; the run began in {start}"
+    try:
+        run = load_config(*given, note)
+    except UserError as error:
+        if not what or not any(one.what.startswith("there is no") for one in error.problems):
+            raise
+        raise UserError([*error.problems, Problem(what, path, f"cd {shlex.quote(str(start))}")]) from error
+    if what:
+        note(f"{path}: {what}")
+    return given, run
+
+
+def _start_of(folder: RunFolder) -> Path | None:
+    """Return the folder that a run was started in, None if the run folder's place does not tell it."""
+    said = Path(read_config(folder.config).values["trainer"]["output_dir"])
+    root = folder.root.resolve()
+    told = not said.is_absolute() and root.parts[-len(said.parts) :] == said.parts
+    return Path(*root.parts[: -len(said.parts)]) if told else None
 
 
 def _print(report: dict[str, Any]) -> None:
