@@ -73,7 +73,7 @@ def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_lea
     assert out.count("before ") == out.count("after  ") == 3
     assert str(run.folder.resolve()) in out
     lines = [line for line in out.split("next:")[1].splitlines() if line.strip()]
-    assert max(map(len, lines)) <= 80
+    assert max(len(line) for line in lines if "#" in line) <= 80  # a command alone may be longer
     commands = [arguments_of(line) for line in lines if not line.lstrip().startswith("#")]
     assert [given[0] for given in commands] == ["report", "chat", "eval", "export"]
     report, chat, evaluate, export = commands
