@@ -93,7 +93,7 @@ def is_on(value: Any) -> bool:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return a list as it is, and another value as the only item of one."""
+    """Return a list unchanged, and another value in a list."""
     return value if isinstance(value, list) else [value]
 
 
@@ -266,8 +266,7 @@ def adapters(value: Any, theirs: Theirs) -> Outcome:
 def unfrozen(value: Any, theirs: Theirs) -> Outcome:
     """Convert patterns of trained weights, which match the beginning of names. All other weights are frozen."""
     if not is_off(theirs.get("adapter")):
-        why = "beside an adapter it freezes the adapters too, unless it matches their names (base_model.model.…); here they are"
-        why += " trained, and peft.modules_to_save names layers to train beside them"
+        why = "it freezes the adapters there, too, and here they are trained: peft.modules_to_save names layers beside them"
         return Outcome(why=why, kind="no counterpart")
     patterns = [re.sub(r"\[\d*(:\d*)?\]$", "", str(pattern)) for pattern in listed(value)]
     why = f"{DIFFERS}of NAME[0:9] those rows alone are trained there, and all here" if patterns != listed(value) else ""

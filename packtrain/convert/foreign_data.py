@@ -6,7 +6,6 @@ import math
 import os
 import re
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ def _sources(key: str, found: list[dict[str, Any]], theirs: Theirs, *remarks: st
     short = [{name: item for name, item in source.items() if item not in (None, "train", 1, {})} for source in found]
     values: dict[str, Any] = {key: short[0] if len(short) == 1 else short}
     shares = [number(share) for share in names(theirs.get("interleave_probs", "interleave_prob") or [])]
-    if key == "data.train" and _by_steps(theirs) and len(shares) == len(found) > 1:
+    if key == "data.train" and _by_steps(theirs) and len(shares) == len(found) > 1 and not theirs.get("cached_dataset"):
         labels = name_sources([DataSource(path=source["path"].rpartition("#")[2]) for source in found])
         values[key] = [{"name": label, **source} for label, source in zip(labels, short, strict=True)]
         values["data.stages"] = [{"weights": dict(zip(labels, shares, strict=True))}]
@@ -121,13 +120,10 @@ def axolotl_train(name: str, value: Any, theirs: Theirs) -> Outcome:
     """Convert the sources of `name`. A pretraining_dataset replaces datasets there, and packed streams read one source."""
     if name == "datasets" and theirs.get("pretraining_dataset"):
         return Outcome(why="pretraining_dataset is trained on in its place", kind="not needed")
-    streams = name == "pretraining_dataset" or not (
-        is_off(theirs.get("streaming")) or is_off(theirs.get("sample_packing"))
-    )
-    if not streams or len(listed(value)) == 1:
-        return axolotl_data("data.train", value, theirs)
-    outcome = axolotl_data("data.train", listed(value)[:1], theirs)
-    return replace(outcome, why=f"of several sources the first alone is read there; {outcome.why}")
+    is_one = name != "datasets" or not is_off(theirs.get("streaming") and theirs.get("sample_packing"))
+    done = axolotl_data("data.train", listed(value)[:1] if is_one else value, theirs)
+    why = "of several sources the first alone is read there; " if is_one and len(listed(value)) > 1 else ""
+    return Outcome(done.values, why + done.why)
 
 
 def _means_the_same(name: str, value: Any) -> bool:

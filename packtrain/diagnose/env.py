@@ -138,10 +138,8 @@ def _print_report(facts: Facts, run: PlannedRun, checks: Sequence[Check], redact
     console.print("\nCopy-paste the following information when reporting an issue:\n")
     console.print(f"{escape(redactor.text(trl_block(facts)))}\n", emoji=False)
     settings = {setting.name: f"{setting.value or 'as it is'}: {setting.reason}" for setting in run.network}
-    known = {**asdict(facts), "network settings": settings}
-    text = yaml.safe_dump(
-        _drop_unknown(redactor.plain(known)), sort_keys=False, allow_unicode=True, width=_width(console)
-    )
+    known = _drop_unknown(redactor.plain({**asdict(facts), "network settings": settings}))
+    text = yaml.safe_dump(known, sort_keys=False, allow_unicode=True, width=_width(console))
     console.print(escape(redactor.text(text)), emoji=False)
     console.print("Checks:\n")
     width = max((len(check.name) for check in checks), default=0)
@@ -153,26 +151,19 @@ def _print_report(facts: Facts, run: PlannedRun, checks: Sequence[Check], redact
 
 
 def print_check(console: Console, status: Status, name: str, result: str, fix: str) -> None:
-    """Print a check, and its fix below. A terminal (or COLUMNS) wraps them at words, under each other."""
-    head = f"{status:<4}  {name}  "
-    lines = _wrapped(console, result, len(head))
-    console.print(f"[{_COLOURS[status]}]{status:<4}[/]  {escape(f'{name}  {lines[0]}')}", emoji=False)
-    below = lines[1:]
-    if status != "ok" and fix:
-        arrow, *more = _wrapped(console, fix, len(head) + 2)
-        below += [f"→ {arrow}", *(f"  {line}" for line in more)]
-    for line in below:
-        console.print(f"{' ' * len(head)}{escape(line)}", emoji=False)
+    """Print a check, and its fix below. A terminal (or COLUMNS) wraps both at words."""
+    head, width = " " * len(f"{status:<4}  {name}  "), _width(console)
+    wrap = partial(textwrap.wrap, width=width, initial_indent=head, break_long_words=False, break_on_hyphens=False)
+    first, *rest = wrap(result, subsequent_indent=head) or [head]
+    rest += wrap(f"→ {fix}", subsequent_indent=f"{head}  ") if status != "ok" and fix else []
+    console.print(f"[{_COLOURS[status]}]{status:<4}[/]  {escape(name)}  {escape(first[len(head) :])}", emoji=False)
+    for line in rest:
+        console.print(escape(line), emoji=False)
 
 
 def _width(console: Console) -> int:
-    """Return the columns of a line; there is no limit in a file or a pipe."""
+    """Return the columns of a line; a file or a pipe has no limit."""
     return console.width if console.is_terminal or "COLUMNS" in os.environ else 10_000
-
-
-def _wrapped(console: Console, text: str, indent: int) -> list[str]:
-    width = max(_width(console) - indent, 20)
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _drop_unknown(value: Any) -> Any:

@@ -29,7 +29,7 @@ from packtrain.config.overrides import assignment
 from packtrain.config.rules.paths_and_packages import is_local, nearest
 from packtrain.config.schema import Model, RunConfig, Tracking, sources
 from packtrain.config.yaml_files import read_config
-from packtrain.errors import Problem, UserError
+from packtrain.errors import UserError
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder
 from packtrain.serve.trained import adapters_of, find_trained, load_trained
@@ -91,39 +91,25 @@ def load_evaluated(
 ) -> tuple[tuple[str | None, list[str]], RunConfig]:
     """Load the config at `path`; a run folder has one, and its model. Return the config's file and changes, and the config.
 
-    Raises UserError with advice for other folders, and for a run whose relative paths start elsewhere.
+    Raises UserError with advice for other folders. `note` hears of relative paths that started elsewhere in training.
     """
-    place = Path(path or "").expanduser()
-    folder = RunFolder(place)
+    folder = RunFolder(place := Path(path or "").expanduser())
     if path is None or not folder.config.is_file():
         if path and place.is_dir():
-            inside = [str(file.parent) for file in sorted(place.glob(f"*/{folder.config.name}"))]
-            inside += [str(place.parent)] if RunFolder(place.parent).mark.exists() else []
             fix = "Name a run folder (trainer.output_dir), or a config: packtrain eval CONFIG.yaml model.path=MODEL."
-            fix = f"Runs there: {', '.join(inside[:_SHOWN])}." if inside else fix
-            raise UserError(f"this folder is no run: it has no {folder.config.name}", where=path, fix=fix)
+            raise UserError("this folder is no run: it has no config.yaml", where=path, fix=fix)
         if path and not place.exists() and place.suffix != ".yaml" and is_local(path, ()):
             raise UserError("there is no such run folder or config file", where=path, fix=nearest(path))
         return (path, changes), load_config(path, changes, note)
-    given, start = (str(folder.config), [assignment("model.path", path), *changes]), _start_of(folder)
-    what = "" if start in (None, Path.cwd()) else f"relative paths are read from {Path.cwd()}; the run began in {start}"
-    try:
-        run = load_config(*given, note)
-    except UserError as error:
-        if not what or not any(one.what.startswith("there is no") for one in error.problems):
-            raise
-        raise UserError([*error.problems, Problem(what, path, f"cd {shlex.quote(str(start))}")]) from error
-    if what:
-        note(f"{path}: {what}")
-    return given, run
-
-
-def _start_of(folder: RunFolder) -> Path | None:
-    """Return the folder that a run was started in, None if the run folder's place does not tell it."""
-    said = Path(read_config(folder.config).values["trainer"]["output_dir"])
-    root = folder.root.resolve()
-    told = not said.is_absolute() and root.parts[-len(said.parts) :] == said.parts
-    return Path(*root.parts[: -len(said.parts)]) if told else None
+    said, root = Path(read_config(folder.config).values.get("trainer", {}).get("output_dir", "")), place.resolve()
+    start = root.parents[len(said.parts) - 1] if str(root).endswith(f"/{said}") else Path.cwd()
+    if start != Path.cwd():
+        cd = f"cd {shlex.quote(str(start))}"
+        note(
+            f"{path}: relative paths start at {Path.cwd()} now, and did at {start} in training: {cd} for the same files"
+        )
+    given = (str(folder.config), [assignment("model.path", path), *changes])
+    return given, load_config(*given, note)
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -42,8 +42,6 @@ from packtrain.train.optim.final_weights import merged_in
 from packtrain.train.optim.groups import AVERAGE
 from packtrain.wording import count_dropped, counted
 
-_COMMAND_WIDTH = 78
-"""Columns for a command with its remark; with the margin it fits into a terminal of 80."""
 _RANKED = (("eval_rewards/accuracies", "eval_rewards/margins"), ("eval_accuracy", "eval_margin"))
 """TRL's names for the ranking of held-out pairs: in preference training, and of reward models."""
 
@@ -277,18 +275,12 @@ def next_commands(folder: RunFolder, *, held_out: bool, scores: bool) -> list[st
     except UserError:
         to, why = "hub --repo YOU/NAME", "gguf and ollama need llama.cpp"
     ways = {
-        "report": ("", "write report.html anew, for a browser"),
-        "chat": ("", "talk to it"),
-        "eval": ("" if held_out else " data.eval=FILE", "held-out figures; --generate 20: answers, too"),
-        "export": (" --to hub --repo YOU/NAME", "") if scores else (f" --to {to}", why),
+        f"report {run}": "write report.html anew, for a browser",
+        f"chat {run}": "talk to it",
+        f"eval {run}{'' if held_out else ' data.eval=FILE'}": "held-out figures; --generate 20: answers, too",
+        f"export {run} --to {'hub --repo YOU/NAME' if scores else to}": "upload it" if scores else why,
     }
-    lines = list[str]()
-    for verb, (more, said) in ways.items():
-        line = f"{program} {verb} {run}{more}"
-        beside = f"{line}  # {said}"
-        fits = len(beside) <= _COMMAND_WIDTH
-        lines += [] if scores and verb == "chat" else [line] if not said else [beside] if fits else [f"# {said}", line]
-    return lines
+    return [f"# {said}\n  {program} {way}" for way, said in ways.items() if not (scores and way.startswith("chat"))]
 
 
 def _short(text: str, limit: int) -> str:

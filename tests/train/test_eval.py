@@ -123,8 +123,8 @@ def test_a_run_folder_is_found_by_name_and_knows_where_its_relative_paths_start(
     (elsewhere := tmp_path / "elsewhere").mkdir()
     advice = {
         "runs/shrt": "runs/short",
-        "runs": "runs/short",
-        "runs/short/final": "runs/short",
+        "runs": "CONFIG.yaml",
+        "runs/short/final": "CONFIG.yaml",
         "elsewhere": "CONFIG.yaml",
     }
     for given, said in advice.items():
@@ -134,7 +134,7 @@ def test_a_run_folder_is_found_by_name_and_knows_where_its_relative_paths_start(
     assert "train.jsonl" in refused and f"cd {tmp_path}" in refused
     write_jsonl(elsewhere / "train.jsonl", ROWS["sft"][:1])
     write_jsonl(elsewhere / "eval.jsonl", ROWS["sft"][1:2])
-    assert f"began in {tmp_path}" in packtrain("eval", str(run), cwd=elsewhere).stderr  # other files of these names
+    assert f"cd {tmp_path}" in packtrain("eval", str(run), cwd=elsewhere).stderr  # other files of these names
 
 
 def test_a_table_for_people(tmp_path: Path) -> None:

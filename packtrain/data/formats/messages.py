@@ -54,8 +54,6 @@ _WEIGHT = re.compile(
 )
 KNOWN = {"role", "content", "name", "id", "tool_calls", "tool_call_id", "reasoning_content", "weight"}
 """Keys that a parsed message may have; nothing reads others, unless the chat template does."""
-NAMED = ("system", "user", "assistant")
-"""Roles whose `name` says who speaks; a tool's name stands in its call, too."""
 CALL = '{"name": …, "arguments": {…}}'
 _TAKEN = re.compile(r"conversations?|tools|tokenize|chat_template|return_\w+|add_generation_prompt|continue_final_\w+")
 Messages = list[dict[str, Any]]
@@ -124,10 +122,10 @@ def read_message(value: Any, where: str, row: Row) -> dict[str, Any]:
         _set_thought(message, where)
         if not (message["content"].strip() or message.keys() & {"tool_calls", "reasoning_content"}):
             raise BadRow("empty", "the assistant's turn is empty", f"{where}.{what}")
-    unknown = message.keys() - KNOWN - row.keys
-    if "name" in message and message["role"] in NAMED and message["role"] not in row.named:
-        unknown = {*unknown, "name"}
-    unknown = (key for key in unknown if message[key] not in ("", [], {}))
+    unread = message.keys() - KNOWN - row.keys | (
+        message.keys() & {"name"} if message["role"] in row.nameless else set()
+    )
+    unknown = (key for key in unread if message[key] not in ("", [], {}))
     row.unknown.update(f"{where.partition('[')[0]}[].{key}" for key in unknown)
     return message
 

@@ -41,8 +41,7 @@ _TEXTUAL = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 _TABLES = (".parquet", ".arrow")
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, csv.Error, pa.ArrowException)
 SUFFIXES = (*_TEXTUAL, *(f"{suffix}{packed}" for suffix in _TEXTUAL for packed in COMPRESSED), *_TABLES)
-_HOLDERS = {"data", "rows", "train", "examples"}
-"""Keys of the rows in a file that is one object; the only line of a .jsonl may be a row with a list."""
+_HOLDERS = {"data", "rows", "train", "examples"}  # keys of all rows, even if the file is a .jsonl of one line
 READABLE = f"packtrain reads {', '.join(_TEXTUAL)} (also with {' or '.join(COMPRESSED)}), {', '.join(_TABLES)}"
 
 

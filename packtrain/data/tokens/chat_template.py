@@ -148,13 +148,8 @@ def _find_thought_key(template: str) -> str | None:
     return next(read, "content" if "</think>" in template else None)
 
 
-def rewrite_for_template(
-    template: str, conversation: Conversation, *, text_arguments: bool = False, result_tag: str = ""
-) -> Conversation:
-    """Move thoughts, calls and ids of a conversation to the keys that the template reads.
-
-    `result_tag`: the template writes <result_tag> around a tool's answer, so remove the data's own.
-    """
+def rewrite_for_template(template: str, conversation: Conversation, *, text_arguments: bool = False) -> Conversation:
+    """Move thoughts, calls and ids of a conversation to the keys that the template reads."""
     messages, key = conversation.messages, _find_thought_key(template)
     if any("tool_calls" in message for message in messages):
         messages = _with_ids(messages, short=re.search(r"id\s*\|\s*length\s*!=\s*9", template) is not None)
@@ -162,8 +157,6 @@ def rewrite_for_template(
         messages = [_move_thought(message, key) for message in messages]
     if text_arguments:
         messages = [*map(_with_text_arguments, messages)]
-    if result_tag:
-        messages = [_without_tag(message, result_tag) for message in messages]
     return conversation if messages is conversation.messages else replace(conversation, messages=messages)
 
 
@@ -175,14 +168,6 @@ def _move_thought(message: dict[str, Any], key: str) -> dict[str, Any]:
     elif thought is not None:
         message[key] = thought
     return message
-
-
-def _without_tag(message: dict[str, Any], tag: str) -> dict[str, Any]:
-    """Return a tool's answer without <tag> around it. Answers in a row keep the tags between them."""
-    said = message["content"].strip()
-    if message["role"] != "tool" or not (said.startswith(f"<{tag}>") and said.endswith(f"</{tag}>")):
-        return message
-    return {**message, "content": said.removeprefix(f"<{tag}>").removesuffix(f"</{tag}>").strip()}
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:

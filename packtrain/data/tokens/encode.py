@@ -174,8 +174,7 @@ class Encoder:
         encode = {"sft": self._encode_example, "kto": self._encode_labelled}.get(self.objective, self._encode_pair)
         template, none = self.template, frozenset[str]()
         roles, keys = (template.words, template.keys) if template else (none, none)
-        named = self._chat.named_roles if template else none
-        made = Row(row, columns, roles, keys, self.data.system, named)
+        made = Row(row, columns, roles, keys, self.data.system, self._chat.nameless_roles if template else none)
         try:
             documents, flags = encode(made, format)
         except UnicodeEncodeError as error:

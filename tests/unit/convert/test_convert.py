@@ -494,6 +494,13 @@ def test_two_keys_with_training_data_give_what_theirs_trains_on(
     assert done["config"]["data"]["train"] == train
 
 
+def test_shares_of_sources_are_no_shares_beside_cached_rows(tmp_path: Path) -> None:
+    text = "swift sft --model m/m --dataset o/d o/e --interleave_prob 0.3 0.7 --max_steps 9"
+    assert "stages" in convert(tmp_path, text, "x.sh")["config"]["data"]
+    done = convert(tmp_path, f"{text} --cached_dataset a/train", "x.sh")
+    assert "stages" not in done["config"]["data"] and note(done, "interleave_prob")["became"] is None
+
+
 def test_rows_held_out_of_two_data_sets_are_not_dropped_in_silence(tmp_path: Path) -> None:
     text = "swift sft --model m/m --dataset o/d --split_dataset_ratio 0.1 --cached_val_dataset a/val"
     done = convert(tmp_path, f"{text} --val_dataset o/v", "x.sh")

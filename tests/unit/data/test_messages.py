@@ -136,7 +136,7 @@ def test_the_tools_are_seen_in_openais_form_whatever_the_file_has(tmp_path):
 
 @pytest.mark.parametrize("results", [["25 degrees"], ["25 degrees", "30 degrees"]])
 def test_tags_around_a_tools_answer_are_there_once_if_the_template_writes_them_too(tmp_path, results):
-    """As in NousResearch/hermes-function-calling-v1; tags in what the assistant says are its text."""
+    """NousResearch/hermes-function-calling-v1 has such rows. Tags in the assistant's turns are text."""
     called = ("gpt", f"<tool_call>\n{json.dumps(PARIS)}\n</tool_call>")
     tagged = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
     rows = [
