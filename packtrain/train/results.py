@@ -32,7 +32,7 @@ from packtrain.model.save import complete, weights_at_least
 from packtrain.model.spread import loading_whole
 from packtrain.monitor.heartbeat import progress
 from packtrain.plan.known_model import base_of
-from packtrain.plan.surroundings import command_of
+from packtrain.plan.surroundings import command_of, find_converter
 from packtrain.proof.choice import AttentionChoice
 from packtrain.run_folder import RunFolder, losses_of_sets
 from packtrain.train.checkpoint.folder import tidy
@@ -269,13 +269,18 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
 def next_commands(folder: RunFolder, *, held_out: bool, scores: bool) -> list[str]:
     """Return commands to paste after the run. `scores`: for a reward model; `held_out`: data.eval is set."""
     program, run = shlex.join(command_of("packtrain")), shlex.quote(str(folder.root))
+    try:
+        to, why = "gguf", "or ollama, hub, merged"
+        find_converter(None)
+    except UserError:
+        to, why = "hub --repo YOU/NAME", "gguf and ollama need llama.cpp"
     ways = {
-        "report": f"  # writes {folder.report} anew: curves, answers, data; for a browser",
-        "chat": "  # talk to it",
-        "eval": f"{'' if held_out else ' data.eval=FILE'}  # held-out figures; --generate 20 compares answers, too",
-        "export": " --to hub --repo YOU/NAME" if scores else " --to gguf  # or ollama, hub, merged",
+        f"report {run}": "write report.html anew, for a browser",
+        f"chat {run}": "talk to it",
+        f"eval {run}{'' if held_out else ' data.eval=FILE'}": "held-out figures; --generate 20: answers, too",
+        f"export {run} --to {'hub --repo YOU/NAME' if scores else to}": "upload it" if scores else why,
     }
-    return [f"{program} {verb} {run}{rest}" for verb, rest in ways.items() if not (scores and verb == "chat")]
+    return [f"# {said}\n  {program} {way}" for way, said in ways.items() if not (scores and way.startswith("chat"))]
 
 
 def _short(text: str, limit: int) -> str:
