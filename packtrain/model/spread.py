@@ -86,6 +86,9 @@ class Placement:
     def spread(self, model: PreTrainedModel, ranks: Ranks, autocast: torch.dtype | None) -> None:
         """Move or shard `model`, adapters included. `autocast` is the format of mixed precision."""
         cast(Any, model).to(ranks.device)
+        frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+        # frozen weights are equal (train/sync.py): DDP would send a whole base from the first rank, and cannot send 8-bit weights
+        cast(Any, model)._ddp_params_and_buffers_to_ignore = frozen
 
     def open_proofs(self, model: PreTrainedModel, ranks: Ranks) -> Callable[[], None]:
         """Make a sharded model callable without an optimizer. Returns the function that ends this."""

@@ -20,6 +20,7 @@ from packtrain.config.schema import Optim
 from packtrain.errors import CheckFailed
 from packtrain.model.load import base_model
 from packtrain.model.recomputation import recompute
+from packtrain.model.weights.stream import gathered
 from packtrain.strategies.registry import STRATEGIES
 from packtrain.strategies.spec import StrategySpec
 from packtrain.train.checkpoint.contents import CheckpointContents
@@ -27,7 +28,7 @@ from packtrain.train.checkpoint.reshard import Names, put_into_torch, put_weight
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import Dither
-from packtrain.train.optim.final_weights import Exact, exact_weights
+from packtrain.train.optim.final_weights import Exact
 from packtrain.train.optim.float32_step import MASTER, loses_updates, stepping_in_float32
 from packtrain.train.optim.groups import AVERAGE, MuonAndAdamW, group_weights
 from packtrain.train.optim.seen_updates import optimizer_inside
@@ -175,7 +176,13 @@ class Engine:
 
     def exact_weights(self, kept_as: str) -> Exact:
         """Return a function for masters in the optimizer, or its states named `kept_as`."""
-        return exact_weights(self.plain_optimizer.state, kept_as)
+        states = self.plain_optimizer.state
+
+        def exact(weight: torch.Tensor) -> torch.Tensor | None:
+            kept = states[weight].get(kept_as) if weight in states else None
+            return None if kept is None else gathered(kept)
+
+        return exact
 
     def whole_weights(self, *, trained_only: bool) -> dict[str, torch.Tensor] | None:
         """Gather the state dict of sharded weights. All ranks call it; the main one gets it, others get {}. None: no weight is sharded."""

@@ -53,7 +53,6 @@ class _ZeroPlacement(Placement):
             super().spread(model, ranks, autocast)
 
     def open_proofs(self, model: PreTrainedModel, ranks: Ranks) -> Callable[[], None]:
-        """See Placement."""
         if not ranks.sharded:
             return super().open_proofs(model, ranks)
         import deepspeed
@@ -73,7 +72,6 @@ class _ZeroPlacement(Placement):
         return spec.shards_weights
 
     def wrap_frozen(self, model: PreTrainedModel, accelerator: Accelerator) -> Any:
-        """See Placement."""
         return prepare_deepspeed(model, accelerator)
 
 
@@ -120,15 +118,15 @@ class _Zero(Engine):
 
     @staticmethod
     def is_spread(spec: StrategySpec, wrapped: Any, model: nn.Module) -> bool:
-        """See Engine. The stages shard one, two and three parts."""
+        """The stages shard one, two and three parts."""
         return type(wrapped).__name__ == "DeepSpeedEngine" and wrapped.zero_optimization_stage() == len(spec.shards)
 
     def create_optimizer(self, steps: int) -> Any:
-        """See Engine. DeepSpeed steps weights in float32 itself."""
+        """DeepSpeed steps weights in float32 itself."""
         return deepspeed_init(self.held, steps)[0]
 
     def wrap(self, optimizer: Any) -> tuple[Any, Any]:
-        """See Engine. Finds the masters of bfloat16-computed weights in the flat parts, and moves those of 16-bit weights."""
+        """Finds the masters of bfloat16-computed weights in the flat parts, and moves those of 16-bit weights."""
         wrapped, optimizer = super().wrap(optimizer)
         self._masters, names = [], {weight: name for name, weight in self.dither.rounded.items()}
         for weight, master, first in masters_in(wrapped.optimizer, names) if names else ():
@@ -138,15 +136,14 @@ class _Zero(Engine):
         return wrapped, optimizer
 
     def ask_before_update(self, judge: Judge) -> None:
-        """See Engine. The engine steps where nobody else can look at the gradients."""
+        """The engine steps where nobody else can look at the gradients."""
         ask_before_update(self.wrapped.optimizer, judge)
 
     def trying(self) -> AbstractContextManager[None]:
-        """See Engine."""
         return counting_no_step(self.wrapped)
 
     def own_masters_of(self, stepped: torch.Tensor) -> list[torch.Tensor]:
-        """See Engine. One flat part holds weights of all kinds."""
+        """One flat part holds weights of all kinds."""
         begin = stepped.data_ptr()
         own = [part for part in self._masters if begin <= part.data_ptr() < begin + stepped.nbytes]
         return own or [stepped[:0]]
@@ -162,13 +159,12 @@ class _Zero(Engine):
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
     def exact_weights(self, kept_as: str) -> Exact:
-        """See Engine."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         return lambda weight: safe_get_full_fp32_param(weight) if weight.requires_grad else None
 
     def save(self, folder: Path, writer: CheckpointWriter) -> None:
-        """See Engine. DeepSpeed decides the contents of each file; the writer writes the files in the background."""
+        """DeepSpeed decides the contents of each file; the writer writes the files in the background."""
         engine, files = self.wrapped, self.wrapped.checkpoint_engine
         save, add_scripts = files.save, engine._copy_recovery_script
         files.save = lambda state_dict, path: writer.write_later(partial(save, writer.copied(state_dict), path))
@@ -183,11 +179,10 @@ class _Zero(Engine):
 
     @staticmethod
     def read_checkpoint(checkpoint: Path, model: nn.Module) -> CheckpointContents:
-        """See Engine."""
         return FlatParts(checkpoint)
 
     def load_own(self, checkpoint: Path, contents: CheckpointContents, names: Names) -> bool:
-        """See Engine. Only on the same number of processes."""
+        """Only on the same number of processes."""
         if world_of(checkpoint)[1] != self.accelerator.num_processes:
             return False
         deepspeed_load_checkpoint(self.wrapped, str(checkpoint), load_module_strict=not self.has_adapters)
@@ -195,12 +190,11 @@ class _Zero(Engine):
         return True
 
     def load_by_name(self, contents: CheckpointContents, names: Names, buffers: Names) -> None:
-        """See Engine. It is given the state that it would have saved itself with this rank and this number of processes."""
+        """It is given the state that it would have saved itself with this rank and this number of processes."""
         put_into_zero(contents, self.wrapped.optimizer, names)
         put_weights(contents, buffers)
 
     def whole_weights(self, *, trained_only: bool) -> dict[str, torch.Tensor] | None:
-        """See Engine."""
         if not self.spec.shards_weights:
             return None
         return self.wrapped._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=trained_only) or {}

@@ -63,11 +63,10 @@ class _FSDP2Placement(Placement):
 class _FSDP2(Engine):
     @staticmethod
     def is_spread(spec: StrategySpec, wrapped: Any, model: nn.Module) -> bool:
-        """See Engine."""
         return isinstance(base_model(model), FSDPModule)
 
     def wrap(self, optimizer: Any) -> tuple[Any, Any]:
-        """See Engine. The model is sharded already."""
+        """The model is sharded already."""
         wrapped = self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
         return wrapped, self.accelerator.prepare(optimizer)
 
@@ -79,24 +78,21 @@ class _FSDP2(Engine):
         return super().exchanging_gradients(last=last)
 
     def save(self, folder: Path, writer: CheckpointWriter) -> None:
-        """See Engine."""
         shards = writer.copied(shards_of(self.model, self.optimizer.optimizer))
         writer.write_later(lambda: save_shards(shards, folder, writer.group))
 
     @staticmethod
     def read_checkpoint(checkpoint: Path, model: nn.Module) -> CheckpointContents:
-        """See Engine."""
         return Shards(checkpoint)
 
     def load_own(self, checkpoint: Path, contents: CheckpointContents, names: Names) -> bool:
-        """See Engine. Not with averages of weights: torch's target has none before the first step."""
+        """Not with averages of weights: torch's target has none before the first step."""
         if self.ema:
             return False
         load_shards(self.model, self.plain_optimizer, checkpoint)
         return True
 
     def whole_weights(self, *, trained_only: bool) -> dict[str, torch.Tensor] | None:
-        """See Engine."""
         return whole_weights(self.model, trained_only=trained_only)
 
 

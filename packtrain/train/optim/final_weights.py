@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,7 @@ from torch import nn
 from packtrain.config.schema import Rounding
 from packtrain.model.adapters import untie_if_adapted
 from packtrain.model.load import base_model
-from packtrain.model.weights.stream import gathered
 from packtrain.train.optim.dither import Dither, dithered
-from packtrain.train.optim.float32_step import MASTER
 
 Exact = Callable[[torch.Tensor], torch.Tensor | None]
 """Returns the optimizer's whole float32 tensor of a trained weight; None if it keeps none. All processes call it together."""
@@ -39,16 +37,6 @@ def format_in_final(name: str, weight: torch.Tensor, dtype: torch.dtype, *, adap
     if not weight.requires_grad:
         return None
     return dtype if ".modules_to_save." in name else torch.float32
-
-
-def exact_weights(states: Mapping[torch.Tensor, Mapping[str, Any]], kept_as: str = MASTER) -> Exact:
-    """Return a function for masters in the optimizer's `states`, or for what they keep as `kept_as`."""
-
-    def exact(weight: torch.Tensor) -> torch.Tensor | None:
-        master = states[weight].get(kept_as) if weight in states else None
-        return None if master is None else gathered(master)
-
-    return exact
 
 
 def in_format(
