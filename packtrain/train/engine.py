@@ -51,7 +51,7 @@ class Engine:
     def __init__(self, loss: Loss, settings: LoopSettings) -> None:
         self.held, self._changes = loss.held, loss.changes
         self.spec = STRATEGIES[settings.strategy]
-        self.exchanges_once, self.ema = settings.exchange_once, settings.ema
+        self.exchanges_once, self.ema = settings.exchange_once, settings.trainer.ema
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.held.args
         self.has_adapters = base_model(self.model) is not self.model
         self.wrapped: Any = self.model
@@ -59,7 +59,7 @@ class Engine:
         """Names of the trained weights, in the order of the optimizer."""
         self.dither = Dither()
         if settings.checkpointing != "none":
-            recompute(base_model(self.model), settings.checkpointing, offload=settings.offload)
+            recompute(base_model(self.model), settings.checkpointing, offload=settings.trainer.activation_offload)
 
     def prepare(self, steps: int, optim: Optim, say: Callable[[str], None]) -> None:
         """Make optimizer and schedule for this number of `steps`, and wrap the model. Raises UserError if one of them cannot be made."""

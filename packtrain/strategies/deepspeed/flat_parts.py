@@ -37,14 +37,12 @@ class FlatParts:
         self._pieces = self._by_partition(groups) if "fp32_flat_groups" in self._ranks[0] else self._by_fragment()
 
     def weight(self, name: str) -> torch.Tensor:
-        """See CheckpointContents. Weights are float32."""
         if name not in self._pieces:  # a buffer
             return self._module[name]
         key = "fp32_flat_groups" if "fp32_flat_groups" in self._ranks[0] else "single_partition_of_fp32_groups"
         return self._whole(name, [self._ranks[rank][key][group] for rank, group, _, _ in self._pieces[name]])
 
     def states(self, name: str) -> dict[str, Any]:
-        """See CheckpointContents."""
         kept = [self._state(rank, group) for rank, group, _, _ in self._pieces[name]]
         return {key: self._whole(name, [state[key] for state in kept]) for key in kept[0]}
 
