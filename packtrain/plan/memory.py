@@ -338,7 +338,7 @@ def _first_watch(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
 
 
 def _autocast_copies(config: RunConfig, model: ModelSize) -> int:
-    """Return the bytes of autocast's copies. Those of trained weights exist until the step ends, those of frozen ones as long as activations."""
+    """Return the bytes of autocast's copies. Copies of trained weights exist until the step ends, others as long as activations."""
     if config.trainer.mixed_precision != "bf16" or model.width != 4 or config.model.quantize != "no":
         return 0
     every = period(config.trainer.gradient_checkpointing)

@@ -44,7 +44,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A `model` on the processes of a run, from which the own memory of a strategy is counted.
+    """A `model` on the processes of a run, to count the own memory of a strategy.
 
     Bytes of a weight: `trained_width` if it is trained, `compute` in products, `block_width` in a gathered block.
     """
@@ -72,7 +72,7 @@ class Overhead:
     reduced: int = 0
     """At least, during the optimizer's step."""
     communicators: int = 1
-    """Of NCCL, if there are several processes."""
+    """Communicators of NCCL, if there are several processes."""
     accumulated: int | None = None
     leaving: int | None = None
     """See plan/memory.py::Memory."""
@@ -102,7 +102,7 @@ class StrategySpec:
     run: str
     """Module with the constants PLACEMENT (model/spread.py::Placement) and ENGINE, a subclass of train/engine.py::Engine."""
     shards: tuple[Part, ...]
-    """What it splits over the processes."""
+    """Parts that it splits over the processes."""
     memory: Callable[[Load], Overhead]
     """Count the bytes that the strategy itself takes."""
     launcher: Callable[[str], Launcher]

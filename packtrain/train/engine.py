@@ -103,7 +103,7 @@ class Engine:
         with making():
             return self.create_optimizer(steps)
 
-    # What strategies do, before the steps and in one.
+    # Parts that differ by strategy: spreading and steps.
 
     @staticmethod
     def is_spread(spec: StrategySpec, wrapped: Any, model: nn.Module) -> bool:
@@ -122,7 +122,7 @@ class Engine:
         """Ask `judge` before each update if an engine makes it within the backward pass. Else the loop judges."""
 
     def trying(self) -> AbstractContextManager[None]:
-        """Return a context in which a micro-batch is no step."""
+        """Return a context that takes back the counts of a tried micro-batch."""
         return nullcontext()
 
     def masters_of(self, stepped: torch.Tensor) -> list[torch.Tensor]:
@@ -172,7 +172,7 @@ class Engine:
         """Return torch's optimizer, which accelerate and DeepSpeed wrap."""
         return optimizer_inside(self.optimizer)
 
-    # What strategies do for checkpoints and final/.
+    # Parts that differ by strategy: checkpoints and final/.
 
     def exact_weights(self, kept_as: str) -> Exact:
         """Return a function for masters in the optimizer, or its states named `kept_as`."""
@@ -202,7 +202,7 @@ class Engine:
         raise NotImplementedError
 
     def load_by_name(self, contents: CheckpointContents, names: Names, buffers: Names) -> None:
-        """Load a checkpoint of any strategy on any number of processes, into the weights `names` and the `buffers`."""
+        """Load a checkpoint of any strategy into the weights `names` and the `buffers`."""
         put_weights(contents, {**names, **buffers})
         put_into_torch(contents, self.plain_optimizer, names)
 
@@ -213,7 +213,7 @@ def engine_of(strategy: str) -> type[Engine]:
 
 
 def check_spread(spec: StrategySpec, wrapped: Any, model: nn.Module) -> None:
-    """Raise CheckFailed if the model is not spread by the strategy: each process would train alone."""
+    """Raise CheckFailed if the strategy is not active. Each process would train alone."""
     if not engine_of(spec.name).is_spread(spec, wrapped, model):
         what = f"the run is to train by {spec.name}, but its model is a {type(wrapped).__name__}, which does not"
         raise CheckFailed(what, where="strategy.name", fix="start it by packtrain or torchrun, without other settings")

@@ -1,4 +1,4 @@
-"""transformers' Trainer, which does more than packtrain asks of it: it is held for its accelerator and its optimizer."""
+"""transformers' Trainer, held for its accelerator and its optimizer."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from packtrain.strategies.spec import Launcher, Load, Overhead, StrategySpec
 
 
 def _memory(load: Load) -> Overhead:
-    """Count the buckets in which gradients are reduced."""
+    """Count the buckets of gradients."""
     return Overhead(buffers=load.model.trained * load.trained_width if load.processes > 1 else 0)
 
 

@@ -15,9 +15,10 @@ from packtrain.boundary import holding
 
 
 def ask_before_update(optimizer: Any, judge: Callable[[Callable[[], torch.Tensor]], bool | None]) -> None:
-    """Make DeepSpeed's `optimizer` ask `judge` before each update, with a function for the norm of its gradients.
+    """Make DeepSpeed's `optimizer` ask `judge` before each update.
 
-    True: the update is given up as if it were an overflow. None: not judged.
+    It gets a function for the norm of the gradients. If it returns True, the update is given up as if it were an overflow; None changes
+    nothing.
     """
     if not hasattr(optimizer, "_update_scale"):  # ZeRO-1 of bfloat16 weights
         from deepspeed.runtime.utils import get_global_norm_of_tensors
@@ -47,7 +48,7 @@ def ask_before_update(optimizer: Any, judge: Callable[[Callable[[], torch.Tensor
     update_scale = optimizer._update_scale
 
     def ask(overflow: bool) -> None:
-        """Between the overflow check and the update; the scale of bfloat16 and float32 gradients never changes."""
+        """Called between the overflow check and the update. The scale of bfloat16 and float32 gradients never changes."""
         verdict = judge(norm_of_parts)
         if verdict is None:
             return update_scale(overflow)

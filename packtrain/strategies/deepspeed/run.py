@@ -126,7 +126,7 @@ class _Zero(Engine):
         return deepspeed_init(self.held, steps)[0]
 
     def wrap(self, optimizer: Any) -> tuple[Any, Any]:
-        """Finds the masters of bfloat16-computed weights in the flat parts, and moves those of 16-bit weights."""
+        """Find the masters of bfloat16-computed weights in the flat parts. Move the masters of 16-bit weights."""
         wrapped, optimizer = super().wrap(optimizer)
         self._masters, names = [], {weight: name for name, weight in self.dither.rounded.items()}
         for weight, master, first in masters_in(wrapped.optimizer, names) if names else ():
@@ -190,7 +190,7 @@ class _Zero(Engine):
         return True
 
     def load_by_name(self, contents: CheckpointContents, names: Names, buffers: Names) -> None:
-        """It is given the state that it would have saved itself with this rank and this number of processes."""
+        """Give DeepSpeed the state that it would have saved itself with this rank and number of processes."""
         put_into_zero(contents, self.wrapped.optimizer, names)
         put_weights(contents, buffers)
 

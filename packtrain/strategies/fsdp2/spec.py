@@ -36,7 +36,7 @@ def _rules(config: RunConfig) -> Iterator[Fault]:
 
 
 def _memory(load: Load) -> Overhead:
-    """Count gathered weights, their gradients, and what is exchanged.
+    """Count gathered weights and their gradients.
 
     A layer, the buffer that it was gathered in, and the next layer exist at once. Other weights stay gathered, but not the embedding (run.py).
     """
