@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
+
+from tests.train import forked
 
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
@@ -24,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        subprocess.run([sys.executable, "-c", "import packtrain.train.verify.measure"], check=False)
+        forked.serve()
     # Tiny models gain nothing from a second thread, which costs a third more: it spins while it waits.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.addinivalue_line("markers", 'slow: takes more than a few seconds; left out by -m "not slow"')

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,20 @@ WARM = (
 PRIMED = "tests.train.primed"
 """The module that imports all of WARM."""
 _CONTEXT.set_forkserver_preload([PRIMED])
+SHARED = "PACKTRAIN_TESTS_SERVER"
+"""The address of the server that the workers of one pytest share."""
+if SHARED in os.environ:
+    _server = forkserver._forkserver
+    _server._forkserver_address = os.environ[SHARED]
+    _server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # it lives as long as the process that started it
+    _server.ensure_running = lambda: None
+
+
+def serve() -> None:
+    """Start the server that processes with this environment share; it has imported everything when this returns."""
+    begun(int).join()
+    if sys.version_info < (3, 14):  # later ones ask for a key, so that each worker starts its own
+        os.environ[SHARED] = forkserver._forkserver._forkserver_address
 
 
 def command(
