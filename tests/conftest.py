@@ -17,7 +17,7 @@ from tests.train import forked
 
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
-gc.disable()  # until all is imported: collecting tests takes half as long, in each worker
+gc.disable()  # until all tests are imported, which halves the time of that in each worker
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,7 +44,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 def pytest_collection_finish() -> None:
-    """Every trainer collects garbage at its end, which half of its time went into: of what was imported there is none."""
+    """Leave imported objects out of later collections: each trainer collects garbage at its end."""
     gc.freeze()
     gc.enable()
 

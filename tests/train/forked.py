@@ -39,23 +39,23 @@ WARM = (
     "transformers.models.llama.modeling_llama",
     "typer._adapters",
 )
-"""What a tiny run imports first; most of its time would go into that."""
+"""Modules that take most of the time of a tiny run."""
 PRIMED = "tests.train.primed"
-"""The module that imports all of WARM."""
+"""Module that imports all of WARM."""
 _CONTEXT.set_forkserver_preload([PRIMED])
 SHARED = "PACKTRAIN_TESTS_SERVER"
-"""The address of the server that the workers of one pytest share."""
+"""Variable with the address of the server that all workers of pytest share."""
 if SHARED in os.environ:
     _server = forkserver._forkserver
     _server._forkserver_address = os.environ[SHARED]
-    _server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # it lives as long as the process that started it
+    _server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # the server ends with the process that started it
     _server.ensure_running = lambda: None
 
 
 def serve() -> None:
-    """Start the server that processes with this environment share; it has imported everything when this returns."""
+    """Start a server for all workers of pytest, and wait for its imports."""
     begun(int).join()
-    if sys.version_info < (3, 14):  # later ones ask for a key, so that each worker starts its own
+    if sys.version_info < (3, 14):  # later versions want a key: there each worker starts its own
         os.environ[SHARED] = forkserver._forkserver._forkserver_address
 
 

@@ -1,4 +1,4 @@
-"""Imports and work that every process which trains does alike, done once in the process that the others are forked from."""
+"""Imports and work of every training process, done once before the others are forked."""
 
 import gc
 import os
@@ -29,5 +29,5 @@ rendering._templates().get_template("data_section.html.j2")
 environment()
 model = ("model.init=random", "model.config.model_type=llama", "model.tokenizer=quickstart")
 to_yaml(load_config(None, [*model, "data.train=quickstart", "batch.examples_per_step=1"]))
-gc.freeze()  # what is imported by now is never garbage
+gc.freeze()  # imported objects are never garbage
 gc.enable()
