@@ -288,6 +288,7 @@ def test_doctor_says_from_another_terminal_why_a_run_hangs_and_workers_do_not_ou
     (tmp_path / "told").touch()
     code, said = 0, ""
     while code == 0 and time.monotonic() < limit:
+        time.sleep(1)  # each look is a process
         code, said = doctor(tmp_path, "--stacks")
     assert code == 4, said
     assert "rank 1 on " in said and "is behind: no progress for " in said and "likely cause: reading the data" in said

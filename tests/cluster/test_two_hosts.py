@@ -216,6 +216,7 @@ def test_doctor_on_another_machine_names_the_rank_and_shows_what_all_are_doing(h
     said, end = "", time.monotonic() + LONG_S
     while "likely cause: reading the data" not in said or said.count("it does not answer"):
         assert time.monotonic() < end, said
+        time.sleep(1)  # each look is a process
         doctor = hosts.start(2, "-m", "packtrain", "doctor", "run", "--stacks", cwd=folder)
         code, said = doctor.wait(), doctor.text
     assert code == 4
