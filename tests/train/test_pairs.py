@@ -1,0 +1,92 @@
+"""Preference pairs in a row say, token by token, what TRL's padded call says, and with the same gradients."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_model
+from trl.trainer.utils import add_fused_lm_head
+
+from packtrain.attention.backends import attend_by
+from packtrain.data.dataset import MIN_PROMPT, Document, Preference
+from packtrain.model.forward import add_answer_layout
+from packtrain.packing.collate import RowLayout, collate_pairs
+
+OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+FAMILIES = ["llama", "mistral", "gemma2", "gpt_oss", "gpt2"]
+SERVED: list[tuple[RowLayout, str]] = [
+    ("flat", "segmented"),
+    ("flat", "per_document"),
+    ("shared", "segmented"),
+    ("shared", "sdpa_mask"),
+    ("shared", "per_document"),
+]
+
+
+def a_pair(rng: np.random.Generator, prompt: int, chosen: int, rejected: int) -> Preference:
+    """Random tokens, as many as told of each part."""
+    before = rng.integers(3, 97, prompt)
+
+    def document(answer: int) -> Document:
+        ids = np.concatenate([before, rng.integers(3, 97, answer)]).astype(np.int32)
+        return Document(ids, np.arange(len(ids)) >= prompt)
+
+    return Preference(document(chosen), document(rejected), prompt if prompt >= MIN_PROMPT else 0)
+
+
+def odd_pairs() -> list[Preference]:
+    """A prompt of one token (nothing to share) and of two, a long one, answers of one token and of equal lengths."""
+    rng = np.random.default_rng(0)
+    shapes = [(10, 5, 9), (1, 4, 4), (33, 1, 2), (2, 7, 7), (5, 20, 3), (1, 1, 1), (4, 1, 1)]
+    return [a_pair(rng, *shape) for shape in shapes]
+
+
+def said(family: str, layout: RowLayout, backend: str | None) -> tuple[Any, torch.Tensor]:
+    """TRL's per-token figures of the odd pairs, and the gradient of a sum of log-probabilities that differ in weight.
+
+    Without a backend by TRL's own padded call, which knows nothing of ours.
+    """
+    model = tiny_model(family)
+    add_fused_lm_head(model, outputs=OUTPUTS)
+    if backend:
+        add_answer_layout(model, OUTPUTS)
+        attend_by(model, backend)
+    batch = collate_pairs(odd_pairs(), 0, layout)
+    labels = batch["input_ids"].masked_fill(batch.pop("completion_mask") == 0, -100)
+    figures = model(**batch, labels=labels, fused_lm_head=True, use_cache=False)
+    log_probs = figures.log_probs
+    (log_probs * torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)).sum().backward()
+    return figures, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@lru_cache
+def padded(family: str) -> tuple[Any, torch.Tensor]:
+    return said(family, "padding", None)
+
+
+@pytest.mark.parametrize(("layout", "backend"), SERVED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_of_pairs_equals_the_padded_call_of_trl(family: str, layout: RowLayout, backend: str) -> None:
+    expected, gradient = padded(family)
+    found, ours = said(family, layout, backend)
+    for name in OUTPUTS:
+        assert found[name].dtype == expected[name].dtype and found[name].shape == expected[name].shape, name
+        assert (found[name].float() - expected[name].float()).abs().max() <= 1e-5, name
+    assert ((ours - gradient).norm() / gradient.norm()).item() < 1e-4
+
+
+@pytest.mark.parametrize("layout", ["flat", "shared"])
+def test_a_filler_trains_nothing_and_reaches_every_parameter(layout: RowLayout) -> None:
+    model = tiny_model("llama")
+    add_fused_lm_head(model, outputs=OUTPUTS)
+    add_answer_layout(model, OUTPUTS)
+    attend_by(model, "segmented")
+    batch = collate_pairs([], 0, layout)
+    labels = torch.full_like(batch["input_ids"], -100)
+    batch.pop("completion_mask")
+    model(**batch, labels=labels, fused_lm_head=True, use_cache=False).log_probs.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
