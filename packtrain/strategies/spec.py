@@ -44,7 +44,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A `model` on the processes of a run, to count the own memory of a strategy.
+    """A `model` on processes, to count the own memory of a strategy.
 
     Bytes of a weight: `trained_width` if it is trained, `compute` in products, `block_width` in a gathered block.
     """

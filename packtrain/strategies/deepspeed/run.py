@@ -190,7 +190,7 @@ class _Zero(Engine):
         return True
 
     def load_by_name(self, contents: CheckpointContents, names: Names, buffers: Names) -> None:
-        """Give DeepSpeed the state that it would have saved itself with this rank and number of processes."""
+        """Give DeepSpeed the state that this rank of so many would have saved."""
         put_into_zero(contents, self.wrapped.optimizer, names)
         put_weights(contents, buffers)
 
