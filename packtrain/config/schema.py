@@ -59,7 +59,7 @@ class Model:
     revision: str | None = key(None, "Branch, tag or commit of a hub model.")
     trust_remote_code: bool = key(False, "Run model code that comes with the model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "float32", "Number format of the weights; auto keeps the file's format."
+        "float32", "Number format of the weights; auto keeps the file's format.", resume="decisive"
     )
     quantize: Quantize = key(
         "no",
@@ -129,7 +129,7 @@ class Stage:
 class Data:
     """The documents, and how they become tokens."""
 
-    train: Sources | None = key(None, "Training documents: a path or a list of sources.")
+    train: Sources | None = key(None, "Training documents: a path or a list of sources.", resume="decisive")
     eval: float | dict[str, Sources] | Sources | None = key(
         None,
         "Held-out documents: sources, the fraction of data.train to hold out (0 to 1), or sets by name, each with figures of its own "
@@ -162,6 +162,7 @@ class Data:
         True,
         "New order of the documents in every epoch, from trainer.seed. by_prefix: a new order of families, whose documents begin alike and "
         "are then in the same step (sft; docs/modes.md).",
+        resume="decisive",
     )
     temperature: float = key(
         1.0,
@@ -174,12 +175,19 @@ class Data:
         False,
         "Read and tokenise data.train while the run trains on it, in order, for data larger than memory and disk; files may be in a "
         "bucket (docs/data.md).",
+        resume="decisive",
     )
     shuffle_buffer: int = key(
-        10_000, "With data.streaming: number of rows that are shuffled among each other.", minimum=1, maximum=10**7
+        10_000,
+        "With data.streaming: number of rows that are shuffled among each other.",
+        resume=None,
+        minimum=1,
+        maximum=10**7,
     )
     stages: list[Stage] = key(
-        [], "Shares of the sources from step to step, in place of their weights ([{until: 1000, weights: {a: 1}}, …])."
+        [],
+        "Shares of the sources from step to step, in place of their weights ([{until: 1000, weights: {a: 1}}, …]).",
+        resume="decisive",
     )
     cache_dir: str | None = key(None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE).")
 
@@ -226,7 +234,9 @@ class Packing:
         "packed", "Padded batches, batches flattened into one row, or rows filled to batch.tokens_per_device."
     )
     strategy: Literal["best_fit", "in_order"] = key(
-        "best_fit", "Fill rows with the longest documents first (fuller rows), or with the documents in their order."
+        "best_fit",
+        "Fill rows with the longest documents first (fuller rows), or with the documents in their order.",
+        resume="decisive",
     )
     share_prefix: bool | None = key(
         None,
@@ -255,14 +265,15 @@ class Optim:
     """Optimizer and learning rate."""
 
     name: OptimizerName = key(
-        "adamw_torch_fused", "Optimizer, by its transformers name, or muon of torch (docs/fitting.md)."
+        "adamw_torch_fused", "Optimizer, by its transformers name, or muon of torch (docs/fitting.md).", resume="fixed"
     )
     groups: list[WeightGroup] = key(
         [],
         "Weights by name with a learning rate of their own, or frozen; the first that matches decides (docs/fitting.md). LoRA+ is "
         "[{match: lora_B, lr_scale: 16}].",
+        resume="fixed",
     )
-    learning_rate: float = key(2e-5, "Peak learning rate.", minimum=0)
+    learning_rate: float = key(2e-5, "Peak learning rate.", minimum=0, resume="decisive")
     schedule: Literal[
         "constant",
         "constant_with_warmup",
@@ -273,24 +284,32 @@ class Optim:
         "polynomial",
         "inverse_sqrt",
         "warmup_stable_decay",
-    ] = key("cosine", "Learning-rate schedule, by its transformers name.")
-    schedule_options: dict[str, Any] = key({}, "Arguments of the schedule (e.g. {min_lr_rate: 0.1}).")
-    warmup_steps: float = key(0, "Steps of linear warm-up; below 1 a fraction of all steps.", minimum=0)
-    weight_decay: float = key(0.0, "Decoupled weight decay, not on biases and norms.", minimum=0)
-    beta1: float = key(0.9, "AdamW's first decay rate.", minimum=0, below=1)
-    beta2: float = key(0.999, "AdamW's second decay rate.", minimum=0, below=1)
-    max_grad_norm: float = key(1.0, "Gradients are clipped to this global norm; 0 for no clipping.", minimum=0)
+    ] = key("cosine", "Learning-rate schedule, by its transformers name.", resume="decisive")
+    schedule_options: dict[str, Any] = key(
+        {}, "Arguments of the schedule (e.g. {min_lr_rate: 0.1}).", resume="decisive"
+    )
+    warmup_steps: float = key(
+        0, "Steps of linear warm-up; below 1 a fraction of all steps.", minimum=0, resume="decisive"
+    )
+    weight_decay: float = key(0.0, "Decoupled weight decay, not on biases and norms.", minimum=0, resume="decisive")
+    beta1: float = key(0.9, "AdamW's first decay rate.", minimum=0, below=1, resume="decisive")
+    beta2: float = key(0.999, "AdamW's second decay rate.", minimum=0, below=1, resume="decisive")
+    max_grad_norm: float = key(
+        1.0, "Gradients are clipped to this global norm; 0 for no clipping.", minimum=0, resume="decisive"
+    )
     bf16_rounding: Rounding = key(
         "auto",
         "Where numbers are rounded to bfloat16 (docs/precision.md). auto: bfloat16 weights have float32 masters that take the "
         "updates, and final/ is in the format of the model; never: final/ is float32; final: final/ is bfloat16; stochastic: there are no "
         "masters, and each update is rounded up or down by chance, so that it is right on average.",
+        resume="decisive",
     )
 
     dither: Literal["auto", "no"] = key(
         "auto",
         "Float32 masters of bfloat16 weights start at random places of their rounding cells, so that every update is seen "
         "(docs/precision.md). auto: where weights are computed in bfloat16; no (or false): none.",
+        resume="fixed",
     )
 
     @property
@@ -304,10 +323,13 @@ class Batch:
     """Size of an optimizer step over all devices, and of a micro-batch on one device."""
 
     examples_per_step: int | None = key(
-        None, "Documents of an optimizer step over all devices.", minimum=1, maximum=10**7
+        None, "Documents of an optimizer step over all devices.", minimum=1, maximum=10**7, resume="decisive"
     )
     tokens_per_step: int | None = key(
-        None, "Tokens of an optimizer step over all devices (rows packed over the whole epoch).", minimum=2
+        None,
+        "Tokens of an optimizer step over all devices (rows packed over the whole epoch).",
+        minimum=2,
+        resume="decisive",
     )
     examples_per_device: int | None = key(
         None, "Most documents of a micro-batch (8 if none); packed rows are limited by tokens alone.", minimum=1
@@ -330,12 +352,14 @@ class Batch:
 class Trainer:
     """Length, precision and memory of the training; checkpoints, evaluations and logs."""
 
-    output_dir: str = key("runs/sft", "Run folder.")
-    max_steps: int | None = key(None, "Optimizer steps, in place of trainer.epochs.", minimum=1)
-    epochs: float = key(1.0, "Passes over the data.", above=0, maximum=10**6)
-    seed: int = key(0, "Seed of data order, dropout and new weights.", minimum=0, maximum=2**32 - 1)
+    output_dir: str = key("runs/sft", "Run folder.", resume=None)
+    max_steps: int | None = key(None, "Optimizer steps, in place of trainer.epochs.", minimum=1, resume="decisive")
+    epochs: float = key(1.0, "Passes over the data.", resume=None, above=0, maximum=10**6)
+    seed: int = key(0, "Seed of data order, dropout and new weights.", minimum=0, maximum=2**32 - 1, resume="decisive")
     resume: str = key(
-        "auto", "auto continues an unfinished run in output_dir, never starts anew, or a checkpoint folder."
+        "auto",
+        "auto continues an unfinished run in output_dir, never starts anew, or a checkpoint folder.",
+        resume=None,
     )
     resume_despite: list[str] = key([], "Keys that may have changed since the checkpoint (docs/resume.md).")
     checkpoint_every: int | None = key(None, "Steps between checkpoints; none for none.", minimum=1)
@@ -363,6 +387,7 @@ class Trainer:
         "auto",
         "Compute in bfloat16 over weights in model.dtype. auto: on GPUs that have it; fast: also on a CPU where a measurement finds it "
         "faster; fp8: products of layers in 8 bits (docs/precision.md).",
+        resume="decisive",
     )
     deterministic: bool = key(
         False,
@@ -401,17 +426,18 @@ class Trainer:
 class Peft:
     """Train adapters in place of all weights."""
 
-    kind: Literal["none", "lora"] = key("none", "Full fine-tuning, or LoRA adapters.")
-    r: int = key(16, "Rank of the adapters.", minimum=1)
-    alpha: int = key(32, "Scale of the adapters (alpha / r).", minimum=1)
-    dropout: float = key(0.0, "Dropout in front of the adapters.", minimum=0, below=1)
+    kind: Literal["none", "lora"] = key("none", "Full fine-tuning, or LoRA adapters.", resume="fixed")
+    r: int = key(16, "Rank of the adapters.", minimum=1, resume="fixed")
+    alpha: int = key(32, "Scale of the adapters (alpha / r).", minimum=1, resume="decisive")
+    dropout: float = key(0.0, "Dropout in front of the adapters.", minimum=0, below=1, resume="decisive")
     target_modules: str | list[str] = key(
         "all-linear",
         "Names of the layers that get adapters, in a list; a text is a regular expression for whole names.",
+        resume="fixed",
     )
-    modules_to_save: list[str] = key([], "Layers trained in full beside the adapters.")
+    modules_to_save: list[str] = key([], "Layers trained in full beside the adapters.", resume="fixed")
     options: dict[str, Any] = key(
-        {}, "Further arguments of PEFT's LoraConfig, such as {use_dora: true} (docs/fitting.md)."
+        {}, "Further arguments of PEFT's LoraConfig, such as {use_dora: true} (docs/fitting.md).", resume="fixed"
     )
     merge: bool = key(False, "Also write final-merged/, with the adapters merged into the model.")
 
@@ -544,6 +570,10 @@ class RunConfig:
         """Whether it matters which documents begin alike."""
         shares = bool(self.packing.share_prefix) or self.data.shuffle == "by_prefix"
         return self.objective.spec.examples == "documents" and shares
+
+
+PLACE = ("topology", "tracking", "verify")
+"""Groups that no checkpoint records: where a run takes place, and what looks at it."""
 
 
 @cache

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.config.keys import check_resume_despite, is_fixed, is_free
+from packtrain.config.keys import check_resume_despite, is_fixed, is_free, keys
 from packtrain.config.rules.paths_and_packages import resume_folder
 
 FREE = (
@@ -24,6 +24,11 @@ def test_keys_are_free_decisive_or_fixed() -> None:
     assert all(map(is_free, FREE.split()))
     assert not any(is_free(name) or is_fixed(name) for name in DECISIVE.split())
     assert all(is_fixed(name) and not is_free(name) for name in FIXED.split())
+
+
+def test_a_key_of_the_loss_the_optimizer_or_the_adapters_is_not_free_by_omission() -> None:
+    groups = ("objective.", "optim.", "peft.")
+    assert [name for name in keys() if name.startswith(groups) and is_free(name)] == ["peft.merge"]
 
 
 @pytest.mark.parametrize(
