@@ -171,7 +171,7 @@ def advice_for(path: str) -> str:
         return f"Did you mean {' or '.join(meant)}?"
     if in_group:
         return f"The keys of {group} are {', '.join(in_group)}."
-    return f"The groups are {', '.join(groups())}; `packtrain sft -h` lists all keys."
+    return f"The groups are {', '.join(groups())}; `packtrain sft -h all` lists all keys."
 
 
 def is_free(name: str) -> bool:

@@ -26,8 +26,9 @@ def key(
 ) -> Any:
     """Declare a config field: its default and a sentence.
 
-    `resume` says what a resumed run may change; None: checkpoints do not record the key. `packtrain sft -h` leaves out `advanced` keys. Only the objectives for which `of` is true use it (None: all). Text has to be one of `among`. Bounds are minimum, above, below and
-    maximum, as in config/keys.py::Key.
+    `resume` says what a resumed run may change; None: checkpoints do not record the key. `packtrain sft -h` leaves out `advanced` keys. Only
+    the objectives for which `of` is true use it (None: all). Text has to be one of `among`. Bounds are minimum, above, below and maximum,
+    as in config/keys.py::Key.
     """
     metadata = {"doc": doc, "resume": resume, "advanced": advanced, "of": of, "among": among, **bounds}
     if isinstance(default, (list, dict)):
@@ -58,7 +59,10 @@ class Objective:
         resume="decisive",
     )
     options: dict[str, Any] = key(
-        {}, "Rarely used arguments of TRL's config for the kind (docs/preferences.md, kto.md, …).", resume="decisive"
+        {},
+        "Rarely used arguments of TRL's config for the kind (docs/preferences.md, kto.md, …).",
+        resume="decisive",
+        advanced=True,
     )
     beta: float = key(
         0.1, "how strongly the model is held to the reference.", above=0, of=_has_reference, resume="decisive"

@@ -14,13 +14,13 @@ from functools import cache
 from typing import Any, Literal
 
 from packtrain.config.objective import Objective, key
+from packtrain.config.place import Topology, Tracking, Verify
 
 PackingMode = Literal["padding", "padding_free", "packed"]
 Split = Literal["train", "eval"]
 Format = Literal["messages", "prompt_completion", "text", "preference", "sharegpt", "alpaca", "xlam", "tokenised"]
 Checkpointing = Literal["auto", "none", "every_4", "every_3", "selective", "every_2", "full"]
-Rounding = Literal["auto", "never", "final", "stochastic"]
-Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]
+Rounding = Literal["auto", "never", "final", "stochastic", "undithered"]
 Quantize = Literal["no", "nf4", "int8", "fp8"]
 Shuffle = bool | Literal["by_prefix"]
 _Plain = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "muon"]
@@ -51,13 +51,17 @@ class Model:
         "Hub id, folder, or .gguf file of the model; none for one made from model.config. A folder of adapters means their base "
         "model with the adapters: peft=lora trains them further, else they are merged.",
     )
-    init: Literal["pretrained", "random"] = key("pretrained", "Load the weights, or start from random ones.")
-    config: dict[str, Any] = key({}, "Values set on the model's own config; with model_type it needs no model.path.")
-    tokenizer: str | None = key(
-        None, "Hub id or folder of the tokenizer (model.path if none), or quickstart (built in)."
+    init: Literal["pretrained", "random"] = key(
+        "pretrained", "Load the weights, or start from random ones.", advanced=True
     )
-    revision: str | None = key(None, "Branch, tag or commit of a hub model.")
-    trust_remote_code: bool = key(False, "Run model code that comes with the model.")
+    config: dict[str, Any] = key(
+        {}, "Values set on the model's own config; with model_type it needs no model.path.", advanced=True
+    )
+    tokenizer: str | None = key(
+        None, "Hub id or folder of the tokenizer (model.path if none), or quickstart (built in).", advanced=True
+    )
+    revision: str | None = key(None, "Branch, tag or commit of a hub model.", advanced=True)
+    trust_remote_code: bool = key(False, "Run model code that comes with the model.", advanced=True)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "float32", "Number format of the weights; auto keeps the file's format.", resume="decisive"
     )
@@ -73,11 +77,13 @@ class Model:
         "auto",
         "Fused norms, rotation and activations by liger-kernel; auto takes them on a GPU where they are installed and prove exact "
         "on the loaded model (docs/speed.md).",
+        advanced=True,
     )
     experts: Literal["auto", "grouped", "loop"] = key(
         "auto",
         "Compute the experts of a layer one after the other (loop), or all in one product (grouped); auto: grouped if a proof finds that "
         "it trains the same (docs/speed.md).",
+        advanced=True,
     )
 
     @property
@@ -90,7 +96,7 @@ class Model:
 class DataSource:
     """One source of documents."""
 
-    name: str | None = key(None, "Name in data.stages and in the figures; none for its path.")
+    name: str | None = key(None, "Name in data.stages and in the figures; none for its path.", advanced=True)
     path: str = key(
         "",
         "Hub id (owner/name:subset@split), or a .jsonl/.json/.parquet/.arrow/.csv/.tsv/.txt file (text also .gz or .zst), a glob or a "
@@ -99,17 +105,18 @@ class DataSource:
     split: str = key(
         "train", "Split of a hub data set, of a saved DatasetDict, or of a folder with the split in its file names."
     )
-    subset: str | None = key(None, "Configuration name of a hub data set.")
+    subset: str | None = key(None, "Configuration name of a hub data set.", advanced=True)
     weight: float = key(
         1.0, "Times that each document appears in an epoch; 0.5 takes a random half.", above=0, maximum=10**4
     )
-    repeat: bool = key(False, "With data.streaming: begin it again at its end, so that it never ends.")
+    repeat: bool = key(False, "With data.streaming: begin it again at its end, so that it never ends.", advanced=True)
     samples: int | None = key(
         None,
         "In place of weight: number of its documents (pairs) in an epoch; above its size, documents repeat.",
         minimum=1,
+        advanced=True,
     )
-    columns: dict[str, str] = key({}, "Its own column names, in place of data.columns.")
+    columns: dict[str, str] = key({}, "Its own column names, in place of data.columns.", advanced=True)
 
 
 Sources = str | DataSource | list[str | DataSource]
@@ -119,9 +126,11 @@ Sources = str | DataSource | list[str | DataSource]
 class Stage:
     """The shares of sources in some of the steps."""
 
-    until: int | None = key(None, "Its last step; none for the last stage, which lasts to the end.", minimum=1)
+    until: int | None = key(
+        None, "Its last step; none for the last stage, which lasts to the end.", minimum=1, advanced=True
+    )
     weights: dict[str, Any] = key(
-        {}, "Name of a source: its share of the examples, in any unit; 0 where it is not named."
+        {}, "Name of a source: its share of the examples, in any unit; 0 where it is not named.", advanced=True
     )
 
 
@@ -140,7 +149,7 @@ class Data:
     chat_template: str | None = key(
         None, "Jinja file, or a name from chatml, llama3, qwen3 …; the tokenizer's own if none. Saved with the model."
     )
-    system: str | None = key(None, "System prompt of conversations that have none of their own.")
+    system: str | None = key(None, "System prompt of conversations that have none of their own.", advanced=True)
     loss_on: Literal["auto", "assistant", "completion", "all"] = key(
         "auto",
         "Tokens that are trained: every assistant turn, only the last answer, or all; auto is assistant for "
@@ -156,8 +165,11 @@ class Data:
         "document",
         "unit that becomes a row of a .txt file: the whole file, each line, or each part between blank lines.",
         of=lambda spec: spec.examples == "documents",
+        advanced=True,
     )
-    bad_rows: Literal["error", "skip"] = key("error", "Stop at the first unreadable row, or count and skip them.")
+    bad_rows: Literal["error", "skip"] = key(
+        "error", "Stop at the first unreadable row, or count and skip them.", advanced=True
+    )
     shuffle: Shuffle = key(
         True,
         "New order of the documents in every epoch, from trainer.seed. by_prefix: a new order of families, whose documents begin alike and "
@@ -170,12 +182,14 @@ class Data:
         "(docs/data.md).",
         minimum=1,
         maximum=1000,
+        advanced=True,
     )
     streaming: bool = key(
         False,
         "Read and tokenise data.train while the run trains on it, in order, for data larger than memory and disk; files may be in a "
         "bucket (docs/data.md).",
         resume="decisive",
+        advanced=True,
     )
     shuffle_buffer: int = key(
         10_000,
@@ -183,13 +197,17 @@ class Data:
         resume=None,
         minimum=1,
         maximum=10**7,
+        advanced=True,
     )
     stages: list[Stage] = key(
         [],
         "Shares of the sources from step to step, in place of their weights ([{until: 1000, weights: {a: 1}}, …]).",
         resume="decisive",
+        advanced=True,
     )
-    cache_dir: str | None = key(None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE).")
+    cache_dir: str | None = key(
+        None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE).", advanced=True
+    )
 
 
 def sources(value: object, role: Split = "train") -> list[DataSource]:
@@ -237,6 +255,7 @@ class Packing:
         "best_fit",
         "Fill rows with the longest documents first (fuller rows), or with the documents in their order.",
         resume="decisive",
+        advanced=True,
     )
     share_prefix: bool | None = key(
         None,
@@ -248,6 +267,7 @@ class Packing:
         "Work is spread over devices as if a document of l tokens took l + attention_cost · l²; none: by counting operations "
         "(packtrain bench measures it).",
         minimum=0,
+        advanced=True,
     )
 
 
@@ -255,9 +275,11 @@ class Packing:
 class WeightGroup:
     """Weights with a learning rate or weight decay of their own."""
 
-    match: str = key("", "Regular expression, searched in the names of the trained weights.")
-    lr_scale: float = key(1.0, "Their learning rate, as a multiple of the run's; 0: they are frozen.", minimum=0)
-    weight_decay: float | None = key(None, "Their weight decay; none for the run's.", minimum=0)
+    match: str = key("", "Regular expression, searched in the names of the trained weights.", advanced=True)
+    lr_scale: float = key(
+        1.0, "Their learning rate, as a multiple of the run's; 0: they are frozen.", minimum=0, advanced=True
+    )
+    weight_decay: float | None = key(None, "Their weight decay; none for the run's.", minimum=0, advanced=True)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -272,6 +294,7 @@ class Optim:
         "Weights by name with a learning rate of their own, or frozen; the first that matches decides (docs/fitting.md). LoRA+ is "
         "[{match: lora_B, lr_scale: 16}].",
         resume="fixed",
+        advanced=True,
     )
     learning_rate: float = key(2e-5, "Peak learning rate.", minimum=0, resume="decisive")
     schedule: Literal[
@@ -286,14 +309,14 @@ class Optim:
         "warmup_stable_decay",
     ] = key("cosine", "Learning-rate schedule, by its transformers name.", resume="decisive")
     schedule_options: dict[str, Any] = key(
-        {}, "Arguments of the schedule (e.g. {min_lr_rate: 0.1}).", resume="decisive"
+        {}, "Arguments of the schedule (e.g. {min_lr_rate: 0.1}).", resume="decisive", advanced=True
     )
     warmup_steps: float = key(
         0, "Steps of linear warm-up; below 1 a fraction of all steps.", minimum=0, resume="decisive"
     )
     weight_decay: float = key(0.0, "Decoupled weight decay, not on biases and norms.", minimum=0, resume="decisive")
-    beta1: float = key(0.9, "AdamW's first decay rate.", minimum=0, below=1, resume="decisive")
-    beta2: float = key(0.999, "AdamW's second decay rate.", minimum=0, below=1, resume="decisive")
+    beta1: float = key(0.9, "AdamW's first decay rate.", minimum=0, below=1, resume="decisive", advanced=True)
+    beta2: float = key(0.999, "AdamW's second decay rate.", minimum=0, below=1, resume="decisive", advanced=True)
     max_grad_norm: float = key(
         1.0, "Gradients are clipped to this global norm; 0 for no clipping.", minimum=0, resume="decisive"
     )
@@ -301,21 +324,21 @@ class Optim:
         "auto",
         "Where numbers are rounded to bfloat16 (docs/precision.md). auto: bfloat16 weights have float32 masters that take the "
         "updates, and final/ is in the format of the model; never: final/ is float32; final: final/ is bfloat16; stochastic: there are no "
-        "masters, and each update is rounded up or down by chance, so that it is right on average.",
+        "masters, and each update is rounded up or down by chance, so that it is right on average; undithered: as never, and masters do "
+        "not start at random places of their rounding cells, so small updates are not seen at once.",
         resume="decisive",
-    )
-
-    dither: Literal["auto", "no"] = key(
-        "auto",
-        "Float32 masters of bfloat16 weights start at random places of their rounding cells, so that every update is seen "
-        "(docs/precision.md). auto: where weights are computed in bfloat16; no (or false): none.",
-        resume="fixed",
+        advanced=True,
     )
 
     @property
     def keeps_masters(self) -> bool:
         """Whether trained bfloat16 weights have float32 masters. DeepSpeed keeps its own in any case."""
         return self.bf16_rounding != "stochastic"
+
+    @property
+    def dithers(self) -> bool:
+        """Whether masters start at random places of their rounding cells."""
+        return self.bf16_rounding not in ("stochastic", "undithered")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -361,24 +384,37 @@ class Trainer:
         "auto continues an unfinished run in output_dir, never starts anew, or a checkpoint folder.",
         resume=None,
     )
-    resume_despite: list[str] = key([], "Keys that may have changed since the checkpoint (docs/resume.md).")
+    resume_despite: list[str] = key(
+        [], "Keys that may have changed since the checkpoint (docs/resume.md).", advanced=True
+    )
     checkpoint_every: int | None = key(None, "Steps between checkpoints; none for none.", minimum=1)
     keep_checkpoints: int | None = key(2, "Newest checkpoints that are kept, and the best; none for all.", minimum=1)
     mirror: str | None = key(
         None,
         "URL of a folder in a bucket (s3://…, gs://…, any protocol of fsspec). It gets a copy of the run, from which a fresh machine can "
         "resume (docs/resume.md).",
+        advanced=True,
     )
     on_spike: Literal["stop", "skip", "rollback"] = key(
-        "stop", "Reaction to a spike, before its update is made: stop, skip the update, or roll back (docs/resume.md)."
+        "stop",
+        "Reaction to a spike, before its update is made: stop, skip the update, or roll back (docs/resume.md).",
+        advanced=True,
     )
-    spike_factor: float | None = key(None, "A loss or gradient norm above this × its median is a spike too.", above=1)
+    spike_factor: float | None = key(
+        None, "A loss or gradient norm above this × its median is a spike too.", above=1, advanced=True
+    )
     restarts: int = key(
-        0, "Most times to start again after a dead or hung process, or a lost machine (docs/resume.md).", minimum=0
+        0,
+        "Most times to start again after a dead or hung process, or a lost machine (docs/resume.md).",
+        minimum=0,
+        advanced=True,
     )
     eval_every: int | None = key(None, "Steps between evaluations; none for only before and after training.", minimum=1)
     early_stop_patience: int | None = key(
-        None, "Stop after this many evaluations without a lower eval loss; the best weights are kept.", minimum=1
+        None,
+        "Stop after this many evaluations without a lower eval loss; the best weights are kept.",
+        minimum=1,
+        advanced=True,
     )
     log_every: int = key(
         10, "Steps between logged lines; the first, the last, evaluated and saved steps have one too.", minimum=1
@@ -392,6 +428,7 @@ class Trainer:
     deterministic: bool = key(
         False,
         "Use only operations that give the same bits every time, on GPUs too; slower. A model that needs other operations is refused.",
+        advanced=True,
     )
     gradient_checkpointing: Checkpointing = key(
         "auto",
@@ -402,22 +439,26 @@ class Trainer:
         False,
         "Keep the inputs of layers in the host's memory until the backward pass (docs/long-documents.md); needs a GPU, and "
         "trainer.gradient_checkpointing=full.",
+        advanced=True,
     )
     tokens_per_mlp_tile: int | None = key(
         None,
         "Tokens that an MLP runs on at a time, again in the backward pass, so that the inner activations of a whole row never exist at once "
         "(docs/long-documents.md); none for all tokens at once.",
         minimum=1,
+        advanced=True,
     )
     torch_compile: bool = key(
         False,
         "Compile the parts of the layers, except attention, at the first step (docs/planning.md); needs a C++ compiler.",
+        advanced=True,
     )
     ema: float = key(
         0.0,
         "Decay of an average of the trained weights over the steps, such as 0.999, written to final-ema/; 0 for none (docs/fitting.md).",
         minimum=0,
         below=1,
+        advanced=True,
     )
     samples: list[str] = key([], "Prompts answered in up to 64 tokens before and after training, printed at the end.")
 
@@ -429,15 +470,18 @@ class Peft:
     kind: Literal["none", "lora"] = key("none", "Full fine-tuning, or LoRA adapters.", resume="fixed")
     r: int = key(16, "Rank of the adapters.", minimum=1, resume="fixed")
     alpha: int = key(32, "Scale of the adapters (alpha / r).", minimum=1, resume="decisive")
-    dropout: float = key(0.0, "Dropout in front of the adapters.", minimum=0, below=1, resume="decisive")
+    dropout: float = key(0.0, "Dropout in front of the adapters.", minimum=0, below=1, resume="decisive", advanced=True)
     target_modules: str | list[str] = key(
         "all-linear",
         "Names of the layers that get adapters, in a list; a text is a regular expression for whole names.",
         resume="fixed",
     )
-    modules_to_save: list[str] = key([], "Layers trained in full beside the adapters.", resume="fixed")
+    modules_to_save: list[str] = key([], "Layers trained in full beside the adapters.", resume="fixed", advanced=True)
     options: dict[str, Any] = key(
-        {}, "Further arguments of PEFT's LoraConfig, such as {use_dora: true} (docs/fitting.md).", resume="fixed"
+        {},
+        "Further arguments of PEFT's LoraConfig, such as {use_dora: true} (docs/fitting.md).",
+        resume="fixed",
+        advanced=True,
     )
     merge: bool = key(False, "Also write final-merged/, with the adapters merged into the model.")
 
@@ -455,6 +499,7 @@ class Strategy:
         "all",
         "fsdp2: spread one copy of the model over all processes, or (machine) over the processes of each machine: every machine then has a "
         "whole copy, which takes more memory, and only gradients travel between machines (docs/strategies.md).",
+        advanced=True,
     )
     sequence_parallel: int | Literal["auto"] = key(
         1,
@@ -462,89 +507,7 @@ class Strategy:
         "share of the step; auto: as few as the longest document needs (docs/long-documents.md).",
         minimum=1,
         maximum=1024,
-    )
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Topology:
-    """Processes and machines of the run, and options of its Slurm job."""
-
-    kind: Literal["auto", "single", "local", "slurm", "env", "manual", "ray"] = key(
-        "auto",
-        "auto: join a running launch, else all machines of a Slurm job, else all GPUs of this machine, else one CPU process; "
-        "manual: the same command once on every machine, each with its topology.node_rank; ray: the machines of a Ray cluster.",
-    )
-    nodes: int | None = key(None, "Machines; none for all of the Slurm job, else 1.", minimum=1, maximum=20_000)
-    min_nodes: int | None = key(
-        None, "Fewest machines that a restart may continue with; none waits for all.", minimum=1
-    )
-    gpus_per_node: int | None = key(None, "Processes per machine; none for one per GPU.", minimum=1, maximum=1024)
-    main_address: str | None = key(None, "Host name or address of the first machine.")
-    main_port: int | None = key(
-        None,
-        "Free TCP port on the first machine; none for a free one (29500 with topology=manual).",
-        minimum=1,
-        maximum=65535,
-    )
-    node_rank: int | None = key(None, "manual: number of this machine, from 0.", minimum=0)
-    join_timeout: int = key(300, "Seconds to wait for all processes at start.", minimum=1)
-    step_timeout: int = key(
-        600,
-        "Most seconds that a collective operation may take. If the other processes wait for one without progress, the run "
-        "ends with a diagnosis after nine tenths of this time; a checkpoint may take three times as long.",
-        minimum=10,
-    )
-    grace: int | None = key(
-        None,
-        "Seconds from SIGTERM to the end of the processes, on machines that can be taken away (Kubernetes: 30, spot machines of AWS: 120). No "
-        "checkpoint begins then if the last one took longer (docs/resume.md); none for no limit.",
-        minimum=1,
-    )
-    environment: dict[str, Any] = key(
-        {}, "Environment variables of every process; they win over the ones that packtrain sets."
-    )
-    time: str | None = key(
-        None, 'Slurm: time limit, in quotes in a YAML (e.g. "12:00:00" or "2-00:00:00"); none for the partition\'s.'
-    )
-    signal_before: int = key(
-        120,
-        "Slurm: write a checkpoint and stop this many seconds before the time limit.",
-        minimum=1,
-        maximum=65535,
-    )
-    requeue: bool = key(False, "Slurm: put a job back into the queue after its time limit, or a lost machine.")
-    command: str | None = key(
-        None,
-        "Slurm, deploy: bash command (after srun) that starts packtrain on a machine: VENV/bin/packtrain, or a container; none for the "
-        "packtrain that writes the script, or the one in the image.",
-    )
-    setup: list[str] = key(
-        [], "Slurm, deploy: shell lines before the run (e.g. module load cuda); Slurm's on the first machine."
-    )
-    sbatch: list[str] = key([], "Slurm: options of sbatch (e.g. --account=lab, --mem=0); --gres=none for no GPUs.")
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """`environment` for processes: numbers become text."""
-        return {name: str(value) for name, value in self.environment.items()}
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Tracking:
-    """Where metrics go beside metrics.jsonl."""
-
-    report_to: list[Tracker] = key([], "Trackers, through transformers' integrations.")
-    run_name: str | None = key(None, "Name of the run in the trackers; the run folder's name if none.")
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Verify:
-    """Proofs on the loaded model."""
-
-    preflight: bool = key(
-        True,
-        "Prove before step 1 that documents in a row cannot see each other, and compare the first losses with losses of "
-        "padded batches; model.attention=auto is always proved.",
+        advanced=True,
     )
 
 

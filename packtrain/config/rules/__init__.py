@@ -268,7 +268,7 @@ def _schedule(optim: Optim) -> Iterator[Fault]:
 def _rounding(config: RunConfig) -> Iterator[Fault]:
     """Yield faults of optim.bf16_rounding. It has nothing to do, or would not do what it says."""
     rounding, lora, name = config.optim.bf16_rounding, config.peft.kind == "lora", config.strategy.name
-    if rounding == "auto":
+    if rounding in ("auto", "undithered"):
         return
     # a reward model's head is trained beside adapters
     trained = bool(config.peft.modules_to_save) or config.objective.spec.scores

@@ -17,7 +17,7 @@ DECISIVE = (
     "data.train data.shuffle trainer.seed optim.learning_rate objective.beta batch.examples_per_step model.dtype peft.alpha "
     "model.config.rope_theta model.weights trainer.max_steps trainer.mixed_precision packing.strategy optim.a_key_of_tomorrow"
 )
-FIXED = "model peft.r peft.kind optim.name optim.dither objective.kind"
+FIXED = "model peft.r peft.kind optim.name optim.groups objective.kind"
 
 
 def test_keys_are_free_decisive_or_fixed() -> None:
