@@ -82,8 +82,8 @@ ADVICE = {
 class Key:
     """One config key; `path` is "optim.learning_rate".
 
-    Bounds are `>= minimum`, `> above`, `< below` and `<= maximum`. Only `objectives` use the key, () means all. `resume` and `advanced` are
-    those of config/objective.py::key.
+    Bounds are `>= minimum`, `> above`, `< below` and `<= maximum`. Only `objectives` use the key, () means all. config/objective.py::key
+    explains `resume` and `advanced`.
     """
 
     path: str
@@ -190,7 +190,7 @@ def _resume_of(name: str) -> Resume | None:
         return OTHER_FACTS.get(name, "free")
     if name in keys():
         return keys()[name].resume
-    of_mapping = ".".join(name.split(".")[:2])  # data.train.path: what it leads to is a fact of its own
+    of_mapping = ".".join(name.split(".")[:2])  # the path of data.train may change: its documents are a fact too
     return "free" if of_mapping in keys() and of_mapping != "model.config" else "decisive"
 
 

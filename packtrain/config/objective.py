@@ -26,9 +26,9 @@ def key(
 ) -> Any:
     """Declare a config field: its default and a sentence.
 
-    `resume` says what a resumed run may change; None: checkpoints do not record the key. `packtrain sft -h` leaves out `advanced` keys. Only
-    the objectives for which `of` is true use it (None: all). Text has to be one of `among`. Bounds are minimum, above, below and maximum,
-    as in config/keys.py::Key.
+    `resume` says whether a resumed run may change it; None: checkpoints do not record the key. `packtrain sft -h` leaves out `advanced` keys.
+    The objectives with a true `of` use it (None: all). Text has to be one of `among`. Bounds are minimum, above, below and maximum, as in
+    config/keys.py::Key.
     """
     metadata = {"doc": doc, "resume": resume, "advanced": advanced, "of": of, "among": among, **bounds}
     if isinstance(default, (list, dict)):

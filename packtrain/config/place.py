@@ -1,4 +1,4 @@
-"""The groups `topology`, `tracking` and `verify`: where a run takes place, and what looks at it. No checkpoint records them."""
+"""The groups topology, tracking and verify, which no checkpoint records."""
 
 from __future__ import annotations
 

@@ -536,7 +536,7 @@ class RunConfig:
 
 
 PLACE = ("topology", "tracking", "verify")
-"""Groups that no checkpoint records: where a run takes place, and what looks at it."""
+"""Groups that no checkpoint records. They say where a run takes place and who watches it."""
 
 
 @cache

@@ -29,7 +29,7 @@ FORMAT = "checkpoint.format"
 """Number to raise when checkpoints can no longer be read as before."""
 _LENGTH, _STEPS, _DESPITE = "trainer.max_steps", "the number of steps", "trainer.resume_despite"
 _AFTER_LOADING = (_LENGTH, "data.train", "model.dtype", "objective.reference", "trainer.mixed_precision")
-"""Decisive keys whose fact is what the run found or decided, in place of their value."""
+"""Decisive keys whose fact the run finds or decides after loading; it replaces their value."""
 _EMPTY = (None, "{}", "[]")
 """Values of a fact that mean the same."""
 _NAME = re.compile(r"step-(\d+)")
