@@ -27,7 +27,7 @@ def key(
     """Declare a config field: its default and a sentence.
 
     `resume` says whether a resumed run may change it; None: checkpoints do not record the key. `packtrain sft -h` leaves out `advanced` keys.
-    The objectives with a true `of` use it (None: all). Text has to be one of `among`. Bounds are minimum, above, below and maximum, as in
+    Only objectives that `of` accepts use it (None: all). Text has to be one of `among`. Bounds are minimum, above, below and maximum, as in
     config/keys.py::Key.
     """
     metadata = {"doc": doc, "resume": resume, "advanced": advanced, "of": of, "among": among, **bounds}
@@ -94,7 +94,7 @@ class Objective:
         return self.losses[0] if self.spec.examples == "documents" else "nll"
 
     def option(self, name: str) -> Any:
-        """Return the value of an option of the kind; TRL's default if it is not set."""
+        """Return the value of an option, by default TRL's."""
         return self.options.get(name, self.spec.options[name].default)
 
     @property
