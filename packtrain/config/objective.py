@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from packtrain.objectives.registry import OBJECTIVES, losses
@@ -36,6 +37,8 @@ def key(
     return field(default=default, metadata=metadata)
 
 
+advanced = partial(key, advanced=True)
+"""Declare a config field that `packtrain sft -h` leaves out."""
 REFERENCES = ("auto", "model", "adapters_off", "precomputed")
 """Values of objective.reference that are not paths."""
 

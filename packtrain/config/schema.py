@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-from packtrain.config.objective import Objective, key
+from packtrain.config.objective import Objective, advanced, key
 from packtrain.config.place import Topology, Tracking, Verify
 
 PackingMode = Literal["padding", "padding_free", "packed"]
@@ -51,17 +51,15 @@ class Model:
         "Hub id, folder, or .gguf file of the model; none for one made from model.config. A folder of adapters means their base "
         "model with the adapters: peft=lora trains them further, else they are merged.",
     )
-    init: Literal["pretrained", "random"] = key(
-        "pretrained", "Load the weights, or start from random ones.", advanced=True
+    init: Literal["pretrained", "random"] = advanced("pretrained", "Load the weights, or start from random ones.")
+    config: dict[str, Any] = advanced(
+        {}, "Values set on the model's own config; with model_type it needs no model.path."
     )
-    config: dict[str, Any] = key(
-        {}, "Values set on the model's own config; with model_type it needs no model.path.", advanced=True
+    tokenizer: str | None = advanced(
+        None, "Hub id or folder of the tokenizer (model.path if none), or quickstart (built in)."
     )
-    tokenizer: str | None = key(
-        None, "Hub id or folder of the tokenizer (model.path if none), or quickstart (built in).", advanced=True
-    )
-    revision: str | None = key(None, "Branch, tag or commit of a hub model.", advanced=True)
-    trust_remote_code: bool = key(False, "Run model code that comes with the model.", advanced=True)
+    revision: str | None = advanced(None, "Branch, tag or commit of a hub model.")
+    trust_remote_code: bool = advanced(False, "Run model code that comes with the model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "float32", "Number format of the weights; auto keeps the file's format.", resume="decisive"
     )
@@ -73,17 +71,15 @@ class Model:
     attention: Literal["auto", "flash", "segmented", "per_document", "sdpa_mask"] = key(
         "auto", "Attention of packed rows; auto takes the fastest that proves exact on the loaded model."
     )
-    kernels: Literal["auto", "liger", "none"] = key(
+    kernels: Literal["auto", "liger", "none"] = advanced(
         "auto",
         "Fused norms, rotation and activations by liger-kernel; auto takes them on a GPU where they are installed and prove exact "
         "on the loaded model (docs/speed.md).",
-        advanced=True,
     )
-    experts: Literal["auto", "grouped", "loop"] = key(
+    experts: Literal["auto", "grouped", "loop"] = advanced(
         "auto",
         "Compute the experts of a layer one after the other (loop), or all in one product (grouped); auto: grouped if a proof finds that "
         "it trains the same (docs/speed.md).",
-        advanced=True,
     )
 
     @property
@@ -96,7 +92,7 @@ class Model:
 class DataSource:
     """One source of documents."""
 
-    name: str | None = key(None, "Name in data.stages and in the figures; none for its path.", advanced=True)
+    name: str | None = advanced(None, "Name in data.stages and in the figures; none for its path.")
     path: str = key(
         "",
         "Hub id (owner/name:subset@split), or a .jsonl/.json/.parquet/.arrow/.csv/.tsv/.txt file (text also .gz or .zst), a glob or a "
@@ -105,18 +101,17 @@ class DataSource:
     split: str = key(
         "train", "Split of a hub data set, of a saved DatasetDict, or of a folder with the split in its file names."
     )
-    subset: str | None = key(None, "Configuration name of a hub data set.", advanced=True)
+    subset: str | None = advanced(None, "Configuration name of a hub data set.")
     weight: float = key(
         1.0, "Times that each document appears in an epoch; 0.5 takes a random half.", above=0, maximum=10**4
     )
-    repeat: bool = key(False, "With data.streaming: begin it again at its end, so that it never ends.", advanced=True)
-    samples: int | None = key(
+    repeat: bool = advanced(False, "With data.streaming: begin it again at its end, so that it never ends.")
+    samples: int | None = advanced(
         None,
         "In place of weight: number of its documents (pairs) in an epoch; above its size, documents repeat.",
         minimum=1,
-        advanced=True,
     )
-    columns: dict[str, str] = key({}, "Its own column names, in place of data.columns.", advanced=True)
+    columns: dict[str, str] = advanced({}, "Its own column names, in place of data.columns.")
 
 
 Sources = str | DataSource | list[str | DataSource]
@@ -126,11 +121,9 @@ Sources = str | DataSource | list[str | DataSource]
 class Stage:
     """The shares of sources in some of the steps."""
 
-    until: int | None = key(
-        None, "Its last step; none for the last stage, which lasts to the end.", minimum=1, advanced=True
-    )
-    weights: dict[str, Any] = key(
-        {}, "Name of a source: its share of the examples, in any unit; 0 where it is not named.", advanced=True
+    until: int | None = advanced(None, "Its last step; none for the last stage, which lasts to the end.", minimum=1)
+    weights: dict[str, Any] = advanced(
+        {}, "Name of a source: its share of the examples, in any unit; 0 where it is not named."
     )
 
 
@@ -149,7 +142,7 @@ class Data:
     chat_template: str | None = key(
         None, "Jinja file, or a name from chatml, llama3, qwen3 …; the tokenizer's own if none. Saved with the model."
     )
-    system: str | None = key(None, "System prompt of conversations that have none of their own.", advanced=True)
+    system: str | None = advanced(None, "System prompt of conversations that have none of their own.")
     loss_on: Literal["auto", "assistant", "completion", "all"] = key(
         "auto",
         "Tokens that are trained: every assistant turn, only the last answer, or all; auto is assistant for "
@@ -161,52 +154,45 @@ class Data:
         "Treatment of a document longer than data.max_length; auto splits running text, and truncates all else. "
         "Preference pairs are never split.",
     )
-    split_text: SplitText = key(
+    split_text: SplitText = advanced(
         "document",
         "unit that becomes a row of a .txt file: the whole file, each line, or each part between blank lines.",
         of=lambda spec: spec.examples == "documents",
-        advanced=True,
     )
-    bad_rows: Literal["error", "skip"] = key(
-        "error", "Stop at the first unreadable row, or count and skip them.", advanced=True
-    )
+    bad_rows: Literal["error", "skip"] = advanced("error", "Stop at the first unreadable row, or count and skip them.")
     shuffle: Shuffle = key(
         True,
         "New order of the documents in every epoch, from trainer.seed. by_prefix: a new order of families, whose documents begin alike and "
         "are then in the same step (sft; docs/modes.md).",
         resume="decisive",
     )
-    temperature: float = key(
+    temperature: float = advanced(
         1.0,
         "Sources share an epoch by their documents × weight, to the power of 1 / temperature: above 1, small ones are repeated "
         "(docs/data.md).",
         minimum=1,
         maximum=1000,
-        advanced=True,
     )
-    streaming: bool = key(
+    streaming: bool = advanced(
         False,
         "Read and tokenise data.train while the run trains on it, in order, for data larger than memory and disk; files may be in a "
         "bucket (docs/data.md).",
         resume="decisive",
-        advanced=True,
     )
-    shuffle_buffer: int = key(
+    shuffle_buffer: int = advanced(
         10_000,
         "With data.streaming: number of rows that are shuffled among each other.",
         resume=None,
         minimum=1,
         maximum=10**7,
-        advanced=True,
     )
-    stages: list[Stage] = key(
+    stages: list[Stage] = advanced(
         [],
         "Shares of the sources from step to step, in place of their weights ([{until: 1000, weights: {a: 1}}, …]).",
         resume="decisive",
-        advanced=True,
     )
-    cache_dir: str | None = key(
-        None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE).", advanced=True
+    cache_dir: str | None = advanced(
+        None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE)."
     )
 
 
@@ -251,23 +237,21 @@ class Packing:
     mode: PackingMode = key(
         "packed", "Padded batches, batches flattened into one row, or rows filled to batch.tokens_per_device."
     )
-    strategy: Literal["best_fit", "in_order"] = key(
+    strategy: Literal["best_fit", "in_order"] = advanced(
         "best_fit",
         "Fill rows with the longest documents first (fuller rows), or with the documents in their order.",
         resume="decisive",
-        advanced=True,
     )
     share_prefix: bool | None = key(
         None,
         "Compute a beginning that documents of a micro-batch have in common, or the prompt of a preference pair, only once. none: for pairs, "
         "if a proof finds it exact, and not for other documents (docs/modes.md).",
     )
-    attention_cost: float | None = key(
+    attention_cost: float | None = advanced(
         None,
         "Work is spread over devices as if a document of l tokens took l + attention_cost · l²; none: by counting operations "
         "(packtrain bench measures it).",
         minimum=0,
-        advanced=True,
     )
 
 
@@ -275,11 +259,9 @@ class Packing:
 class WeightGroup:
     """Weights with a learning rate or weight decay of their own."""
 
-    match: str = key("", "Regular expression, searched in the names of the trained weights.", advanced=True)
-    lr_scale: float = key(
-        1.0, "Their learning rate, as a multiple of the run's; 0: they are frozen.", minimum=0, advanced=True
-    )
-    weight_decay: float | None = key(None, "Their weight decay; none for the run's.", minimum=0, advanced=True)
+    match: str = advanced("", "Regular expression, searched in the names of the trained weights.")
+    lr_scale: float = advanced(1.0, "Their learning rate, as a multiple of the run's; 0: they are frozen.", minimum=0)
+    weight_decay: float | None = advanced(None, "Their weight decay; none for the run's.", minimum=0)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -289,12 +271,11 @@ class Optim:
     name: OptimizerName = key(
         "adamw_torch_fused", "Optimizer, by its transformers name, or muon of torch (docs/fitting.md).", resume="fixed"
     )
-    groups: list[WeightGroup] = key(
+    groups: list[WeightGroup] = advanced(
         [],
         "Weights by name with a learning rate of their own, or frozen; the first that matches decides (docs/fitting.md). LoRA+ is "
         "[{match: lora_B, lr_scale: 16}].",
         resume="fixed",
-        advanced=True,
     )
     learning_rate: float = key(2e-5, "Peak learning rate.", minimum=0, resume="decisive")
     schedule: Literal[
@@ -308,26 +289,25 @@ class Optim:
         "inverse_sqrt",
         "warmup_stable_decay",
     ] = key("cosine", "Learning-rate schedule, by its transformers name.", resume="decisive")
-    schedule_options: dict[str, Any] = key(
-        {}, "Arguments of the schedule (e.g. {min_lr_rate: 0.1}).", resume="decisive", advanced=True
+    schedule_options: dict[str, Any] = advanced(
+        {}, "Arguments of the schedule (e.g. {min_lr_rate: 0.1}).", resume="decisive"
     )
     warmup_steps: float = key(
         0, "Steps of linear warm-up; below 1 a fraction of all steps.", minimum=0, resume="decisive"
     )
     weight_decay: float = key(0.0, "Decoupled weight decay, not on biases and norms.", minimum=0, resume="decisive")
-    beta1: float = key(0.9, "AdamW's first decay rate.", minimum=0, below=1, resume="decisive", advanced=True)
-    beta2: float = key(0.999, "AdamW's second decay rate.", minimum=0, below=1, resume="decisive", advanced=True)
+    beta1: float = advanced(0.9, "AdamW's first decay rate.", minimum=0, below=1, resume="decisive")
+    beta2: float = advanced(0.999, "AdamW's second decay rate.", minimum=0, below=1, resume="decisive")
     max_grad_norm: float = key(
         1.0, "Gradients are clipped to this global norm; 0 for no clipping.", minimum=0, resume="decisive"
     )
-    bf16_rounding: Rounding = key(
+    bf16_rounding: Rounding = advanced(
         "auto",
         "Where numbers are rounded to bfloat16 (docs/precision.md). auto: bfloat16 weights have float32 masters that take the "
         "updates, and final/ is in the format of the model; never: final/ is float32; final: final/ is bfloat16; stochastic: there are no "
         "masters, and each update is rounded up or down by chance, so that it is right on average; undithered: as never, and masters do "
         "not start at random places of their rounding cells, so small updates are not seen at once.",
         resume="decisive",
-        advanced=True,
     )
 
     @property
@@ -384,37 +364,26 @@ class Trainer:
         "auto continues an unfinished run in output_dir, never starts anew, or a checkpoint folder.",
         resume=None,
     )
-    resume_despite: list[str] = key(
-        [], "Keys that may have changed since the checkpoint (docs/resume.md).", advanced=True
-    )
+    resume_despite: list[str] = advanced([], "Keys that may have changed since the checkpoint (docs/resume.md).")
     checkpoint_every: int | None = key(None, "Steps between checkpoints; none for none.", minimum=1)
     keep_checkpoints: int | None = key(2, "Newest checkpoints that are kept, and the best; none for all.", minimum=1)
-    mirror: str | None = key(
+    mirror: str | None = advanced(
         None,
         "URL of a folder in a bucket (s3://…, gs://…, any protocol of fsspec). It gets a copy of the run, from which a fresh machine can "
         "resume (docs/resume.md).",
-        advanced=True,
     )
-    on_spike: Literal["stop", "skip", "rollback"] = key(
-        "stop",
-        "Reaction to a spike, before its update is made: stop, skip the update, or roll back (docs/resume.md).",
-        advanced=True,
+    on_spike: Literal["stop", "skip", "rollback"] = advanced(
+        "stop", "Reaction to a spike, before its update is made: stop, skip the update, or roll back (docs/resume.md)."
     )
-    spike_factor: float | None = key(
-        None, "A loss or gradient norm above this × its median is a spike too.", above=1, advanced=True
+    spike_factor: float | None = advanced(
+        None, "A loss or gradient norm above this × its median is a spike too.", above=1
     )
-    restarts: int = key(
-        0,
-        "Most times to start again after a dead or hung process, or a lost machine (docs/resume.md).",
-        minimum=0,
-        advanced=True,
+    restarts: int = advanced(
+        0, "Most times to start again after a dead or hung process, or a lost machine (docs/resume.md).", minimum=0
     )
     eval_every: int | None = key(None, "Steps between evaluations; none for only before and after training.", minimum=1)
-    early_stop_patience: int | None = key(
-        None,
-        "Stop after this many evaluations without a lower eval loss; the best weights are kept.",
-        minimum=1,
-        advanced=True,
+    early_stop_patience: int | None = advanced(
+        None, "Stop after this many evaluations without a lower eval loss; the best weights are kept.", minimum=1
     )
     log_every: int = key(
         10, "Steps between logged lines; the first, the last, evaluated and saved steps have one too.", minimum=1
@@ -425,40 +394,35 @@ class Trainer:
         "faster; fp8: products of layers in 8 bits (docs/precision.md).",
         resume="decisive",
     )
-    deterministic: bool = key(
+    deterministic: bool = advanced(
         False,
         "Use only operations that give the same bits every time, on GPUs too; slower. A model that needs other operations is refused.",
-        advanced=True,
     )
     gradient_checkpointing: Checkpointing = key(
         "auto",
         "Layers that compute their activations again in the backward pass, to save memory: none, every fourth to every second, all (full), "
         "or all but their costliest results (selective). auto: the fewest with which the plan fits the GPU (docs/planning.md).",
     )
-    activation_offload: bool = key(
+    activation_offload: bool = advanced(
         False,
         "Keep the inputs of layers in the host's memory until the backward pass (docs/long-documents.md); needs a GPU, and "
         "trainer.gradient_checkpointing=full.",
-        advanced=True,
     )
-    tokens_per_mlp_tile: int | None = key(
+    tokens_per_mlp_tile: int | None = advanced(
         None,
         "Tokens that an MLP runs on at a time, again in the backward pass, so that the inner activations of a whole row never exist at once "
         "(docs/long-documents.md); none for all tokens at once.",
         minimum=1,
-        advanced=True,
     )
-    torch_compile: bool = key(
+    torch_compile: bool = advanced(
         False,
         "Compile the parts of the layers, except attention, at the first step (docs/planning.md); needs a C++ compiler.",
-        advanced=True,
     )
-    ema: float = key(
+    ema: float = advanced(
         0.0,
         "Decay of an average of the trained weights over the steps, such as 0.999, written to final-ema/; 0 for none (docs/fitting.md).",
         minimum=0,
         below=1,
-        advanced=True,
     )
     samples: list[str] = key([], "Prompts answered in up to 64 tokens before and after training, printed at the end.")
 
@@ -470,18 +434,15 @@ class Peft:
     kind: Literal["none", "lora"] = key("none", "Full fine-tuning, or LoRA adapters.", resume="fixed")
     r: int = key(16, "Rank of the adapters.", minimum=1, resume="fixed")
     alpha: int = key(32, "Scale of the adapters (alpha / r).", minimum=1, resume="decisive")
-    dropout: float = key(0.0, "Dropout in front of the adapters.", minimum=0, below=1, resume="decisive", advanced=True)
+    dropout: float = advanced(0.0, "Dropout in front of the adapters.", minimum=0, below=1, resume="decisive")
     target_modules: str | list[str] = key(
         "all-linear",
         "Names of the layers that get adapters, in a list; a text is a regular expression for whole names.",
         resume="fixed",
     )
-    modules_to_save: list[str] = key([], "Layers trained in full beside the adapters.", resume="fixed", advanced=True)
-    options: dict[str, Any] = key(
-        {},
-        "Further arguments of PEFT's LoraConfig, such as {use_dora: true} (docs/fitting.md).",
-        resume="fixed",
-        advanced=True,
+    modules_to_save: list[str] = advanced([], "Layers trained in full beside the adapters.", resume="fixed")
+    options: dict[str, Any] = advanced(
+        {}, "Further arguments of PEFT's LoraConfig, such as {use_dora: true} (docs/fitting.md).", resume="fixed"
     )
     merge: bool = key(False, "Also write final-merged/, with the adapters merged into the model.")
 
@@ -495,19 +456,17 @@ class Strategy:
         "How much each process keeps of weights, gradients and optimizer states: ddp everything, zero1 to zero3 and fsdp2 less and less "
         "(docs/strategies.md).",
     )
-    shard_within: Literal["all", "machine"] = key(
+    shard_within: Literal["all", "machine"] = advanced(
         "all",
         "fsdp2: spread one copy of the model over all processes, or (machine) over the processes of each machine: every machine then has a "
         "whole copy, which takes more memory, and only gradients travel between machines (docs/strategies.md).",
-        advanced=True,
     )
-    sequence_parallel: int | Literal["auto"] = key(
+    sequence_parallel: int | Literal["auto"] = advanced(
         1,
         "Number of neighbouring processes that split a document, if it exceeds batch.tokens_per_device or is more work than a process's "
         "share of the step; auto: as few as the longest document needs (docs/long-documents.md).",
         minimum=1,
         maximum=1024,
-        advanced=True,
     )
 
 
