@@ -38,7 +38,9 @@ class Torch:
     accelerators: Sequence[str] = ()  # names as `trl env` prints them, also of other makers' devices
     accelerate: Mapping[str, Any] | None = None  # written by `accelerate config`
     warning: str = ""
-    kernels: Mapping[str, str] | None = None  # tried flash kernels, each with its lack ("": it is right)
+    kernels: Mapping[str, Mapping[str, str]] | None = (
+        None  # of each backend with kernels those tried, with their lacks ("": right)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ LAYERS = (
     ("__main__",),
 )
 """Each imports only what stands before it."""
-KINDS_OF_THINGS = ("objectives",)
+KINDS_OF_THINGS = ("attention", "objectives")
 """Folders of things: what a `spec` and the registry say is known to all, what a `run` does is found by its name in the spec."""
 FOR_TYPES = {("packtrain.objectives.spec", "packtrain.config.schema")}
 """The rules of an objective take the whole config."""

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from transformers import TrainingArguments
 
-from packtrain.attention.backends import PER_DOCUMENT
+from packtrain.attention.registry import BACKENDS
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import Document, TokenDataset
 from packtrain.errors import UserError
@@ -150,7 +150,7 @@ class SFT(TrainingObjective):
     def prove(self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
         """Checks the output head and the routers, and has the first steps watched; `attention` is the model's original one."""
         loss, settings = cast(SFTLoss, trainer.loss), trainer.settings
-        if preflight and not settings.sharded and settings.backend not in (None, PER_DOCUMENT):
+        if preflight and not settings.sharded and settings.backend and BACKENDS[settings.backend].one_call:
             trainer.first_step_watch = FirstStepWatch(attention, tolerance_of(loss.compute_dtype).outputs)
         loss.choose_head(trainer.steps)
         if loss.head.kind == "full logits":

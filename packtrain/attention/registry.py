@@ -1,0 +1,18 @@
+"""The attention backends: those of packtrain/attention, and those that other packages bring."""
+
+from __future__ import annotations
+
+from packtrain.attention.spec import Backend
+from packtrain.registry import Registry
+
+BACKENDS = Registry(Backend, "backend", package="packtrain.attention", module="spec", attribute="BACKEND")
+
+
+def tried_by_auto() -> list[Backend]:
+    """Return the backends that model.attention=auto tries, the best first."""
+    return [backend for backend in BACKENDS.all().values() if backend.auto]
+
+
+def values() -> tuple[str, ...]:
+    """Return the values of model.attention."""
+    return ("auto", *BACKENDS.all())
