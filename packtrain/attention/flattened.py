@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -86,6 +87,23 @@ def attention_function(module: torch.nn.Module, kwargs: dict[str, Any]) -> Calla
     if all(kwargs.get(name) is None for name in _EAGER_ONLY):
         return sdpa_attention_forward
     return sys.modules[type(module).__module__].eager_attention_forward
+
+
+@lru_cache(maxsize=16)
+def mask_of(
+    attend: Callable, queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """Return the causal mask of one segment, [1, 1, queries, keys]. Its `queries` are the last of its `keys`.
+
+    Boolean (True = visible) for sdpa, additive for eager functions; None if sdpa's `is_causal` is enough.
+    """
+    narrow = window if window is not None and window < keys else None
+    if attend is sdpa_attention_forward and narrow is None and queries == keys:
+        return None
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    if narrow is not None:
+        visible = visible.triu(keys - queries + 1 - narrow)  # a query sees itself and the window - 1 keys before it
+    return as_mask(attend, visible, dtype)
 
 
 def as_mask(attend: Callable, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

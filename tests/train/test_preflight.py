@@ -25,7 +25,7 @@ from packtrain.train.preflight import FirstStepWatch
 REMOTE_CODE = '''
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 
 class RunningMeanConfig(LlamaConfig):
@@ -127,7 +127,7 @@ def test_the_watch_sees_a_single_forgotten_border(monkeypatch: pytest.MonkeyPatc
         first, second, *others = segments.lengths
         return exact(*args, segments=Segments((first + second, *others)), **kwargs)
 
-    monkeypatch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, forgetful)
+    monkeypatch.setitem(AttentionInterface._global_mapping, segmented.NAME, forgetful)
     attend_by(model, "segmented")
     with pytest.raises(CheckFailed, match=r"document 2 .* step 1 has loss [\d.]+ packed and [\d.]+ alone"):
         watch.check(model, row, step=1)

@@ -14,15 +14,13 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from packtrain.attention.backends import AttentionFunction
-from packtrain.attention.flattened import as_mask, attention_function, registered
+from packtrain.attention.flattened import attention_function, mask_of, registered
 from packtrain.packing.segments import Segments
 
 NAME = "packtrain_segmented"
@@ -133,23 +131,6 @@ class _Shared(torch.autograd.Function):
 def joined(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """Concatenate the tensors along `dim`. A single tensor is not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
-
-
-@lru_cache(maxsize=16)
-def mask_of(
-    attend: Callable, queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor | None:
-    """Return the causal mask of one segment, [1, 1, queries, keys]. Its `queries` are the last of its `keys`.
-
-    Boolean (True = visible) for sdpa, additive for eager functions; None if sdpa's `is_causal` is enough.
-    """
-    narrow = window if window is not None and window < keys else None
-    if attend is sdpa_attention_forward and narrow is None and queries == keys:
-        return None
-    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    if narrow is not None:
-        visible = visible.triu(keys - queries + 1 - narrow)  # a query sees itself and the window - 1 keys before it
-    return as_mask(attend, visible, dtype)
 
 
 ATTENTION = AttentionFunction(NAME)
