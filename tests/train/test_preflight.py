@@ -11,6 +11,7 @@ import pytest
 import torch
 from running import LLAMA, base_config, packtrain, train
 from tiny_models import tiny_model
+from transformers import AttentionInterface
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention.backends import attend_by, own_attention
@@ -25,7 +26,7 @@ from packtrain.train.preflight import FirstStepWatch
 REMOTE_CODE = '''
 import torch
 from torch import nn
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 class RunningMeanConfig(LlamaConfig):
