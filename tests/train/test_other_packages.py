@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 import yaml
 from running import base_config, packtrain
 
@@ -17,33 +19,15 @@ from packtrain import registry
 from packtrain.config import keys
 from tests.train import forked
 
-BACKENDS = """
+HANDBOOK = [Path(page).read_text() for page in sorted(Path(__file__).parents[2].glob("docs/extending*.md"))]
+MORE_BACKENDS = """
 from packtrain.attention.spec import Backend
 
-LOOPED = Backend(name="looped", run="looped_run", why_not_shared="attends to each document by itself")
-LEAKY = Backend(name="leaky", run="leaky_run")
-UNREADY = Backend(name="unready", run="not_there")
-"""
-LOOPED = """
-import torch
-from torch.nn.functional import scaled_dot_product_attention
-
-from packtrain.attention.backends import AttentionFunction
-from packtrain.attention.flattened import registered
-
-
-@registered("looped")
-def attend(module, query, key, value, segments, window, *, scaling=None, dropout=0.0, **_):
-    documents = zip(*(tensor.split(segments.lengths, dim=2) for tensor in (query, key, value)))
-    how = {"is_causal": True, "scale": scaling, "dropout_p": dropout, "enable_gqa": True}
-    outputs = [scaled_dot_product_attention(q, k, v, **how) for q, k, v in documents]
-    return torch.cat(outputs, dim=2).transpose(1, 2)
-
-
-ATTENTION = AttentionFunction("looped")
+LEAKY = Backend(name="leaky", run="looped.leaky")
+UNREADY = Backend(name="unready", run="looped.not_there")
 """
 LEAKY = """
-from looped_run import attend
+from looped.run import attend
 from packtrain.attention.backends import AttentionFunction
 from packtrain.attention.flattened import registered
 from packtrain.packing.segments import Segments
@@ -58,15 +42,29 @@ ATTENTION = AttentionFunction("leaky")
 """
 
 
-def install(folder: Path, group: str, entries: dict[str, str], modules: dict[str, str]) -> dict[str, str]:
-    """Make a package of these modules, as pip would leave it in `folder`; returns the variables that let Python find it."""
+def from_handbook(package: str) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """The modules of a package that docs/extending.md makes, by their files, and its entry points by their groups."""
+    pages = "\n".join(HANDBOOK)
+    modules = dict(re.findall(rf"```python\n# ({package}/\w+\.py)\n(.*?)```", pages, re.S))
+    blocks = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", pages, re.S)]
+    groups = [block["project"]["entry-points"] for block in blocks]
+    return modules, next(group for group in groups if f'"{package}.' in json.dumps(group))
+
+
+def install(folder: Path, modules: dict[str, str], entry_points: dict[str, dict[str, str]]) -> dict[str, str]:
+    """Leave a package in `folder` as pip would; returns the variables that let Python find it."""
     info = folder / "made_up-0.1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 0.1\n")
-    lines = [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+    lines = [
+        line
+        for group, entries in entry_points.items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()))
+    ]
     (info / "entry_points.txt").write_text("\n".join(lines))
     for name, code in modules.items():
-        (folder / f"{name}.py").write_text(code)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(code)
     return {"PYTHONPATH": str(folder)}
 
 
@@ -89,13 +87,16 @@ def from_nothing(*arguments: str, cwd: Path, env: dict[str, str]) -> str:
 def backends(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """A folder with run.yaml, and the variables that let Python find the package of backends."""
     folder = tmp_path_factory.mktemp("backends")
-    entries = {name: f"looped:{name.upper()}" for name in ("looped", "leaky", "unready")}
-    modules = {"looped": BACKENDS, "looped_run": LOOPED, "leaky_run": LEAKY}
-    (folder / "run.yaml").write_text(yaml.safe_dump(base_config(folder, trainer={"max_steps": 2})))
-    return folder, install(folder / "site", "packtrain.attention", entries, modules)
+    modules, entry_points = from_handbook("looped")
+    modules |= {"looped/more.py": MORE_BACKENDS, "looped/leaky.py": LEAKY}
+    more = {name: f"looped.more:{name.upper()}" for name in ("leaky", "unready")}
+    entry_points["packtrain.attention"].update(more)
+    config = base_config(folder, trainer={"max_steps": 2, "checkpoint_every": 2})
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    return folder, install(folder / "site", modules, entry_points)
 
 
-def test_a_backend_of_another_package_plans_proves_and_trains(backends: tuple[Path, dict[str, str]]) -> None:
+def test_a_backend_of_another_package_plans_proves_trains_and_resumes(backends: tuple[Path, dict[str, str]]) -> None:
     folder, env = backends
     asked = ("run.yaml", "model.attention=looped")
     assert "run.yaml model.attention=looped" in from_nothing("plan", *asked, cwd=folder, env=env)
@@ -104,12 +105,16 @@ def test_a_backend_of_another_package_plans_proves_and_trains(backends: tuple[Pa
     report = json.loads(packtrain("verify", *asked, "--json", cwd=folder, env=env, begin=beside_it).stdout)
     assert report["verdict"] == "exact" and report["backend"] == "looped"
     packtrain("sft", *asked, cwd=folder, env=env, begin=beside_it)
-    summary = json.loads((folder / "run/summary.json").read_text())
-    assert summary["steps"] == 2 and summary["attention"] == "looped (asked for)"
+    resumed = ("trainer.max_steps=3", "trainer.resume=run/checkpoints/step-000002", "trainer.output_dir=longer")
+    said = packtrain("sft", *asked, *resumed, cwd=folder, env=env, begin=beside_it).stdout
+    assert "resuming from step-000002" in said
+    summary = json.loads((folder / "longer/summary.json").read_text())
+    assert summary["steps"] == 3 and summary["attention"] == "looped (asked for)"
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "words"), [("leaky", 3, "differ from each alone"), ("unready", 2, "No module named 'not_there'")]
+    ("name", "code", "words"),
+    [("leaky", 3, "differ from each alone"), ("unready", 2, "No module named 'looped.not_there'")],
 )
 def test_a_backend_that_leaks_or_cannot_be_imported_does_not_train(
     name: str, code: int, words: str, backends: tuple[Path, dict[str, str]]

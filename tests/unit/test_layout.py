@@ -16,6 +16,8 @@ from types import ModuleType
 
 import pytest
 
+from packtrain.attention.registry import BACKENDS
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "packtrain"
 LAYERS = (
@@ -51,6 +53,8 @@ LAYERS = (
 """Each imports only what stands before it."""
 KINDS_OF_THINGS = ("attention", "objectives")
 """Folders of things: what a `spec` and the registry say is known to all, what a `run` does is found by its name in the spec."""
+MAY_NAME = {"attention": (BACKENDS, 2)}
+"""The registry of a kind, and how many files outside of its folder may name one of its things."""
 FOR_TYPES = {("packtrain.objectives.spec", "packtrain.config.schema")}
 """The rules of an objective take the whole config."""
 LAUNCH = {
@@ -138,6 +142,18 @@ def test_every_folder_and_file_of_the_package_belongs_to_a_layer() -> None:
 def test_imports_go_one_way() -> None:
     wrong = [(one, other) for one in trees() for other in imports(one) if not allowed(one, other)]
     assert {*wrong} == FOR_TYPES
+
+
+@pytest.mark.parametrize("kind", MAY_NAME)
+def test_things_are_named_in_their_folder_alone(kind: str) -> None:
+    things, most = MAY_NAME[kind]
+    outside = {name: tree for name, tree in trees().items() if not name.startswith(f"packtrain.{kind}.")}
+    naming = [
+        name
+        for name, tree in outside.items()
+        if any(isinstance(node, ast.Constant) and node.value in [*things.all()] for node in ast.walk(tree))
+    ]
+    assert len(naming) <= most, naming
 
 
 def test_relative_imports_do_not_hide_from_the_test_of_the_layers() -> None:
