@@ -47,14 +47,20 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Whether a backend serves a model: by its `kernel`, "" if it needs none, None if it cannot. `why` is a line for the log."""
+    """Answer of a backend to a model.
+
+    `kernel` is the kernel's name, "" if it needs none, None if the backend cannot serve the model. `why` is a line for the log.
+    """
 
     kernel: str | None
     why: str
 
 
 class Attention(ABC):
-    """What a backend does; it is the constant ATTENTION of the module `run` beside its declaration."""
+    """A backend at work.
+
+    It is the constant ATTENTION of the module that the declaration names as `run`.
+    """
 
     def why_not(self, model: PreTrainedModel) -> str:
         """Return why it serves no model of this type, "" if it does."""
@@ -69,7 +75,7 @@ class Attention(ABC):
         """Make it serve flattened rows of `model`. Return the undo function."""
 
     def install_when_packed(self, model: PreTrainedModel) -> Undo:
-        """Do the same, and leave calls without `segments` as they are: padded ones, and generation."""
+        """Do the same, and do not touch calls without `segments`: padded batches, and generation."""
         return self.install(model)
 
 
@@ -196,7 +202,7 @@ def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def documents_alone(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Run every document of a row by itself inside the block, with the model's own attention function."""
+    """Run each document of a row in a call without others inside the block."""
     return attending_by(model, _PER_DOCUMENT)
 
 

@@ -1,4 +1,4 @@
-"""The attention backends: those of packtrain/attention, and those that other packages bring."""
+"""The attention backends of packtrain/attention and of other packages."""
 
 from __future__ import annotations
 

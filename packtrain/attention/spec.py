@@ -35,6 +35,6 @@ class Backend:
 
     "" if it needs no kernel. The module should import fast."""
     get_kernels: str = ""
-    """What to do if no kernel is right."""
+    """Advice if no kernel is right."""
     dense_mask: bool = False
     """Whether it makes a mask of all tokens of a row by all tokens."""

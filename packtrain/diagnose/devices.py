@@ -215,8 +215,10 @@ def check_attention(facts: Facts, run: PlannedRun) -> Iterator[Check]:
 
 
 def _kernel(backend: Backend, facts: Facts, run: PlannedRun) -> tuple[str | None, str]:
-    """Return the backend's kernel for the run's layers, "" if it needs none, with the lacks of better ones. None if no kernel is right,
-    with the reason."""
+    """Return the backend's kernel for the run's layers, and the lacks of better ones.
+
+    Without a right kernel return None and the reason. The kernel is "" if the backend needs none.
+    """
     torch = facts.torch
     if backend.devices == ("cuda",) and torch.available is False:
         return None, "the device is no GPU of CUDA"

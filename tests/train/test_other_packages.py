@@ -1,4 +1,4 @@
-"""Things of packtrain that another package brings, by entry points: they do all that packtrain's own do."""
+"""Backends of another package do everything that packtrain's own do."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ATTENTION = AttentionFunction("leaky")
 
 
 def from_handbook(package: str) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """The modules of a package that docs/extending.md makes, by their files, and its entry points by their groups."""
+    """Read a package of docs/extending.md: its modules by file, its entry points by group."""
     pages = "\n".join(HANDBOOK)
     modules = dict(re.findall(rf"```python\n# ({package}/\w+\.py)\n(.*?)```", pages, re.S))
     blocks = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", pages, re.S)]
@@ -52,7 +52,7 @@ def from_handbook(package: str) -> tuple[dict[str, str], dict[str, dict[str, str
 
 
 def install(folder: Path, modules: dict[str, str], entry_points: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Leave a package in `folder` as pip would; returns the variables that let Python find it."""
+    """Leave a package in `folder` as pip would. Returns the variables by which Python finds it."""
     info = folder / "made_up-0.1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 0.1\n")
@@ -69,7 +69,10 @@ def install(folder: Path, modules: dict[str, str], entry_points: dict[str, dict[
 
 
 def beside_it(arguments: Any, environment: dict[str, str], *rest: Any) -> None:
-    """The command in a process that begins where Python has read PYTHONPATH and packtrain has looked for nothing yet."""
+    """Run the command in a process that has read PYTHONPATH.
+
+    It is forked from one that has already looked for things: it forgets them.
+    """
     sys.path.insert(0, environment["PYTHONPATH"])
     for remembered in (registry._find, keys.keys_of, keys.keys):
         remembered.cache_clear()
@@ -77,7 +80,7 @@ def beside_it(arguments: Any, environment: dict[str, str], *rest: Any) -> None:
 
 
 def from_nothing(*arguments: str, cwd: Path, env: dict[str, str]) -> str:
-    """What `packtrain ARGUMENTS` prints, in a process that Python starts."""
+    """Return the output of `packtrain ARGUMENTS` in a process that Python starts."""
     command = [sys.executable, "-m", "packtrain", *arguments]
     environment = {**os.environ, **env}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=True).stdout

@@ -1,1 +1,1 @@
-"""Attention by kernels for rows of many lengths, and the choice of a kernel for each layer."""
+"""Attention by variable-length kernels for GPUs, and the choice of one for a layer."""
