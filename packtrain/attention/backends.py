@@ -67,7 +67,7 @@ class Attention(ABC):
         return ""
 
     def serve(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> Service:
-        """Choose the kernel for `model`, whose layers compute in `dtype` on `device`. Both are as declared."""
+        """Choose the kernel for `model`, whose layers compute in `dtype` on `device`. The declaration allows both."""
         return Service("", "it needs no kernel")
 
     @abstractmethod

@@ -11,8 +11,3 @@ BACKENDS = Registry(Backend, "backend", package="packtrain.attention", module="s
 def tried_by_auto() -> list[Backend]:
     """Return the backends that model.attention=auto tries, the best first."""
     return [backend for backend in BACKENDS.all().values() if backend.auto]
-
-
-def values() -> tuple[str, ...]:
-    """Return the values of model.attention."""
-    return ("auto", *BACKENDS.all())

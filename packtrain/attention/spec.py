@@ -20,8 +20,8 @@ class Backend:
     """Backends with a lower number are listed, and tried by `auto`, first."""
     auto: bool = False
     """Whether model.attention=auto tries it."""
-    one_call: bool = True
-    """Whether a row is one call of the model. If not, it is one for each length of documents, and exact by construction."""
+    by_document: bool = False
+    """Whether it calls the model once for each length of documents, which is exact by construction. Else a row is one call."""
     why_not_shared: str = ""
     """Why documents of its rows cannot share a prefix, in words after its name. "" if they can."""
     why_not_split: str = ""

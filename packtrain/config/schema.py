@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-from packtrain.attention.registry import BACKENDS, values
+from packtrain.attention.registry import BACKENDS
 from packtrain.attention.spec import Backend
 from packtrain.config.objective import Objective, key
 
@@ -71,7 +71,7 @@ class Model:
     attention: str = key(
         "auto",
         "Attention of packed rows; auto takes the fastest that proves exact on the loaded model.",
-        among=values,
+        among=lambda: ("auto", *BACKENDS.all()),
     )
     kernels: Literal["auto", "liger", "none"] = key(
         "auto",

@@ -207,7 +207,7 @@ class _PackedModel:
         CheckFailed if none is exact, or if processes would have to gather weights a different number of times."""
         choice = self._agreed()
         sharded = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in self.model.parameters())
-        if sharded and (self.tokens_per_row is not None or not choice.backend.one_call):
+        if sharded and (self.tokens_per_row is not None or choice.backend.by_document):
             rows = f"{type(self.model).__name__}: rows one after the other"
             what = f"{rows} would have processes gather the sharded weights a different number of times"
             fix = "use DDP or ZeRO-2; with other strategies leave tokens_per_row away, and models that run per document"
@@ -336,9 +336,8 @@ class _PackedModel:
 
     def _layout(self, call: Mapping[str, Any]) -> Layout:
         check_call(call)
-        if not BACKENDS[self.backend].one_call and (
-            call.get("output_hidden_states") or call.get("output_router_logits")
-        ):
+        all_layers = call.get("output_hidden_states") or call.get("output_router_logits")
+        if all_layers and BACKENDS[self.backend].by_document:
             raise NotPacked("hidden states of all layers, of a model that runs document by document")
         noise = self.share == "auto" and self.model.training and any(map(_has_dropout, self.model.modules()))
         shares = bool(self.share) and not noise

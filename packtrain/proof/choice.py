@@ -115,7 +115,7 @@ def prove_backend(
     except CheckFailed as refusal:
         return refusal.problems[0].what, None
     # a call for each document is exact by construction, even if the positive control is too weak
-    if proof.verdict == "exact" or (not backend.one_call and proof.verdict != "leaks"):
+    if proof.verdict == "exact" or (backend.by_document and proof.verdict != "leaks"):
         return "", proof
     off, tolerance = f"{proof.max_difference:.2g}", f"(tolerance {proof.tolerance:.1g})"
     if proof.verdict == "unsupported":

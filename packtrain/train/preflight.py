@@ -48,7 +48,7 @@ def choose_on_all_ranks(
 
 def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Problem | None:
     """Return a problem if ranks would gather weights a different number of times, which hangs. Else None."""
-    if ranks.sharded and not BACKENDS[backend].one_call:
+    if ranks.sharded and BACKENDS[backend].by_document:
         return Problem(
             f"packed rows of {type(model).__name__} run one document at a time, so that processes call it a different number "
             f"of times; under {ranks.strategy} all have to call it together",

@@ -7,7 +7,7 @@ BACKEND = Backend(
     run=f"{__package__}.run",
     order=2,
     auto=True,
-    one_call=False,
+    by_document=True,
     why_not_shared="runs every document by itself",
     why_not_split="runs each whole document in one process",
 )

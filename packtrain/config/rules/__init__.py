@@ -374,7 +374,7 @@ def check_strategy(config: RunConfig) -> Iterator[Fault]:
     if config.strategy.sequence_parallel != 1:
         yield from _split_rows(config)
     backend = config.model.backend
-    if name in SHARDED_WEIGHTS and backend and not backend.one_call:
+    if name in SHARDED_WEIGHTS and backend and backend.by_document:
         what = f"{backend.name} calls the model once per document, and under {name} all processes must call it together"
         fix = "Choose strategy=zero2, or packing.mode=padding with model.attention=auto."
         yield Fault(("model.attention", "strategy.name"), what, fix)

@@ -146,7 +146,8 @@ class SFT(TrainingObjective):
     def prove(self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
         """Checks the output head and the routers, and has the first steps watched; `attention` is the model's original one."""
         loss, settings = cast(SFTLoss, trainer.loss), trainer.settings
-        if preflight and not settings.sharded and settings.backend and BACKENDS[settings.backend].one_call:
+        flattened = settings.backend is not None and not BACKENDS[settings.backend].by_document
+        if preflight and not settings.sharded and flattened:
             trainer.first_step_watch = FirstStepWatch(attention, tolerance_of(loss.compute_dtype).outputs)
         loss.choose_head(trainer.steps)
         if loss.head.kind == "full logits":

@@ -246,7 +246,8 @@ def _findings(
             )
             fix = f"set packing.mode={exact[0]}, and {_REPORT}" if exact else _REPORT
             yield "unsupported" if mode == "padding" else "leaks", what, fix
-    if not comparison.sees and not (isolation.backend and not BACKENDS[isolation.backend].one_call):
+    by_construction = isolation.backend is not None and BACKENDS[isolation.backend].by_document
+    if not comparison.sees and not by_construction:
         cause = f"the control changes gradients by only {comparison.control.grad_rel_diff or 0.0:.2g}"
         what = f"inconclusive, since a row without borders may look exact: {comparison.control.problem or cause}"
         yield "unsupported", what, "check the model's weights"
