@@ -7,7 +7,6 @@ other groups, and similar spellings.
 from __future__ import annotations
 
 import difflib
-import re
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 from packtrain.config.fault import Fault
+from packtrain.config.objective import Resume
 from packtrain.config.schema import DataSource, Stage, groups
 from packtrain.objectives.registry import OBJECTIVES
 
@@ -61,19 +61,13 @@ _OTHER_NAMES = {  # names in TRL, transformers and axolotl that are spelt unlike
     "sequence_len": "data.max_length",
     "use_liger_kernel": "model.kernels",
 }
-RECORDED = ("model", "data", "packing", "objective", "optim", "batch", "trainer", "peft", "strategy")
-"""The groups that a checkpoint records. A run resumes with a changed key only if the key is free, or named in resume_despite and not
-fixed. A new key of objective, optim or peft is neither free nor fixed. A new key of model, data or trainer is free unless _FREE excludes it."""
-WEIGHTS = ("model", "model.weights")
-"""Facts about the model that a checkpoint records beside its keys."""
-_FREE = re.compile(
-    r"model\.(?!config\.|dtype|weights).*|data\.(?!train$|shuffle$|stages|streaming).*|packing\.(mode|share_prefix|attention_cost)"
-    r"|batch\.(examples|tokens)_per_device|trainer\.(?!seed|mixed_precision|max_steps).*|peft\.merge"
-    r"|strategy\.(name|shard_within|sequence_parallel)|[^.]+"  # versions, processes, and the like
-)
-_FIXED = re.compile(
-    r"checkpoint\.format|model|peft\.(kind|r|target_modules|modules_to_save|options)|optim\.(name|groups|dither)|objective\.kind"
-)
+OTHER_FACTS: dict[str, Resume] = {
+    "model": "fixed",
+    "model.weights": "decisive",
+    "checkpoint.format": "fixed",
+    "data.day": "free",
+}
+"""Facts that a checkpoint records beside its keys. Facts without a group (versions, processes) are free too."""
 ADVICE = {
     "deepspeed": "The strategy is chosen by name: strategy=zero2, strategy=zero3 …",
     "fsdp": "The strategy is chosen by name: strategy=fsdp2.",
@@ -88,7 +82,8 @@ ADVICE = {
 class Key:
     """One config key; `path` is "optim.learning_rate".
 
-    Bounds are `>= minimum`, `> above`, `< below` and `<= maximum`. Only `objectives` use the key, () means all.
+    Bounds are `>= minimum`, `> above`, `< below` and `<= maximum`. Only `objectives` use the key, () means all. config/objective.py::key
+    explains `resume` and `advanced`.
     """
 
     path: str
@@ -96,6 +91,8 @@ class Key:
     default: Any
     doc: str
     objectives: tuple[str, ...]
+    resume: Resume | None = "free"
+    advanced: bool = False
     minimum: float | None = None
     above: float | None = None
     below: float | None = None
@@ -174,22 +171,32 @@ def advice_for(path: str) -> str:
         return f"Did you mean {' or '.join(meant)}?"
     if in_group:
         return f"The keys of {group} are {', '.join(in_group)}."
-    return f"The groups are {', '.join(groups())}; `packtrain sft -h` lists all keys."
+    return f"The groups are {', '.join(groups())}; `packtrain sft -h all` lists all keys."
 
 
 def is_free(name: str) -> bool:
-    """Return whether a resumed run may change this fact unasked. Documents and losses stay the same then."""
-    return name not in WEIGHTS and _FREE.fullmatch(name) is not None
+    """Return whether a resumed run may change this fact unasked."""
+    return _resume_of(name) in ("free", None)
 
 
 def is_fixed(name: str) -> bool:
-    """Return whether no resumed run may change this fact. The checkpoint's weights or optimizer states would not fit."""
-    return _FIXED.fullmatch(name) is not None
+    """Return whether no resumed run may change this fact."""
+    return _resume_of(name) == "fixed"
+
+
+def _resume_of(name: str) -> Resume | None:
+    """Return what a resumed run may change. A fact that this version does not know is decisive."""
+    if name in OTHER_FACTS or "." not in name:
+        return OTHER_FACTS.get(name, "free")
+    if name in keys():
+        return keys()[name].resume
+    of_mapping = ".".join(name.split(".")[:2])  # the path of data.train may change: its documents are a fact too
+    return "free" if of_mapping in keys() and of_mapping != "model.config" else "decisive"
 
 
 def check_resume_despite(names: list[str]) -> Iterator[Fault]:
     """Yield the faults of trainer.resume_despite."""
-    where, known = ("trainer.resume_despite",), [*keys(), *WEIGHTS]
+    where, known = ("trainer.resume_despite",), [*keys(), *(name for name in OTHER_FACTS if not is_free(name))]
     for name in names:
         if is_fixed(name):
             what = f"{name} cannot change: the weights or optimizer states of the checkpoint would not fit"

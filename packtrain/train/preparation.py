@@ -159,7 +159,7 @@ def settle_precision(run: Prepared, recorded: Mapping[str, Any]) -> None:
     run.precision = decide_precision(run.model, asked, run.ranks, recorded.get("trainer.mixed_precision"))
     reference = run.objective.take_reference(run.model, run.tokenizer, run.ranks, run.precision, seed=seed)
     # seed and strategy as the run began: the checkpoint's masters were moved with them
-    dither = [seed, run.ranks.spec.casts_weights] if optim.dither == "auto" and optim.keeps_masters else None
+    dither = [seed, run.ranks.spec.casts_weights] if optim.dithers else None
     run.origin = {"trainer.mixed_precision": run.precision.mixed, "dither": recorded.get("dither", dither)}
     run.origin |= {"data.day": run.day, **reference}
 
@@ -216,7 +216,7 @@ def settle_split(run: Prepared) -> str:
 
 
 def masters_of(run: Prepared) -> Dither:
-    """Return the trained weights computed in bfloat16, and those whose masters optim.dither moves."""
+    """Return the trained weights computed in bfloat16, and those whose masters optim.bf16_rounding moves."""
     autocast = run.precision.autocast
     rounded = rounded_weights(run.model, autocast, sharded=run.ranks.spec.casts_weights)
     if run.origin["dither"] is None:

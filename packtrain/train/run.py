@@ -363,7 +363,7 @@ def _training_steps(run: Run) -> Steps:
 def _dither_of(run: Run, trainer: StepTrainer) -> Dither:
     """Choose the masters to dither, and log their number."""
     dither, more = masters_of(run.prepared), "begin with weights in bfloat16, as optim.bf16_rounding=final leaves them"
-    more = "set optim.dither=auto" if run.config.optim.dither == "no" else more
+    more = "set optim.bf16_rounding=auto" if run.config.optim.bf16_rounding == "undithered" else more
     trainer.seen_updates.advice = f"{more}, raise optim.learning_rate, or set trainer.mixed_precision=no"
     if dither.moved:
         run.log.fact("dither", f"{counted(len(dither.moved), 'weights')} start off the middle of their bfloat16 cells")

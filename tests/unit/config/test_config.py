@@ -455,11 +455,14 @@ def test_docs_config_md_is_what_the_dataclasses_say() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_help_has_every_key_on_two_screens_and_explains_those_that_are_named(width: int) -> None:
-    lines = key_help.help_text(width).splitlines()
-    named = re.findall(r"(?<=[ (])([a-z_0-9]+)=", " ".join(lines))
-    assert {path.rpartition(".")[2] for path in keys()} <= {*named} and len(lines) <= 80
-    assert len(keys()) <= 110  # 100 and those of data at scale: temperature, stages, streaming, shuffle_buffer
+def test_the_help_has_sixty_keys_or_all_and_explains_those_that_are_named(width: int) -> None:
+    lines, every = (key_help.help_text(width, asked).splitlines() for asked in ([], ["all"]))
+    short, named = (re.findall(r"(?<=[ (])([a-z_0-9]+)=", " ".join(shown)) for shown in (lines, every))
+    assert {path.rpartition(".")[2] for path in keys()} <= {*named} and len(every) <= 80
+    heads = {"group", *(name for name in groups() if key_help.options(name))}
+    assert len(short) - len(heads) <= 60
+    assert f"-h all shows {len(named) - len(short)} more" in " ".join(lines)
+    assert "learning_rate" in short and "beta2" not in short
     asked = key_help.help_text(width, ["optim", "trainer.max_steps"]).splitlines()
     assert [key for key in keys() if any(line.startswith(f"{key} ") for line in asked)] == [
         *(key for key in keys() if key.startswith("optim.")),
