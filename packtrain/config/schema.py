@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, Literal
 
 from packtrain.config.objective import Objective, key
+from packtrain.registry import names_of_others
 
 PackingMode = Literal["padding", "padding_free", "packed"]
 Split = Literal["train", "eval"]
@@ -69,10 +70,11 @@ class Model:
     attention: Literal["auto", "flash", "segmented", "per_document", "sdpa_mask"] = key(
         "auto", "Attention of packed rows; auto takes the fastest that proves exact on the loaded model."
     )
-    kernels: Literal["auto", "liger", "none"] = key(
+    kernels: str = key(
         "auto",
         "Fused norms, rotation and activations by liger-kernel; auto takes them on a GPU where they are installed and prove exact "
         "on the loaded model (docs/speed.md).",
+        among=lambda: ("auto", "liger", "none", *names_of_others("packtrain.changes")),
     )
     experts: Literal["auto", "grouped", "loop"] = key(
         "auto",

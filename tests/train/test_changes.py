@@ -15,15 +15,15 @@ from running import Run, assert_same_bits, base_config, train, write_jsonl
 from tiny_models import tiny_model
 from torch import nn
 
+from packtrain.changes.residual import carry_in
+from packtrain.changes.spec import Proposal
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import base_model
-from packtrain.model.precision import carry_in
 from packtrain.model.spread import embedding_apart, layers_of
-from packtrain.proof.change import Change, ChangeProof, prove_change
+from packtrain.proof.change import ChangeProof, MakeChange, prove_change
 from packtrain.proof.comparison import tolerance_of
+from packtrain.train import loader, preflight
 from packtrain.train import run as train_run
-from packtrain.train.verify import changes
-from packtrain.train.verify.changes import ModelChange
 from tests.train import forked
 
 ROW = torch.arange(40)[None] * 7 % 94 + 3
@@ -42,7 +42,7 @@ class Scaled(torch.autograd.Function):
         return gradients[0] * ctx.by, None
 
 
-def replaced(module: nn.Module, wrap: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+def replaced(module: nn.Module, wrap: Callable[[torch.Tensor], torch.Tensor]) -> MakeChange:
     """A kernel in the place of a module's forward: what `wrap` makes of the module's own outputs."""
 
     def make() -> Callable[[], object]:
@@ -53,7 +53,7 @@ def replaced(module: nn.Module, wrap: Callable[[torch.Tensor], torch.Tensor]) ->
     return make
 
 
-def of_norm(module: Any, by: float) -> Change:
+def of_norm(module: Any, by: float) -> MakeChange:
     """An RMSNorm with the right outputs, whose own weight gets `by` times its gradient."""
 
     def make() -> Callable[[], object]:
@@ -68,7 +68,7 @@ def of_norm(module: Any, by: float) -> Change:
     return make
 
 
-def proved(make: Callable[[Any], Change], dtype: torch.dtype = torch.float32) -> tuple[ChangeProof, bool]:
+def proved(make: Callable[[Any], MakeChange], dtype: torch.dtype = torch.float32) -> tuple[ChangeProof, bool]:
     """The proof of what `make` makes for a model, and whether the model is as before."""
     model = tiny_model("llama").to(dtype)
     weights = dict(model.named_parameters())
@@ -162,15 +162,13 @@ def changing(
     **more: Any,
 ) -> None:
     """Has runs of this process try a kernel in the second layer, after `before`."""
-    own = train_run.make_changes
 
-    def make(trainer: Any, ranks: Any, _: Any, log: Any) -> None:
-        base: Any = train_run.base_model(trainer.model)
-        change = replaced(base.model.layers[1].mlp, wrap)
-        kernel = ModelChange("kernel", "a fast MLP", lambda: (before(), change())[1], **more)
-        own(trainer, ranks, [kernel], log)
+    def make(model: Any) -> Callable[[], object]:
+        before()
+        return replaced(model.model.layers[1].mlp, wrap)()
 
-    monkeypatch.setattr(train_run, "make_changes", make)
+    kernel = Proposal(what="a fast MLP", make=make, **more)
+    monkeypatch.setattr(train_run, "proposals", lambda situation: [("kernel", kernel)])
 
 
 @pytest.fixture(scope="module")
@@ -201,9 +199,9 @@ def test_of_documents_too_long_for_a_proof_the_end_of_what_is_trained_is_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plain: Run, mode: str
 ) -> None:
     changing(monkeypatch, lambda x: Scaled.apply(x, 1.0))
-    proved, own = list[Any](), changes.first_documents
-    monkeypatch.setattr(changes, "_TOKENS", 8)
-    monkeypatch.setattr(changes, "first_documents", lambda steps: proved.append(own(steps)) or proved[-1])
+    proved, own = list[Any](), preflight.first_documents
+    monkeypatch.setattr(loader, "_FIRST_TOKENS", 8)
+    monkeypatch.setattr(preflight, "first_documents", lambda steps: proved.append(own(steps)) or proved[-1])
     run = run_here(tmp_path, base_config(tmp_path, packing={"mode": mode}, trainer={"max_steps": 3}))
     assert (proved[0].tokens, proved[0].inputs["input_ids"].shape) == (8, (1, 8)) and 0 < proved[0].trained <= 8
     assert run.summary["changes"]["kernel"].startswith("a fast MLP (loss off by 0, gradients by 0")

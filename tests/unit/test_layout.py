@@ -37,6 +37,7 @@ LAYERS = (
     ("proof",),
     ("objectives",),
     ("model",),
+    ("changes",),
     ("library",),
     ("train",),
     ("runs",),
