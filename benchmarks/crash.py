@@ -270,7 +270,7 @@ def break_step(number: int) -> None:
     def broken(self: Any, *given: Any) -> Any:
         import torch
 
-        own, bad = self.loss.compute, self.state.global_step + 1 == number
+        own, bad = self.loss.compute, self.state.step + 1 == number
         self.loss.compute = lambda *given: own(*given) * (float("nan") if bad and torch.is_grad_enabled() else 1)
         try:
             return step(self, *given)

@@ -69,7 +69,7 @@ def run_trl(model: str, data: str, batch: int, longest: int, *, recompute: bool)
     started = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - started
-    return {"seconds": seconds, "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line]}
+    return {"seconds": seconds, "losses": [line["loss"] for line in trainer.state.lines if "loss" in line]}
 
 
 def run_packtrain(

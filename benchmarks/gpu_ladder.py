@@ -439,6 +439,7 @@ def preferences(note: Note, tiny: bool) -> None:
     from packtrain.data.tokens.pretrained import load_tokenizer
     from packtrain.objectives.dpo.run import DPOLoss
     from packtrain.packing.schedule import make_schedule
+    from packtrain.train.objectives.loss import Setup
     from packtrain.train.objectives.pairs import PairSteps
     from packtrain.train.settings import LoopSettings, StopRequest
 
@@ -467,7 +468,8 @@ def preferences(note: Note, tiny: bool) -> None:
     steps = PairSteps(pairs, schedule, "flat", 0)
     policy, reference = drawn("0.6B", tiny, torch.float32), drawn("0.6B", tiny, torch.float32)
     of_loop = LoopSettings(steps, {}, StopRequest(), folder, {})
-    loss = DPOLoss(policy, settings, load_tokenizer(Model(tokenizer="quickstart")), of_loop, reference)
+    setup = Setup(policy, settings, load_tokenizer(Model(tokenizer="quickstart")), of_loop)
+    loss = DPOLoss(setup, Objective(kind="dpo"), reference)
     for model in (policy, reference):
         attend_when_packed(base_model(model), "flash" if at.type == "cuda" else "segmented")
     policy.train()

@@ -75,7 +75,7 @@ def run_trl(mode: str, model: str, tokens: str, batch: int) -> dict:
     started = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - started
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    losses = [line["loss"] for line in trainer.state.lines if "loss" in line]
     return {"seconds": seconds, "losses": losses}
 
 

@@ -15,12 +15,13 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from transformers import TrainerCallback
 
 from packtrain.config.compose import load_config
 from packtrain.model.load import base_model
 from packtrain.run_folder import RunFolder
 from packtrain.train import run
+from packtrain.train.checkpoint.run_state import RunState
+from packtrain.train.log.listener import Listener
 from packtrain.train.loop import StepTrainer
 
 inside = {"forward": 0.0, "backward": 0.0, "clipping": 0.0, "optimizer": 0.0}
@@ -38,13 +39,13 @@ def timed(name: str, function: Callable) -> Callable:
     return wrapper
 
 
-class StepClock(TrainerCallback):
+class StepClock(Listener):
     """Time from the end of the first step to the end of the last one, and what was inside then."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
 
-    def on_step_end(self, args, state, control, **kwargs) -> None:
+    def step_end(self, state: RunState) -> None:
         if not self.ends:
             inside.update(dict.fromkeys(inside, 0.0))
         self.ends.append(time.perf_counter())

@@ -364,15 +364,9 @@ def evaluate(
     as_json: AsJson = False,
 ) -> int:
     """Measure any model (model.path=…) on data.eval as a training would, on answers to it, or on tasks of lm_eval."""
-    from packtrain.config.compose import load_config
-    from packtrain.config.overrides import assignment
-    from packtrain.run_folder import RunFolder
-    from packtrain.serve.evaluation import evaluate
+    from packtrain.serve.evaluation import evaluate, load_evaluated
 
-    path, changes = split_arguments(arguments)
-    if path and os.path.isfile(config := RunFolder(Path(path).expanduser()).config):  # a run, by its own config
-        path, changes = str(config), [assignment("model.path", path), *changes]
-    run = load_config(*(given := (path, changes)), _note)
+    given, run = load_evaluated(*split_arguments(arguments), _note)
     _check_verb(run, run.objective.kind)
     more: Any = {"rows": generate, "score": score, "tokens": max_tokens, "tasks": tasks.split(",") if tasks else []}
     return evaluate(given, run, partial(_execute, "eval"), **more, as_json=as_json)

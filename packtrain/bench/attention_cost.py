@@ -39,7 +39,7 @@ def measure_attention_cost(trainer: StepTrainer) -> AttentionCost | None:
     the formula (a busy machine), and under DeepSpeed: its engine counts passes.
     """
     schedule, model, engine = trainer.steps.schedule, base_model(trainer.loss.model), trainer.engine
-    layouts = [schedule.layout(step, trainer.steps.world_size) for step in range(trainer.state.global_step)]
+    layouts = [schedule.layout(step, trainer.steps.world_size) for step in range(trainer.state.step)]
     tokens = max(
         schedule.slots(part) for layout in layouts for parts in layout for part in parts
     )  # memory has sufficed for these

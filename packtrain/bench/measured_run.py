@@ -36,9 +36,9 @@ def _write_figures(run: Run, trainer: StepTrainer, summary: Summary) -> None:
     cost = measure_attention_cost(trainer) if run.config.objective.spec.examples == "documents" else None
     if not run.ranks.main:
         return
-    first, rest = (line for line in trainer.state.log_history if "loss" in line)
+    first, rest = (line for line in trainer.state.lines if "loss" in line)
     seconds = (rest["tokens"] - first["tokens"]) / rest["tokens_per_second"]
-    measured = range(1, trainer.state.global_step)
+    measured = range(1, trainer.state.step)
     # tokens of whole documents, even if a prompt was computed once for two of them
     tokens = sum(int(steps.documents_of(step)[0].sum()) for step in measured)
     micro_batches = [len(steps.schedule.micro_batches(step, steps.rank, steps.world_size)) for step in measured]

@@ -129,8 +129,9 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
         values["optim.schedule"] = "constant_with_warmup"
     if values.get("optim.schedule") == "cosine" and "optim.schedule_options.min_lr_rate" in values:
         values["optim.schedule"] = "cosine_with_min_lr"
-    if folder := theirs.get("lora_model_dir", "adapter_name_or_path", "adapters"):
-        values["model.path"] = str(names(folder)[0])
+    folder = theirs.get("lora_model_dir", "adapter_name_or_path", "adapters")
+    if folder and values.get("peft.kind") == "lora":
+        values["model.path"] = str(names(folder)[-1])
     if theirs.get("rl") == "ipo":
         values["objective.loss"] = "ipo"
     known = {f"topology.environment.{name}": text for name, text in file.environment.items() if _is_of_a_tracker(name)}
@@ -180,7 +181,9 @@ def _apply(rules: Table, theirs: Theirs, given: dict[str, Any]) -> tuple[list[No
     for key, value in theirs.values.items():
         outcome = _outcome(rules, key, value, theirs)
         for path, item in outcome.values.items():
-            if isinstance(item, dict) and isinstance(values.get(path), dict):
+            if path in ("data.train", "data.eval") and path in own and key in given:
+                values[path] = [*counterparts.listed(values[path]), *counterparts.listed(item)]
+            elif isinstance(item, dict) and isinstance(values.get(path), dict):
                 values[path] = {**values[path], **item}
             elif path == "tracking.report_to":
                 values[path] = [*dict.fromkeys([*values.get(path, []), *item])]

@@ -92,10 +92,14 @@ def is_on(value: Any) -> bool:
     return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[str(value).lower()]
 
 
+def listed(value: Any) -> list[Any]:
+    """Return a list unchanged, and another value in a list."""
+    return value if isinstance(value, list) else [value]
+
+
 def names(value: Any) -> list[Any]:
     """Split names in a list, or in a text with commas. Numbers stay numbers."""
-    items = value if isinstance(value, list) else [value]
-    parts = [item.split(",") if isinstance(item, str) else [item] for item in items]
+    parts = [item.split(",") if isinstance(item, str) else [item] for item in listed(value)]
     plain = [item.strip() if isinstance(item, str) else item for part in parts for item in part]
     return [item for item in plain if item != ""]
 
@@ -261,14 +265,21 @@ def adapters(value: Any, theirs: Theirs) -> Outcome:
 
 def unfrozen(value: Any, theirs: Theirs) -> Outcome:
     """Convert patterns of trained weights, which match the beginning of names. All other weights are frozen."""
-    trained = [{"match": f"^(?:{str(pattern).split('[')[0]})"} for pattern in names(value)]
-    return Outcome({"optim.groups": [*trained, {"match": ".", "lr_scale": 0}]})
+    if not is_off(theirs.get("adapter")):
+        why = "it freezes the adapters there, too, and here they are trained: peft.modules_to_save names layers beside them"
+        return Outcome(why=why, kind="no counterpart")
+    patterns = [re.sub(r"\[\d*(:\d*)?\]$", "", str(pattern)) for pattern in listed(value)]
+    why = f"{DIFFERS}of NAME[0:9] those rows alone are trained there, and all here" if patterns != listed(value) else ""
+    trained = [{"match": f"^(?:{pattern})"} for pattern in patterns]
+    return Outcome({"optim.groups": [*trained, {"match": ".", "lr_scale": 0}]}, why)
 
 
 def share(value: Any, theirs: Theirs) -> Outcome:
     """Convert the share of documents to hold out. A number of rows has no counterpart."""
     if theirs.get("val_dataset"):
         return Outcome(why="val_dataset is held out in its place", kind="not needed")
+    if theirs.get("cached_val_dataset"):
+        return Outcome(why="a share is held out beside cached_val_dataset there", kind="no counterpart")
     if number(value) >= 1:
         return Outcome(why="a number of rows: data.eval takes a share, such as 0.02", kind="no counterpart")
     return Outcome({"data.eval": number(value)} if number(value) else {}, became="data.eval")

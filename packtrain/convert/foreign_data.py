@@ -16,6 +16,7 @@ from packtrain.convert.counterparts import (
     Theirs,
     count,
     is_off,
+    listed,
     names,
     number,
     refuse,
@@ -69,7 +70,7 @@ def _sources(key: str, found: list[dict[str, Any]], theirs: Theirs, *remarks: st
     short = [{name: item for name, item in source.items() if item not in (None, "train", 1, {})} for source in found]
     values: dict[str, Any] = {key: short[0] if len(short) == 1 else short}
     shares = [number(share) for share in names(theirs.get("interleave_probs", "interleave_prob") or [])]
-    if key == "data.train" and _by_steps(theirs) and len(shares) == len(found) > 1:
+    if key == "data.train" and _by_steps(theirs) and len(shares) == len(found) > 1 and not theirs.get("cached_dataset"):
         labels = name_sources([DataSource(path=source["path"].rpartition("#")[2]) for source in found])
         values[key] = [{"name": label, **source} for label, source in zip(labels, short, strict=True)]
         values["data.stages"] = [{"weights": dict(zip(labels, shares, strict=True))}]
@@ -86,7 +87,7 @@ def _by_steps(theirs: Theirs) -> bool:
 def axolotl_data(key: str, value: Any, theirs: Theirs) -> Outcome:
     """Convert sources with field names. Their type is read off the columns here."""
     found, remarks = [], ["data.format=auto reads rows by their columns"]
-    for item in value if isinstance(value, list) else [value]:
+    for item in listed(value):
         item = item if isinstance(item, dict) else {"path": item}
         weight = 1 / item["shards"] if item.get("shards") else None
         kind = item.get("type")
@@ -112,6 +113,16 @@ def axolotl_data(key: str, value: Any, theirs: Theirs) -> Outcome:
         return outcome
     why = f"{DIFFERS}rows with an input have it under '### Input:' there, and behind the instruction here"
     return Outcome({**outcome.values, "data.chat_template": theirs.templates["type alpaca"]}, why)
+
+
+def axolotl_train(name: str, value: Any, theirs: Theirs) -> Outcome:
+    """Convert the sources of `name`. A pretraining_dataset replaces datasets there, and packed streams read one source."""
+    if name == "datasets" and theirs.get("pretraining_dataset"):
+        return Outcome(why="pretraining_dataset is trained on in its place", kind="not needed")
+    is_one = name != "datasets" or not is_off(theirs.get("streaming") and theirs.get("sample_packing"))
+    done = axolotl_data("data.train", listed(value)[:1] if is_one else value, theirs)
+    why = "of several sources the first alone is read there; " if is_one and len(listed(value)) > 1 else ""
+    return Outcome(done.values, why + done.why)
 
 
 def _means_the_same(name: str, value: Any) -> bool:
@@ -193,12 +204,15 @@ def swift_data(key: str, value: Any, theirs: Theirs) -> Outcome:
 
 def tokenised(key: str, value: Any, theirs: Theirs) -> Outcome:
     """Convert documents that are tokenised already."""
-    found = [{"path": str(path)} for path in names(value)]
+    parts = [str(path).partition("#") for path in names(value)]
+    found = [{"path": path, "samples": whole(rows) if rows else None} for path, _, rows in parts]
     return _sources(key, found, theirs, "name the documents instead of what was made of them")
 
 
 def trl_data(value: Any, theirs: Theirs) -> Outcome:
     """Convert a hub data set and its splits."""
+    if theirs.get("datasets", "dataset_mixture", "dataset_mixer"):
+        return Outcome(why="the mixture is trained on in its place", kind="not needed")
     source = {"path": str(value), "subset": theirs.get("dataset_config"), "split": theirs.get("dataset_train_split")}
     chosen = theirs.verb != "sft" or theirs.get("assistant_only_loss", "completion_only_loss") is not None
     train = _sources("data.train", [source], theirs, *([] if chosen else [_EVERY_TURN]))

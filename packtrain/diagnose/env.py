@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -137,8 +138,8 @@ def _print_report(facts: Facts, run: PlannedRun, checks: Sequence[Check], redact
     console.print("\nCopy-paste the following information when reporting an issue:\n")
     console.print(f"{escape(redactor.text(trl_block(facts)))}\n", emoji=False)
     settings = {setting.name: f"{setting.value or 'as it is'}: {setting.reason}" for setting in run.network}
-    known = {**asdict(facts), "network settings": settings}
-    text = yaml.safe_dump(_drop_unknown(redactor.plain(known)), sort_keys=False, allow_unicode=True, width=10_000)
+    known = _drop_unknown(redactor.plain({**asdict(facts), "network settings": settings}))
+    text = yaml.safe_dump(known, sort_keys=False, allow_unicode=True, width=_width(console))
     console.print(escape(redactor.text(text)), emoji=False)
     console.print("Checks:\n")
     width = max((len(check.name) for check in checks), default=0)
@@ -150,10 +151,19 @@ def _print_report(facts: Facts, run: PlannedRun, checks: Sequence[Check], redact
 
 
 def print_check(console: Console, status: Status, name: str, result: str, fix: str) -> None:
-    """Print a check in one line, and its fix in another."""
-    console.print(f"[{_COLOURS[status]}]{status:<4}[/]  {escape(f'{name}  {result}')}", emoji=False)
-    if status != "ok" and fix:
-        console.print(f"      {' ' * len(name)}  → {escape(fix)}", emoji=False)
+    """Print a check, and its fix below. A terminal (or COLUMNS) wraps both at words."""
+    head, width = " " * len(f"{status:<4}  {name}  "), _width(console)
+    wrap = partial(textwrap.wrap, width=width, initial_indent=head, break_long_words=False, break_on_hyphens=False)
+    first, *rest = wrap(result, subsequent_indent=head) or [head]
+    rest += wrap(f"→ {fix}", subsequent_indent=f"{head}  ") if status != "ok" and fix else []
+    console.print(f"[{_COLOURS[status]}]{status:<4}[/]  {escape(name)}  {escape(first[len(head) :])}", emoji=False)
+    for line in rest:
+        console.print(escape(line), emoji=False)
+
+
+def _width(console: Console) -> int:
+    """Return the columns of a line; a file or a pipe has no limit."""
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else 10_000
 
 
 def _drop_unknown(value: Any) -> Any:

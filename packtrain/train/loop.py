@@ -17,8 +17,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
-from transformers import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import align_special_tokens
 
 from packtrain.model.precision import weights_cast_once
@@ -26,11 +24,13 @@ from packtrain.model.spread import max_over_ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import on_device, to_device
 from packtrain.train.checkpoint.folder import folder_of
+from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.checkpoint.state import Checkpoints
 from packtrain.train.engine import Engine
 from packtrain.train.largest_row import WorkRecord, try_largest
 from packtrain.train.loader import MicroBatch, Steps, step_loader
-from packtrain.train.log.metrics import LateCopy, MetricsFile, SourceCounts, StepMetrics
+from packtrain.train.log.listener import Listener
+from packtrain.train.log.metrics import LateCopy, SourceCounts, StepMetrics
 from packtrain.train.log.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.seen_updates import FEW, SeenUpdates
@@ -47,12 +47,11 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
     to 6 then only read the results.
     """
     trainer.prepare(checkpoint)
-    trainer.notify("train_begin")
+    trainer.begin_listeners()
     if trainer.evaluation and not trainer.settings.first_step:
         trainer.evaluate()
     upcoming = trainer.load_steps(checkpoint)
     while trainer.should_continue():
-        trainer.notify("step_begin")
         # 1. data: this rank's micro-batches of the step, laid out by packing/schedule.py and collated by loader.py
         micro_batches = trainer.next_batches(upcoming)
         # 2. counts: trained targets, tokens, slots and examples of the step, summed over ranks before the first forward pass
@@ -68,7 +67,6 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
             continue
         # 6. update
         rate = trainer.update(judgement.loss)
-        trainer.notify("step_end")
         # 7. log
         if trainer.should_log():
             trainer.log_step(judgement.norm, rate)
@@ -78,14 +76,12 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
         # 9. checkpoint
         if trainer.should_save():
             trainer.save_checkpoint()
-            trainer.notify("save")
-    trainer.notify("train_end")
 
 
 class StepTrainer:
-    """Trainer of a run by its `settings`, with the `loss` of an objective. It notifies transformers' `callbacks` of events."""
+    """Trainer of a run by its `settings`, with the `loss` of an objective. It tells `listeners` of steps and lines."""
 
-    def __init__(self, loss: Loss, settings: LoopSettings, callbacks: Sequence[TrainerCallback] = ()) -> None:
+    def __init__(self, loss: Loss, settings: LoopSettings, listeners: Sequence[Listener] = ()) -> None:
         self.loss, self.settings = loss, settings
         self.steps, self.evaluation = settings.steps, dict(settings.evaluation)
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.held.args
@@ -106,8 +102,7 @@ class StepTrainer:
         self.step_metrics = StepMetrics(self.accelerator, self.model, dtype, settings.steps, forwards=forwards)
         self.source_counts = SourceCounts(settings.steps.data.report.sources)
         loss.report_phase = self.clock.enter
-        self.state, self.control = TrainerState(), TrainerControl()
-        self.listeners: list[Any] = list(callbacks)
+        self.state, self.listeners = RunState(), [*listeners]
         self._steps_watched, self._resumed_from = 0, None
         self._loss_and_counts: Any = None
         self._marks: LateCopy | None = None  # sums of Feed.marks over all ranks
@@ -125,7 +120,7 @@ class StepTrainer:
         if checkpoint is not None:
             self.checkpoints.restore(checkpoint)
         self.seen_updates.watch(self.engine.optimizer, self.engine.masters_of)
-        self.seen_updates.measured = sum("updates_seen" in line for line in self.state.log_history)
+        self.seen_updates.measured = sum("updates_seen" in line for line in self.state.lines)
         if self.engine.deepspeed:
             ask_before_update(self.engine.wrapped.optimizer, self._judge_for_engine)
         self.spikes.read(checkpoint)
@@ -138,47 +133,40 @@ class StepTrainer:
 
     def restore_state(self, checkpoint: Path | None) -> None:
         """Restore the state of the run from `checkpoint`, if any. This run's log_every, eval_every and length override the saved ones."""
-        self.state = TrainerState()
-        if checkpoint is not None:
-            self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-        self.state.max_steps, self.state.num_train_epochs = len(self.steps), 1
-        self.state.is_local_process_zero = self.accelerator.is_local_main_process
-        self.state.is_world_process_zero = self.accelerator.is_main_process
-        self.state.compute_steps(self.args, len(self.steps))
+        self.state = RunState() if checkpoint is None else RunState.load(checkpoint)
+        self.state.last_step = len(self.steps)
         self._losses_since_log = []
-        self.source_counts.restore(self.state.log_history)
+        self.source_counts.restore(self.state.lines)
 
     def load_steps(self, checkpoint: Path | None) -> Iterator[list[MicroBatch]]:
         """Return an iterator over this rank's micro-batches by coming step. Restores the random generators from `checkpoint`."""
         if checkpoint is not None:
-            self.checkpoints.restore_random_state(checkpoint, self.state.global_step)
+            self.checkpoints.restore_random_state(checkpoint, self.state.step)
             if self.steps.feed is not None:
-                self.steps.feed.go_on_from(checkpoint, self.state.global_step)
-                self.state.max_steps = self.steps.feed.end_after(self.state.global_step, self.state.max_steps)
-        return iter(step_loader(self.steps, first=self.state.global_step))
+                self.steps.feed.go_on_from(checkpoint, self.state.step)
+                self.state.last_step = self.steps.feed.end_after(self.state.step, self.state.last_step)
+        return iter(step_loader(self.steps, first=self.state.step))
 
-    def notify(self, event: str, **arguments: Any) -> None:
-        """Notify the listeners: metrics.jsonl, the terminal, trackers (run.py)."""
-        arguments |= {"model": self.model, "processing_class": self.loss.held.processing_class}
+    def begin_listeners(self) -> None:
+        """Tell the listeners that steps follow."""
         for listener in self.listeners:
-            answer = getattr(listener, f"on_{event}")(self.args, self.state, self.control, **arguments)
-            self.control = answer or self.control
+            listener.train_begin(self.state)
 
     # The parts of a step, in order.
 
     def should_continue(self) -> bool:
         """Return whether to run another step."""
-        stops = self.control.should_training_stop or self.settings.stop.agreed
-        return self.state.global_step < self.state.max_steps and not stops
+        stops = self.state.stops or self.settings.stop.agreed
+        return self.state.step < self.state.last_step and not stops
 
     def next_batches(self, upcoming: Iterator[list[MicroBatch]]) -> list[MicroBatch]:
         """Return this rank's micro-batches of the next step."""
-        self.clock.enter("data", step=self.state.global_step + 1)
+        self.clock.enter("data", step=self.state.step + 1)
         self.writer.warn_of_failures(". Training goes on")
         since, batches = time.perf_counter(), next(upcoming)
         self.step_metrics.add_waiting(time.perf_counter() - since)
         if self.steps.feed is not None:
-            self.state.max_steps = self.steps.feed.end_after(self.state.global_step + 1, self.state.max_steps)
+            self.state.last_step = self.steps.feed.end_after(self.state.step + 1, self.state.last_step)
         return batches
 
     def sum_counts(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
@@ -189,14 +177,14 @@ class StepTrainer:
         """
         counts = [sum(column) for column in zip(*(batch.own_counts for batch in micro_batches), strict=True)]
         self.clock.enter("counts")
-        with_times = (self.state.global_step + 1) % max(self.state.logging_steps, EXCHANGE_EVERY) == 0
+        with_times = (self.state.step + 1) % max(self.settings.log_every, EXCHANGE_EVERY) == 0
         timed = self.clock.steps if with_times else 0
         times, feed = self.clock.reduction_values() if timed else [], self.steps.feed
         marks = feed.marks if feed else ()
         total = to_device(torch.tensor([*counts, *self.settings.stop.counts(), *times, *marks]), self.loss.device)
         with waiting("the counts of all ranks"):
             total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
-        self.step_metrics.open(total[:6], self.state.global_step)
+        self.step_metrics.open(total[:6], self.state.step)
         self.times.store(total[6 : 6 + len(times)], timed)
         self._marks = LateCopy(total[-len(marks) :]) if marks else None
         return total[:4]
@@ -207,7 +195,7 @@ class StepTrainer:
         Returns this rank's part of the loss, scaled so that the mean over ranks is the loss of the global step.
         """
         self._watch_first_steps(micro_batches)
-        self.seen_updates.open_step(self.state.global_step + 1)
+        self.seen_updates.open_step(self.state.step + 1)
         model = self.engine.wrapped
         model.train()
         total = torch.zeros((), device=self.loss.device)
@@ -216,7 +204,7 @@ class StepTrainer:
         # sharded weights are gathered one layer at a time; caching their bfloat16 copies would keep every layer in memory
         with nullcontext() if self.settings.sharded else weights_cast_once():
             for number, batch in enumerate(micro_batches, start=1):
-                self.work.begin(self.state.global_step, number, batch)
+                self.work.begin(self.state.step, number, batch)
                 self.clock.enter("forward", micro=number)
                 with self.engine.exchanging_gradients(last=number == len(micro_batches)):
                     loss = self.loss.compute(model, batch, counts)
@@ -241,7 +229,7 @@ class StepTrainer:
         """
         if not self.spikes.judges_every_step:
             return Judgement(loss, norm)
-        step = self.state.global_step + 1
+        step = self.state.step + 1
         # DeepSpeed's engine called `_judge_for_engine` within the backward pass
         if not self.engine.deepspeed and self.spikes.judge(step, loss, norm, counts):
             self.engine.wrapped.zero_grad()  # the update then changes no weight: optimizers skip weights without a grad
@@ -259,17 +247,19 @@ class StepTrainer:
         if loss is not None:
             self._losses_since_log.append(loss)
         rate = self.engine.update()
-        self.source_counts.add(self.steps, self.state.global_step)
-        self.state.global_step += 1
-        self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
+        self.source_counts.add(self.steps, self.state.step)
+        self.state.step += 1
+        self.state.epoch = self.steps.schedule.epoch_of(self.state.step)
         self._read_counts()
+        for listener in self.listeners:
+            listener.step_end(self.state)
         return rate
 
     def should_log(self) -> bool:
         """Return whether to log this step. The first, every trainer.log_every, the last, evaluated and saved steps are logged. Because saved
         steps are logged, a run that resumes from a checkpoint writes the same lines."""
-        step = self.state.global_step
-        due = step in (1, self.state.max_steps) or step % self.state.logging_steps == 0
+        step = self.state.step
+        due = step in (1, self.state.last_step) or step % self.settings.log_every == 0
         return due or self.should_evaluate() or self.should_save()
 
     def log_step(self, norm: Any, rate: float) -> None:
@@ -287,7 +277,7 @@ class StepTrainer:
             "loss": loss,
             "grad_norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
             "learning_rate": rate,
-            "tokens": self.state.num_input_tokens_seen,
+            "tokens": self.state.tokens,
         }
         line |= (
             self.source_counts.metrics()
@@ -299,37 +289,38 @@ class StepTrainer:
 
     def should_evaluate(self) -> bool:
         """Return whether to evaluate after this step: every trainer.eval_every, and the last."""
-        step, state = self.state.global_step, self.state
-        return self.args.eval_strategy == "steps" and (step % state.eval_steps == 0 or step >= state.max_steps)
+        step, every = self.state.step, self.settings.eval_every
+        return every is not None and (step % every == 0 or step >= self.state.last_step)
 
     @torch.no_grad()
     def evaluate(self) -> None:
         """Log the objective's metrics over the whole evaluation set and each named one. They depend neither on the layout nor on the number of
         ranks."""
         started = time.perf_counter()
-        self.clock.enter("eval", step=self.state.global_step)
+        self.clock.enter("eval", step=self.state.step)
         self.model.eval()
         sets = {name: partial(self._evaluation_batches, steps) for name, steps in self.evaluation.items()}
         metrics = {f"eval_{name}": value for name, value in self.loss.evaluate(sets).items()}
-        self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
+        self.state.epoch = self.steps.schedule.epoch_of(self.state.step)
         self._log(dict(metrics))
-        self.notify("evaluate", metrics=metrics)
+        for listener in self.listeners:
+            listener.evaluate(self.state, metrics)
         self.model.train()
         self.step_metrics.exclude_time(time.perf_counter() - started)
 
     def should_save(self) -> bool:
         """Return whether to write a checkpoint after this step. True every trainer.checkpoint_every, for the last and the best, and if the run
         stops."""
-        step = self.state.global_step
-        due = step % self.state.save_steps == 0 or step >= self.state.max_steps
-        wanted = self.control.should_save or bool(self.settings.stop.agreed)
-        return wanted or (due and self.args.save_strategy != "no")
+        step = self.state.step
+        every = self.settings.checkpoint_every
+        due = every is not None and (step % every == 0 or step >= self.state.last_step)
+        return due or self.state.saves or bool(self.settings.stop.agreed)
 
     def save_checkpoint(self) -> None:
         """Start to write the checkpoint of this step in the background. The step has been logged, so its loss is finite."""
-        self.clock.enter("checkpoint", step=self.state.global_step)
+        self.clock.enter("checkpoint", step=self.state.step)
         self.checkpoints.save(self.state, self.spikes.recent)
-        self.control.should_save = False
+        self.state.saves = False
 
     def roll_back(self, step: int, folder: Path) -> Iterator[list[MicroBatch]]:
         """Restore everything from the checkpoint of `step`; return the micro-batches of the steps after it."""
@@ -341,9 +332,8 @@ class StepTrainer:
         self.restore_state(folder)
         self.spikes.roll_back(folder)
         self.steps = self.spikes.without_skipped(self.steps)
-        for listener in self.listeners:
-            if isinstance(listener, MetricsFile):  # lines of later steps will be written again
-                listener.on_train_begin(self.args, self.state, self.control)
+        for listener in self.listeners:  # lines of later steps will be written again
+            listener.rolled_back(self.state)
         return self.load_steps(folder)
 
     # Helpers.
@@ -354,7 +344,7 @@ class StepTrainer:
             _, tokens, _, _, *requests = self.step_metrics.take_last()
         if self._marks:
             self.steps.feed.check_marks(*self._marks.tolist(), self.accelerator.num_processes)
-        self.state.num_input_tokens_seen += tokens
+        self.state.tokens += tokens
         self.settings.stop.agree(*requests)
 
     def _watch_first_steps(self, micro_batches: list[MicroBatch]) -> None:
@@ -363,7 +353,7 @@ class StepTrainer:
         if self.first_step_watch is None or not rows:
             return
         started, row = time.perf_counter(), on_device(rows[0], self.loss.device)
-        self.first_step_watch.check(self.model, row, step=self.state.global_step + 1)
+        self.first_step_watch.check(self.model, row, step=self.state.step + 1)
         self._steps_watched += 1
         if self._steps_watched == WATCHED_STEPS:
             self.first_step_watch = None
@@ -374,7 +364,7 @@ class StepTrainer:
         if self.work.tried is not None:  # largest_row.py tries a row: no step runs
             return True
         loss, counts = self._loss_and_counts
-        step, judges = self.state.global_step + 1, self.spikes.judges_every_step
+        step, judges = self.state.step + 1, self.spikes.judges_every_step
         return self.spikes.judge(step, loss, norm(), counts) if judges else None
 
     def _newest_checkpoint(self) -> tuple[int, Path] | None:
@@ -394,7 +384,7 @@ class StepTrainer:
     def _measure_example_losses(self) -> list[tuple[int, float]]:
         """Return number and loss of each example of the current step. All ranks together measure them, with the current weights."""
         losses = list[tuple[int, float]]()
-        steps, step = self.steps.at(self.state.global_step)
+        steps, step = self.steps.at(self.state.step)
         parts = steps.schedule.micro_batches(step, steps.rank, steps.world_size)
         mine = [(number, split) for part, split in parts for number in part.tolist() if steps.trains_on(number, step)]
         self.model.eval()
@@ -418,7 +408,7 @@ class StepTrainer:
         """Raise CheckFailed on every process if the loss is not finite. It names the first such step since the last line."""
         if math.isfinite(loss):
             return
-        last, losses = self.state.global_step, torch.stack(self._losses_since_log)
+        last, losses = self.state.step, torch.stack(self._losses_since_log)
         with waiting("the losses of all ranks"):
             losses = cast(torch.Tensor, self.accelerator.reduce(losses, reduction="sum")).tolist()
         first = next((at for at, one in enumerate(losses) if not math.isfinite(one)), len(losses) - 1)
@@ -429,8 +419,9 @@ class StepTrainer:
     def _log(self, line: dict[str, Any]) -> None:
         """Notify the listeners of a line, and keep it in the state of the run."""
         line["epoch"] = self.state.epoch
-        self.state.log_history.append({**line, "step": self.state.global_step})
-        self.notify("log", logs=line)
+        self.state.lines.append({**line, "step": self.state.step})
+        for listener in self.listeners:
+            listener.log(self.state, line)
 
     def _pop_seen_updates(self) -> dict[str, float]:
         """Return `updates_seen` (seen_updates.py) since the last line, if measured. Warn once if it is small."""

@@ -32,7 +32,7 @@ from packtrain.model.save import complete, weights_at_least
 from packtrain.model.spread import loading_whole
 from packtrain.monitor.heartbeat import progress
 from packtrain.plan.known_model import base_of
-from packtrain.plan.surroundings import command_of
+from packtrain.plan.surroundings import command_of, find_converter
 from packtrain.proof.choice import AttentionChoice
 from packtrain.run_folder import RunFolder, losses_of_sets
 from packtrain.train.checkpoint.folder import tidy
@@ -190,27 +190,27 @@ class Summary:
     def to_json(self, status: str) -> dict[str, Any]:
         """Return the content of summary.json."""
         state, report, feed = self.trainer.state, self.data.train.report, self.trainer.steps.feed
-        report = report if feed is None else feed.report(state.num_input_tokens_seen)
-        losses = [line["loss"] for line in state.log_history if "loss" in line]
-        lines = [line for line in state.log_history if "eval_loss" in line]
+        report = report if feed is None else feed.report(state.tokens)
+        losses = [line["loss"] for line in state.lines if "loss" in line]
+        lines = [line for line in state.lines if "eval_loss" in line]
         evals = {int(line["step"]): line["eval_loss"] for line in lines}
         best = min((step for step in evals if step > 0), key=lambda step: evals[step], default=None)
         schedule = self.trainer.steps.schedule
-        stopping_early = status == "done" and self.early and state.best_metric is not None
-        of_final = (line for line in reversed(lines) if not stopping_early or line["eval_loss"] == state.best_metric)
+        stopping_early = status == "done" and self.early and state.best_loss is not None
+        of_final = (line for line in reversed(lines) if not stopping_early or line["eval_loss"] == state.best_loss)
         kept = {"eval_loss": None, **next(of_final, {})}
         return {
             "status": status,
-            "steps": state.global_step,
-            "epoch": schedule.epoch_of(state.global_step),
+            "steps": state.step,
+            "epoch": schedule.epoch_of(state.step),
             "train_loss": losses[-1] if losses else None,
             "first_loss": losses[0] if losses else None,
             **{key: value for key, value in kept.items() if key.startswith("eval_")},
             "first_eval_loss": next(iter(evals.values()), None),
             "best_eval_loss": None if best is None else evals[best],
             "best_step": best,
-            "tokens": state.num_input_tokens_seen,
-            "examples": schedule.documents_before(state.global_step) if feed is None else feed.examples,
+            "tokens": state.tokens,
+            "examples": schedule.documents_before(state.step) if feed is None else feed.examples,
             "data_ended": None if feed is None else feed.ended,
             "sources": self.trainer.source_counts.to_json(),
             "truncated": report.truncated,
@@ -250,11 +250,11 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
     if (last := figures["eval_loss"]) is not None:
         of_sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses_of_sets(figures).items())
         clauses.append(f"held-out loss {figures['first_eval_loss']:.4f} → {last:.4f}{of_sets and f' ({of_sets})'}")
-        if early and state.best_metric is not None:
+        if early and state.best_loss is not None:
             clauses.append(f"the weights are those of step {figures['best_step']}, with the lowest held-out loss")
     for accuracy, margin in _RANKED:
-        if lines := [line for line in state.log_history if margin in line]:
-            best = [line for line in lines if early and line["step"] == state.best_global_step]
+        if lines := [line for line in state.lines if margin in line]:
+            best = [line for line in lines if early and line["step"] == state.best_step]
             final = (best or lines[-1:])[0]
             moved = f"margin {lines[0][margin]:.2f} → {final[margin]:.2f}"
             if accuracy in final:
@@ -269,13 +269,18 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
 def next_commands(folder: RunFolder, *, held_out: bool, scores: bool) -> list[str]:
     """Return commands to paste after the run. `scores`: for a reward model; `held_out`: data.eval is set."""
     program, run = shlex.join(command_of("packtrain")), shlex.quote(str(folder.root))
+    try:
+        to, why = "gguf", "or ollama, hub, merged"
+        find_converter(None)
+    except UserError:
+        to, why = "hub --repo YOU/NAME", "gguf and ollama need llama.cpp"
     ways = {
-        "report": f"  # writes {folder.report} anew: curves, answers, data; for a browser",
-        "chat": "  # talk to it",
-        "eval": f"{'' if held_out else ' data.eval=FILE'}  # held-out figures; --generate 20 compares answers, too",
-        "export": " --to hub --repo YOU/NAME" if scores else " --to gguf  # or ollama, hub, merged",
+        f"report {run}": "write report.html anew, for a browser",
+        f"chat {run}": "talk to it",
+        f"eval {run}{'' if held_out else ' data.eval=FILE'}": "held-out figures; --generate 20: answers, too",
+        f"export {run} --to {'hub --repo YOU/NAME' if scores else to}": "upload it" if scores else why,
     }
-    return [f"{program} {verb} {run}{rest}" for verb, rest in ways.items() if not (scores and verb == "chat")]
+    return [f"# {said}\n  {program} {way}" for way, said in ways.items() if not (scores and way.startswith("chat"))]
 
 
 def _short(text: str, limit: int) -> str:

@@ -54,9 +54,11 @@ from packtrain.train.library_errors import explained
 from packtrain.train.loader import Steps
 from packtrain.train.log import console
 from packtrain.train.log.console import Log, quiet_libraries, warnings_to
+from packtrain.train.log.listener import Listener
 from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
+from packtrain.train.objectives.loss import Setup
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.final_weights import format_of
 from packtrain.train.optim.unreached import freeze_unreached, reduce_unreached
@@ -190,8 +192,8 @@ def _train(run: Run, trainer: StepTrainer, checkpoint: Path | None, finish: Fini
             raise
         finally:
             run.progress.close()
-        step = trainer.state.global_step
-        if not run.stop.agreed or step >= trainer.state.max_steps:  # after the last step nothing is left to stop
+        step = trainer.state.step
+        if not run.stop.agreed or step >= trainer.state.last_step:  # after the last step nothing is left to stop
             (finish or _finish)(run, trainer, summary)
             return 0
         _say_stopped(run, trainer, summary, run.stop.agreed)
@@ -200,8 +202,8 @@ def _train(run: Run, trainer: StepTrainer, checkpoint: Path | None, finish: Fini
 
 def _while_stopping(trainer: StepTrainer, number: int) -> str:
     """Say what happens after the first signal."""
-    step, newest = trainer.state.global_step + 1, trainer.writer.outcome.newest
-    what = f"finishing step {step}" if step <= trainer.state.max_steps else "finishing the run"
+    step, newest = trainer.state.step + 1, trainer.writer.outcome.newest
+    what = f"finishing step {step}" if step <= trainer.state.last_step else "finishing the run"
     again = f"again stops now, {f'from checkpoint {newest}' if newest else 'without a checkpoint'}"
     return f"{what}; {again}" if number == signal.SIGINT else f"{what}, after SIGTERM"
 
@@ -209,7 +211,7 @@ def _while_stopping(trainer: StepTrainer, number: int) -> str:
 def _say_stopped(run: Run, trainer: StepTrainer, summary: results.Summary, number: int) -> None:
     """Write and say where a run stopped, and where it can resume."""
     _write_summary(run, summary.to_json("stopped"))
-    step, newest = trainer.state.global_step, trainer.writer.outcome.newest
+    step, newest = trainer.state.step, trainer.writer.outcome.newest
     place = "there" if newest == step else f"step {newest}" if newest else "the start, for there is no checkpoint"
     run.log.say(f"{stopped_by(number)} after step {step}; the same command goes on from {place}")
 
@@ -263,7 +265,7 @@ def evaluate_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> 
         trainer.listeners, trainer.settings = [], replace(trainer.settings, largest_first=False)
         trainer.prepare(None)
         trainer.evaluate()
-    figures = {name: value for name, value in trainer.state.log_history[-1].items() if name.startswith("eval_")}
+    figures = {name: value for name, value in trainer.state.lines[-1].items() if name.startswith("eval_")}
     if ranks.main:
         write_json(folder.summary, figures)
     return 0
@@ -332,11 +334,14 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         checkpointing=checkpointing,
         offload=config.trainer.activation_offload,
         ema=config.trainer.ema,
+        log_every=config.trainer.log_every,
+        eval_every=config.trainer.eval_every if evaluation else None,
+        checkpoint_every=config.trainer.checkpoint_every,
         unused_at_times=at_times,
     )
     arguments = training_arguments(config.trainer, config.optim, config.tracking, prepared.precision, settings)
     with boundary("the trainer cannot be made", "optim"):
-        loss = prepared.objective.loss(model, arguments, prepared.tokenizer, settings)
+        loss = prepared.objective.loss(Setup(model, arguments, prepared.tokenizer, settings))
         trainer = StepTrainer(loss, settings, _listeners(run))
     if peak := trainer.step_metrics.peak:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
@@ -370,14 +375,15 @@ def _dither_of(run: Run, trainer: StepTrainer) -> Dither:
     return dither
 
 
-def _listeners(run: Run) -> list[Any]:
+def _listeners(run: Run) -> list[Listener]:
     """Make all listeners to the steps."""
-    listeners: list[Any] = [MetricsFile(run.folder.metrics, run.log.warn), run.progress]
-    if patience := run.config.trainer.early_stop_patience:
-        listeners.append(EarlyStop(patience, run.log))
+    trainer, listeners = run.config.trainer, list[Listener]()
     if run.ranks.main:
-        run.trackers = trackers_of(run.config.tracking.report_to, run.folder, run.log.warn)
-    return [*listeners, *run.trackers]
+        run.trackers = trackers_of(run.config, run.folder, run.log.warn)
+        listeners = [MetricsFile(run.folder.metrics, run.log.warn), *run.trackers]
+    if trainer.early_stop_patience and trainer.eval_every:
+        listeners.append(EarlyStop(trainer.early_stop_patience, trainer.eval_every, run.log))
+    return [*listeners, run.progress]
 
 
 def _try_saving(run: Run, ends: list[int]) -> None:
@@ -499,8 +505,8 @@ def _begin_run_folder(run: Run, checkpoint: Path | None, origin: dict[str, Any])
 def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
     """End a completed run: last evaluation, final/, summary.json, last lines."""
     config, folder = run.config, run.folder
-    evaluated = [line["step"] for line in trainer.state.log_history if "eval_loss" in line]
-    if trainer.evaluation and evaluated[-1:] != [trainer.state.global_step]:
+    evaluated = [line["step"] for line in trainer.state.lines if "eval_loss" in line]
+    if trainer.evaluation and evaluated[-1:] != [trainer.state.step]:
         trainer.evaluate()
     trainer.clock.enter("final")
     if summary.early:

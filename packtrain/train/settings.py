@@ -52,6 +52,11 @@ class LoopSettings:
     checkpointing: str = "none"
     offload: bool = False
     ema: float = 0.0
+    log_every: int = 1
+    eval_every: int | None = None
+    """None: no evaluation between the first step and the last, nor after it."""
+    checkpoint_every: int | None = None
+    """None: no checkpoints, unless the run is stopped."""
     unused_at_times: bool = False
     """Weights (of experts) get a gradient in some batches only."""
 

@@ -100,9 +100,9 @@ def train_watched(
     begin: Callable[..., Any] = StepTrainer.next_batches
 
     def watched(self: StepTrainer, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == FIRST - 1:
+        if self.state.step == FIRST - 1:
             watch.__enter__()
-        elif self.state.global_step == LAST:
+        elif self.state.step == LAST:
             watch.__exit__(None, None, None)
         return begin(self, *args, **kwargs)
 

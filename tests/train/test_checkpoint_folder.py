@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerState
 
 from packtrain.train.checkpoint import folder as checkpoint_folder
 from packtrain.train.checkpoint.folder import complete, find_resume, folder_of, prune, set_aside, staging_of
+from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.log.metrics import MetricsFile
 
 ORIGIN = {"trainer.seed": 0, "strategy.name": "ddp", "the number of processes": 1}
@@ -102,8 +102,8 @@ def test_an_evaluation_that_the_checkpoint_does_not_know_of_is_not_there_twice(t
     ]
     (file := tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines) + '{"step": 4')
     history = lines[: 3 if known else 2]
-    state = TrainerState(global_step=2, log_history=history)
-    MetricsFile(file).on_train_begin(None, state, None)
+    state = RunState(step=2, lines=history)
+    MetricsFile(file).train_begin(state)
     assert [json.loads(line) for line in file.read_text().splitlines()] == history
 
 
@@ -112,8 +112,8 @@ def test_an_evaluation_that_the_checkpoint_does_not_know_of_is_not_there_twice(t
 )
 def test_what_a_loss_of_power_left_in_the_metrics_ends_no_run(tmp_path: Path, left: bytes) -> None:
     (file := tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 1.0, "seconds": 2}\n' + left)
-    callback, state = MetricsFile(file), TrainerState(global_step=1)
-    callback.on_train_begin(None, state, None)
-    callback.on_log(None, state, None, logs={"loss": 2.0})
+    callback, state = MetricsFile(file), RunState(step=1)
+    callback.train_begin(state)
+    callback.log(state, {"loss": 2.0})
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert lines[-1]["loss"] == 2.0 and abs(lines[-1]["seconds"]) < 60

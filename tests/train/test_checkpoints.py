@@ -15,10 +15,10 @@ import torch
 import yaml
 from here import train_here
 from running import Run, assert_same_bits, base_config, packtrain, train
-from transformers import TrainerState
 
 from packtrain.config.compose import load_config
 from packtrain.train.checkpoint import state, writer
+from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.log.metrics import MetricsFile
 from packtrain.train.loop import StepTrainer
 from tests.train import forked
@@ -52,7 +52,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_is_of_its_step(
         complete(staging, target)
 
     def counted(self: Any, *given: Any, **named: Any) -> Any:
-        if self.state.global_step == 3:  # of the next checkpoint
+        if self.state.step == 3:  # of the next checkpoint
             trained.set()
         return step(self, *given, **named)
 
@@ -129,12 +129,12 @@ def test_what_a_killed_run_had_no_time_to_remove_is_removed_as_it_goes_on(tmp_pa
 
 def test_a_full_disk_costs_lines_of_metrics_with_one_warning_and_leaves_no_half_ones(tmp_path: Path) -> None:
     said, before = list[str](), resource.getrlimit(resource.RLIMIT_FSIZE)
-    file, state = MetricsFile(path := tmp_path / "metrics.jsonl", said.append), TrainerState()
+    file, state = MetricsFile(path := tmp_path / "metrics.jsonl", said.append), RunState()
 
     def log(loss: float, most: int | None = None) -> list[float]:
         """Logs a line, where the file may have so many bytes; returns the losses that are in it."""
         resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if most is None else most, before[1]))
-        file.on_log(None, state, None, logs={"loss": loss})
+        file.log(state, {"loss": loss})
         return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
 
     try:

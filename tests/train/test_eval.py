@@ -113,6 +113,30 @@ def test_two_processes_of_a_launch_find_the_same_and_one_tells_it(tmp_path: Path
     assert figures == pytest.approx(alone, rel=1e-5)
 
 
+def test_a_run_folder_is_found_by_name_and_knows_where_its_relative_paths_start(tmp_path: Path) -> None:
+    config = config_of(tmp_path, trainer={"max_steps": 2, "output_dir": "runs/short"})
+    config["data"] |= {"train": "train.jsonl", "eval": "eval.jsonl"}
+    (run := tmp_path / "runs/short").mkdir(parents=True)
+    (tmp_path / "base").rename(run / "final")
+    written(run, config | {"model": {"path": str(run / "final")}})
+    (run / ".packtrain").touch()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    advice = {
+        "runs/shrt": "runs/short",
+        "runs": "CONFIG.yaml",
+        "runs/short/final": "CONFIG.yaml",
+        "elsewhere": "CONFIG.yaml",
+    }
+    for given, said in advice.items():
+        refused = packtrain("eval", given, expect=2, cwd=tmp_path).stderr
+        assert given in refused and said in refused and "recipes/" not in refused
+    refused = packtrain("eval", str(run), expect=2, cwd=elsewhere).stderr
+    assert "train.jsonl" in refused and f"cd {tmp_path}" in refused
+    write_jsonl(elsewhere / "train.jsonl", ROWS["sft"][:1])
+    write_jsonl(elsewhere / "eval.jsonl", ROWS["sft"][1:2])
+    assert f"cd {tmp_path}" in packtrain("eval", str(run), cwd=elsewhere).stderr  # other files of these names
+
+
 def test_a_table_for_people(tmp_path: Path) -> None:
     shown = packtrain(
         "eval", str(written(tmp_path, config_of(tmp_path))), "--generate", "2", "--max-tokens", "4"

@@ -80,7 +80,7 @@ def test_an_evaluation_is_one_step_over_the_whole_set(tmp_path: Path) -> None:
     trainer = ours(tmp_path, "flat")
     trainer.evaluation = {"": replace(steps_of("flat", 40, a_step=3), whole=True)}
     trainer.evaluate()
-    found = {name.removeprefix("eval_"): value for name, value in trainer.state.log_history[-1].items()}
+    found = {name.removeprefix("eval_"): value for name, value in trainer.state.lines[-1].items()}
     assert found.pop("step") == 0 and found.pop("epoch") == 0
     assert found.pop("loss") == pytest.approx(loss, rel=1e-5) and found.pop("answers") == 7
     assert found == pytest.approx({name: figures[name] for name in found}, rel=1e-5, abs=1e-5)

@@ -29,7 +29,7 @@ def test_a_step_goes_through_few_files(tmp_path: Path, monkeypatch: pytest.Monke
             files.add(path.relative_to(PACKAGE).as_posix())
 
     def watched(self: StepTrainer, *given: Any) -> Any:
-        sys.setprofile({3: note, 5: None}.get(self.state.global_step, sys.getprofile()))
+        sys.setprofile({3: note, 5: None}.get(self.state.step, sys.getprofile()))
         return next_batches(self, *given)
 
     monkeypatch.setattr(StepTrainer, "next_batches", watched)

@@ -182,7 +182,7 @@ def test_a_signal_is_answered_within_the_step_and_a_second_ctrl_c_stops_there(
     forward_and_backward, log = StepTrainer.forward_and_backward, tmp_path / "run/logs/rank-00000.log"
 
     def sent_meanwhile(self: StepTrainer, *given: Any) -> Any:
-        if self.state.global_step == 1:
+        if self.state.step == 1:
             self.writer.wait()
             for _ in range(times):
                 signal.raise_signal(number)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from transformers import TrainerState
 
+from packtrain.config.schema import RunConfig, Tracking
 from packtrain.run_folder import RunFolder
+from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.log.console import Log
 from packtrain.train.log.metrics import TerminalProgress
 from packtrain.train.log.trackers import trackers_of
@@ -49,12 +50,11 @@ def test_the_header_wraps_at_words_under_its_text(width: int, tmp_path: Path) ->
 @pytest.mark.parametrize("width", [80, 100, 120, 200])
 def test_the_line_of_progress_keeps_step_loss_speed_and_time_left(width: int, tmp_path: Path) -> None:
     log, shown = log_of(tmp_path, width)
-    progress, state = TerminalProgress(log), TrainerState(global_step=99_998, max_steps=100_000)
-    state.is_world_process_zero = True
-    progress.on_train_begin(None, state, None)
-    state.global_step += 1
-    progress.on_step_end(None, state, None)
-    progress.on_log(None, state, None, logs=LOGS)
+    progress, state = TerminalProgress(log), RunState(step=99_998, last_step=100_000)
+    progress.train_begin(state)
+    state.step += 1
+    progress.step_end(state)
+    progress.log(state, LOGS)
     progress.close()
     line = plain(shown)[-1]
     assert len(line) <= width
@@ -66,6 +66,6 @@ def test_the_line_of_progress_keeps_step_loss_speed_and_time_left(width: int, tm
 def test_a_tracker_that_has_no_login_finds_nobody_to_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = os.fdopen(os.openpty()[1], closefd=False)
     monkeypatch.setattr(sys, "stdin", terminal)
-    assert trackers_of([], RunFolder(tmp_path), print) == [] and sys.stdin.isatty()
-    trackers_of(["tensorboard"], RunFolder(tmp_path), print)
+    assert trackers_of(RunConfig(), RunFolder(tmp_path), print) == [] and sys.stdin.isatty()
+    trackers_of(RunConfig(tracking=Tracking(report_to=["tensorboard"])), RunFolder(tmp_path), print)
     assert not sys.stdin.isatty() and sys.stdin.read() == ""

@@ -20,6 +20,7 @@ from running import Run, assert_same_bits, base_config, packtrain, train, write_
 
 from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
+from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.log.metrics import MetricsFile
 from packtrain.train.loop import StepTrainer
 from packtrain.train.spikes import IN_A_ROW, RecentFigures
@@ -37,7 +38,7 @@ def broken_at(step: int, times: float = math.nan, last: int = 0) -> Any:
 
     def forward_and_backward(self: Any, inputs: Any, counts: Any) -> Any:
         own = self.loss.compute
-        if step <= self.state.global_step + 1 <= max(step, last):
+        if step <= self.state.step + 1 <= max(step, last):
             self.loss.compute = lambda *given: own(*given) * times if torch.is_grad_enabled() else own(*given)
         try:
             return backward(self, inputs, counts)
@@ -55,14 +56,14 @@ def with_a_spike(*given: Any) -> None:
 
 def with_a_spike_and_an_end(*given: Any) -> None:
     """The same, killed after step 7."""
-    log = MetricsFile.on_log
+    log = MetricsFile.log
 
-    def last(self: Any, args: Any, state: Any, *given: Any, **named: Any) -> None:
-        log(self, args, state, *given, **named)
-        if state.global_step == 7:
+    def last(self: Any, state: RunState, line: dict[str, Any]) -> None:
+        log(self, state, line)
+        if state.step == 7:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    MetricsFile.on_log = last
+    MetricsFile.log = last
     with_a_spike(*given)
 
 

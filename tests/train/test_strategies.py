@@ -152,8 +152,8 @@ def counting(*given: Any) -> None:
         return batches
 
     def update(self: StepTrainer, *args: Any) -> Any:
-        if self.state.global_step == 1 and self.accelerator.is_main_process:
-            Path(self.args.output_dir, "calls.json").write_text(json.dumps(calls))
+        if self.state.step == 1 and self.accelerator.is_main_process:
+            Path(self.settings.checkpoints.parent, "calls.json").write_text(json.dumps(calls))
         return end(self, *args)
 
     StepTrainer.next_batches, StepTrainer.update = next_batches, update

@@ -1,4 +1,4 @@
-"""Trackers get every figure of a run under its name, by transformers' callbacks of their packages, here stand-ins of these."""
+"""Trackers get every figure of a run under its name, by accelerate's trackers and stand-ins of their packages."""
 
 from __future__ import annotations
 
@@ -20,28 +20,36 @@ def save(kind, values):
 """
 PACKAGES = {
     "trackio": """
-__version__ = "0.43.0"
 class Config(dict):
     def update(self, values, **_): super().update(values)
 config = Config()
-context_vars = types.SimpleNamespace(current_space_id=types.SimpleNamespace(get=lambda: None))
-def init(**given): save("init", given)
-def log(values): save("log", values)
-def finish(): save("finish", {})
+class Run:
+    def log(self, values, **_): save("log", values)
+    def finish(self): save("finish", {})
+def init(**given):
+    save("init", given)
+    return Run()
 """,
     "swanlab": """
 config = {}
-def get_run(): return None
-def init(**given): save("init", {**given, "name": given["experiment_name"]})
-def log(values, step=None): save("log", values)
+class Run:
+    def log(self, data=None, step=None, **_): save("log", data)
+    def finish(self): save("finish", {})
+def init(**given):
+    save("init", {**given, "name": given["experiment_name"]})
+    return Run()
 """,
     "comet_ml": """
+__version__ = "3.49.0"
 def ExperimentConfig(name): return name
 class Experiment:
-    def __internal_api__set_model_graph__(self, *given, **named): pass
-    def __internal_api__log_parameters__(self, *given, **named): pass
-    def __internal_api__log_metrics__(self, values, **named): save("log", values)
-def start(online, mode, experiment_config):
+    def log_parameters(self, *given, **named): pass
+    def set_step(self, step): pass
+    def log_metrics(self, values, **named): save("log", values)
+    def log_metric(self, name, value, **named): save("log", {name: value})
+    def log_other(self, *given, **named): pass
+    def end(self): save("finish", {})
+def start(project_name, experiment_config):
     save("init", {"name": experiment_config})
     return Experiment()
 """,
@@ -49,10 +57,7 @@ def start(online, mode, experiment_config):
 
 
 def with_packages_of_the_folder(*given: Any) -> None:
-    """The command, which finds the packages that are in its folder; what transformers has looked for before is there."""
-    from transformers.integrations import integration_utils
-
-    integration_utils._is_comet_installed = integration_utils._is_comet_recent_enough = True
+    """The command, which finds the packages that are in its folder."""
     sys.path.insert(0, "")
     forked.run(*given)
 
@@ -72,3 +77,4 @@ def test_a_tracker_is_told_the_figures_of_a_run(
     assert told[0][0] == "init" and told[0][1]["name"] == "mine"
     losses = [values["train/loss"] for kind, values in told if kind == "log" and "train/loss" in values]
     assert losses == run.losses and len(losses) == 2
+    assert told[-1][0] == "finish"

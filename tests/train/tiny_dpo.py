@@ -26,6 +26,7 @@ from packtrain.packing.schedule import make_schedule
 from packtrain.train.loader import Steps
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.first_loss import check_answer_forward, check_first_loss
+from packtrain.train.objectives.loss import Setup
 from packtrain.train.objectives.pairs import PairSteps
 from packtrain.train.settings import LoopSettings, StopRequest
 
@@ -123,7 +124,7 @@ def trainer_of(
     """A trainer by a loss of that kind over `steps`, on models that attend by Segments unless they are padded."""
     of_loop = LoopSettings(steps, {}, StopRequest(), folder, {})
     held_to = another() if reference == OTHER else reference
-    trainer = StepTrainer(kind(model or policy(), settings, TOKENIZER, of_loop, objective, held_to), of_loop)
+    trainer = StepTrainer(kind(Setup(model or policy(), settings, TOKENIZER, of_loop), objective, held_to), of_loop)
     if steps.layout != "padding":
         for one in filter(None, (trainer.model, trainer.loss.reference)):
             attend_by(base_model(one), "segmented")

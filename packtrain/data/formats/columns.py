@@ -82,6 +82,7 @@ class Row:
     """One row under our column names.
 
     `columns` maps our names to the file's. `roles` and `keys` (of messages) are named by the chat template. `system` is data.system.
+    The template does not write the `name` of a speaker with one of the roles `nameless`.
     `asked` are the columns that readers asked for. `unknown` are keys of messages that neither a reader nor the template knows.
     """
 
@@ -90,6 +91,7 @@ class Row:
     roles: frozenset[str]
     keys: frozenset[str]
     system: str | None = None
+    nameless: frozenset[str] = frozenset()
     asked: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
 

@@ -122,7 +122,10 @@ def read_message(value: Any, where: str, row: Row) -> dict[str, Any]:
         _set_thought(message, where)
         if not (message["content"].strip() or message.keys() & {"tool_calls", "reasoning_content"}):
             raise BadRow("empty", "the assistant's turn is empty", f"{where}.{what}")
-    unknown = (key for key in message.keys() - KNOWN - row.keys if message[key] not in ("", [], {}))
+    unread = message.keys() - KNOWN - row.keys | (
+        message.keys() & {"name"} if message["role"] in row.nameless else set()
+    )
+    unknown = (key for key in unread if message[key] not in ("", [], {}))
     row.unknown.update(f"{where.partition('[')[0]}[].{key}" for key in unknown)
     return message
 

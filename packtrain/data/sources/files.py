@@ -41,6 +41,7 @@ _TEXTUAL = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 _TABLES = (".parquet", ".arrow")
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, csv.Error, pa.ArrowException)
 SUFFIXES = (*_TEXTUAL, *(f"{suffix}{packed}" for suffix in _TEXTUAL for packed in COMPRESSED), *_TABLES)
+_HOLDERS = {"data", "rows", "train", "examples"}  # keys of all rows, even if the file is a .jsonl of one line
 READABLE = f"packtrain reads {', '.join(_TEXTUAL)} (also with {' or '.join(COMPRESSED)}), {', '.join(_TABLES)}"
 
 
@@ -141,10 +142,12 @@ def _find_rows(text: bytes, path: Path | RemoteFile) -> list[Any] | None:
         raise UserError(f"broken JSON: {error}", where=str(path), fix=fix) from error
     if isinstance(value, list):
         return value
-    parts = [part for part in value.values() if isinstance(part, list) and part]
-    lists = [part for part in parts if all(isinstance(row, dict) for row in part)]
-    if len(lists) == 1 and not (value.keys() & COLUMNS or {"role", "from"} & lists[0][0].keys()):
-        return lists[0]
+    parts = {name: part for name, part in value.items() if isinstance(part, list) and part}
+    lists = {name: part for name, part in parts.items() if all(isinstance(row, dict) for row in part)}
+    is_row = kind_of(path) != ".json" and b"\n" not in text.strip() and len(value) > 1 and not _HOLDERS & lists.keys()
+    (rows,) = lists.values() if len(lists) == 1 and not is_row else ([],)
+    if rows and not (value.keys() & COLUMNS or {"role", "from"} & rows[0].keys()):
+        return rows
     return [value] if b"\n" in text.strip() else None
 
 

@@ -175,7 +175,7 @@ class Encoder:
         encode = by_examples[OBJECTIVES[self.objective].examples]
         template, none = self.template, frozenset[str]()
         roles, keys = (template.words, template.keys) if template else (none, none)
-        made = Row(row, columns, roles, keys, self.data.system)
+        made = Row(row, columns, roles, keys, self.data.system, self._chat.nameless_roles if template else none)
         try:
             documents, flags = encode(made, format)
         except UnicodeEncodeError as error:

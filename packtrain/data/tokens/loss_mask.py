@@ -49,6 +49,10 @@ _EMPTY_THOUGHT = re.compile(r"\s*(<think>)?\s*</think>\s*")
 ADVICE = "Set data.chat_template to a template with {% generation %} marks, or data.loss_on=completion or all."
 
 
+_CALL = {"type": "function", "function": {"name": "NAME", "arguments": {"key": "value"}}}
+_CALLING = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+
+
 @dataclass(frozen=True)
 class ChatEncoder:
     """Encoder of conversations with one template; made once per process."""
@@ -181,14 +185,31 @@ class ChatEncoder:
         return self._render(self._rewrite(conversation))[0]
 
     def _rewrite(self, conversation: Conversation) -> Conversation:
-        return rewrite_for_template(self.template.text, conversation, text_arguments=self._takes_text)
+        made, tag = (
+            rewrite_for_template(self.template.text, conversation, text_arguments=self._takes_text),
+            self._result_tag,
+        )
+        return replace(made, messages=[_without_tag(message, tag) for message in made.messages]) if tag else made
+
+    @cached_property
+    def _result_tag(self) -> str:
+        """Return the tag that the template writes around a tool's answer; "" without one."""
+        asked = Conversation([*_CALLING, {"role": "tool", "content": "RESULT"}])
+        made = rewrite_for_template(self.template.text, asked, text_arguments=self._takes_text)
+        found = re.search(r"<(\w+)>\s*RESULT\s*</\1>", self._probe(*made.messages))
+        return found[1] if found else ""
+
+    @cached_property
+    def nameless_roles(self) -> frozenset[str]:
+        """Return the roles whose `name` is not in the rendered text. A tool's name is in its call, too."""
+        turns = [{"role": role, "content": role, "name": f"NAME {role}"} for role in ("system", "user", "assistant")]
+        text = self._probe(*turns) or self._probe(*turns[1:])  # some templates refuse system prompts
+        return frozenset(turn["role"] for turn in turns if turn["name"] not in text)
 
     @cached_property
     def _takes_text(self) -> bool:
         """Return whether the template takes call arguments only as JSON text, like DeepSeek's."""
-        call = {"type": "function", "function": {"name": "NAME", "arguments": {"key": "value"}}}
-        asked = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        rewrite = partial(rewrite_for_template, self.template.text, Conversation(asked))
+        rewrite = partial(rewrite_for_template, self.template.text, Conversation(_CALLING))
         as_object, as_text = (self._probe(*rewrite(text_arguments=form).messages) for form in (False, True))
         return '{"key": "value"}' in as_text and ("NAME" not in as_object or "{'key'" in as_object)
 
@@ -335,6 +356,12 @@ def _find_thought(message: dict[str, Any]) -> str:
     """Return an assistant's thought, "" without one."""
     before, end, _ = message["content"].rpartition("</think>")
     return (message.get("reasoning_content") or (before.split("<think>", 1)[-1] if end else "")).strip()
+
+
+def _without_tag(message: dict[str, Any], tag: str) -> dict[str, Any]:
+    """Return a tool's answer without <tag> around it. Several answers keep the tags between them."""
+    inner = re.fullmatch(rf"\s*<{tag}>\s*(.*?)\s*</{tag}>\s*", message["content"] or "", re.DOTALL)
+    return {**message, "content": inner[1]} if inner and message["role"] == "tool" else message
 
 
 def _find_crossed_borders(encoded: Encoded, text: str, span: Span, special_ids: frozenset[int]) -> list[int]:

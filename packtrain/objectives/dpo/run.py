@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import PairDataset
@@ -20,10 +20,9 @@ from packtrain.train.loader import MicroBatch
 from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.loss import Logps, ReferenceLoss
+from packtrain.train.objectives.loss import Logps, ReferenceLoss, Setup
 from packtrain.train.objectives.pairs import PairObjective, PairSteps
 from packtrain.train.objectives.training_objective import ReferenceObjective
-from packtrain.train.settings import LoopSettings
 
 FIGURES = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy", "rewards/chosen", "rewards/rejected")
 FIGURES += ("rewards/accuracies", MARGINS, "logps/chosen", "logps/rejected")
@@ -36,15 +35,7 @@ class DPOLoss(ReferenceLoss):
     reference_names = ("ref_chosen_logps", "ref_rejected_logps")
     figures = FIGURES
 
-    def __init__(
-        self,
-        model: Any,
-        arguments: TrainingArguments,
-        tokenizer: Any,
-        settings: LoopSettings,
-        objective: Objective,
-        reference: PreTrainedModel | None,
-    ) -> None:
+    def __init__(self, setup: Setup, objective: Objective, reference: PreTrainedModel | None) -> None:
         option = objective.option
         self.options = PairOptions(
             beta=objective.beta,
@@ -58,9 +49,9 @@ class DPOLoss(ReferenceLoss):
         self.weights: dict[str, float] = {}
         for weight, name in weighted_losses(objective):
             self.weights[name] = self.weights.get(name, 0.0) + weight
-        outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
-        outputs += ("log_sum_sq_probs",) if self.options.use_weighting else ()
-        super().__init__(model, arguments, tokenizer, settings, objective, reference, outputs)
+        self.outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
+        self.outputs += ("log_sum_sq_probs",) if self.options.use_weighting else ()
+        super().__init__(setup, objective, reference)
 
     def measure(
         self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 
 from packtrain.config.objective import Objective
 from packtrain.config.schema import RunConfig
@@ -29,7 +29,7 @@ from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import MicroBatch
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.loss import EvaluationBatches, Logps, ReferenceLoss
+from packtrain.train.objectives.loss import EvaluationBatches, Logps, ReferenceLoss, Setup
 from packtrain.train.objectives.training_objective import ReferenceObjective
 from packtrain.train.settings import LoopSettings
 from packtrain.wording import counted
@@ -44,19 +44,11 @@ class KTOLoss(ReferenceLoss):
     example_unit = "answers"
     answers = ("answer",)
     reference_names = ("ref_logps",)
+    outputs = ("log_probs", "entropy", "mean_logits")
     figures = FIGURES
 
-    def __init__(
-        self,
-        model: Any,
-        arguments: TrainingArguments,
-        tokenizer: Any,
-        settings: LoopSettings,
-        objective: Objective,
-        reference: PreTrainedModel | None,
-    ) -> None:
-        outputs = ("log_probs", "entropy", "mean_logits")
-        super().__init__(model, arguments, tokenizer, settings, objective, reference, outputs)
+    def __init__(self, setup: Setup, objective: Objective, reference: PreTrainedModel | None) -> None:
+        super().__init__(setup, objective, reference)
         weights = {name: objective.option(name) for name in ("desirable_weight", "undesirable_weight")}
         self.options = UnpairedOptions(beta=objective.beta, **weights)
         (name,) = objective.losses

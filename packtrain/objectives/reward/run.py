@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from accelerate import Accelerator
-from transformers import TrainingArguments
 
 from packtrain.attention.backends import attention_of
 from packtrain.config.objective import Objective
@@ -32,9 +31,8 @@ from packtrain.train.loader import MicroBatch
 from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.loss import ExampleLoss, MeanFigures
+from packtrain.train.objectives.loss import ExampleLoss, MeanFigures, Setup
 from packtrain.train.objectives.pairs import PairObjective, PairSteps
-from packtrain.train.settings import LoopSettings
 
 LEAST, GREATEST = "min_reward", "max_reward"
 MEANS = ("mean_reward", "accuracy", "margin")
@@ -91,12 +89,11 @@ class RewardLoss(ExampleLoss):
 
     figures = MEANS
 
-    def __init__(
-        self, model: Any, arguments: TrainingArguments, tokenizer: Any, settings: LoopSettings, objective: Objective
-    ) -> None:
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # a classifier finds the last token by it
-        super().__init__(model, arguments, tokenizer, settings)
-        patch_forward(base_model(model), scores=True, autocast=self.autocast, backend=settings.backend)
+    def __init__(self, setup: Setup, objective: Objective) -> None:
+        # a classifier finds the last token by it
+        setup.model.config.get_text_config().pad_token_id = setup.tokenizer.pad_token_id
+        super().__init__(setup)
+        patch_forward(base_model(self.model), scores=True, autocast=self.autocast, backend=self.settings.backend)
         self._center: float | None = objective.option("center_rewards_coefficient")
 
     def new_metrics(self) -> RewardFigures:
@@ -132,9 +129,9 @@ class Reward(PairObjective):
         """The optimizer steps over `data`."""
         return ScoredSteps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
 
-    def loss(self, model: Any, arguments: TrainingArguments, tokenizer: Any, settings: LoopSettings) -> RewardLoss:
-        """The loss of pairs on `model`."""
-        return RewardLoss(model, arguments, tokenizer, settings, self.objective)
+    def loss(self, setup: Setup) -> RewardLoss:
+        """See TrainingObjective."""
+        return RewardLoss(setup, self.objective)
 
     def prove(self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
         """Says what is trained, and compares the first scores with those of padded batches."""

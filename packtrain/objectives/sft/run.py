@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import TrainingArguments
 
 from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.config.objective import Objective
@@ -32,10 +31,9 @@ from packtrain.proof.comparison import tolerance_of
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.loss import EvaluationBatches, Loss, by_name
+from packtrain.train.objectives.loss import EvaluationBatches, Loss, Setup, by_name
 from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.preflight import FirstStepWatch
-from packtrain.train.settings import LoopSettings
 
 _PROBE_TOKENS = 64
 
@@ -43,13 +41,11 @@ _PROBE_TOKENS = 64
 class SFTLoss(Loss):
     """The loss of documents on `model`: Σ of token losses / trained tokens, and that of routers. The token losses come from TRL's output head."""
 
-    def __init__(
-        self, model: Any, arguments: TrainingArguments, tokenizer: Any, settings: LoopSettings, objective: Objective
-    ) -> None:
-        super().__init__(model, arguments, tokenizer, settings)
-        base = base_model(model)
+    def __init__(self, setup: Setup, objective: Objective) -> None:
+        super().__init__(setup)
+        base = base_model(self.model)
         self.routers = router_loss(base)
-        head = patch_forward(base, token_objective=objective, autocast=self.autocast, backend=settings.backend)
+        head = patch_forward(base, token_objective=objective, autocast=self.autocast, backend=self.settings.backend)
         self.head = cast(Head, head)
 
     def open_step(self, batches: Sequence[MicroBatch]) -> None:
@@ -133,9 +129,9 @@ class SFTLoss(Loss):
 class SFT(TrainingObjective):
     """The objective of documents."""
 
-    def loss(self, model: Any, arguments: TrainingArguments, tokenizer: Any, settings: LoopSettings) -> SFTLoss:
-        """The loss of documents on `model`."""
-        return SFTLoss(model, arguments, tokenizer, settings, self.objective)
+    def loss(self, setup: Setup) -> SFTLoss:
+        """See TrainingObjective."""
+        return SFTLoss(setup, self.objective)
 
     def decide_attention(
         self, wanted: str, model: Any, ranks: Ranks, precision: Precision, *, prove: bool

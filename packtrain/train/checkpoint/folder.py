@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.trainer import TRAINER_STATE_NAME
 
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.durable import aside, hash_of, publish, remove, sync
@@ -38,6 +37,7 @@ from packtrain.plan.origin import (
     written_into,
 )
 from packtrain.run_folder import RunFolder, environment, object_of
+from packtrain.train.checkpoint.run_state import RUN_STATE, RunState
 
 _UNSAID = re.compile(r"_.*|transformers_version|architectures|dtype|use_cache")
 """Model settings without effect on the computation."""
@@ -55,12 +55,12 @@ def staging_of(checkpoints: Path, step: int) -> Path:
 
 def step_of(checkpoint: Path) -> int:
     """Return the step of a complete checkpoint. It is read from a file: the folder may have any name."""
-    return int(json.loads((checkpoint / TRAINER_STATE_NAME).read_text())["global_step"])
+    return RunState.load(checkpoint).step
 
 
 def best_step_of(checkpoint: Path) -> int | None:
     """Return the step of the best evaluation so far; None if evaluations are not compared."""
-    return json.loads((checkpoint / TRAINER_STATE_NAME).read_text()).get("best_global_step")
+    return RunState.load(checkpoint).best_step
 
 
 def tidy(folder: Path) -> None:
@@ -116,7 +116,7 @@ def _move_aside(checkpoint: Path) -> Path:
 def damage(checkpoint: Path) -> str | None:
     """Return the first mismatch of a checkpoint with its manifest; None if it is intact."""
     written = written_into(checkpoint)
-    if ORIGIN not in written or TRAINER_STATE_NAME not in written:
+    if ORIGIN not in written or RUN_STATE not in written:
         return f"{MANIFEST} is missing or unreadable"
     for name, (size, digest) in written.items():
         path = checkpoint / name

@@ -19,8 +19,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from transformers import set_seed
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from packtrain.model.load import base_model
 from packtrain.model.save import weights_at_least
@@ -35,6 +34,7 @@ from packtrain.run_folder import write_json
 from packtrain.train.checkpoint.contents import ORDER, read_contents
 from packtrain.train.checkpoint.folder import complete, folder_of, prune, staging_of
 from packtrain.train.checkpoint.reshard import go_on, put_into_torch, put_into_zero, put_weights, settings_of
+from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.engine import Engine
 from packtrain.train.optim.final_weights import exact_weights, in_format, name_format, rounded
@@ -57,12 +57,12 @@ class Checkpoints:
         self._has_adapters = base_model(engine.model) is not engine.model
         self.writer = CheckpointWriter(settings.say, settings.first_step or None)
 
-    def save(self, state: TrainerState, spikes: RecentFigures) -> None:
+    def save(self, state: RunState, spikes: RecentFigures) -> None:
         """Begin the checkpoint of this step. Its hidden folder is renamed once all ranks have written (writer.py)."""
         writer = self.writer
         writer.wait()
         writer.warn_of_failures()
-        step, main, folder = state.global_step, self._accelerator.is_main_process, self._settings.checkpoints
+        step, main, folder = state.step, self._accelerator.is_main_process, self._settings.checkpoints
         since = time.monotonic()
         staging = staging_of(folder, step)
         if reason := self._open(staging):
@@ -74,12 +74,12 @@ class Checkpoints:
         writer.write_now(lambda: self._held._save_rng_state(str(staging)))
         if main:
             writer.write_now(lambda: torch.save(self._engine.lr_schedule.state_dict(), staging / SCHEDULER_NAME))
-            writer.write_now(lambda: state.save_to_json(str(staging / TRAINER_STATE_NAME)))
+            writer.write_now(lambda: state.save(staging))
             writer.write_now(lambda: write_json(staging / ORIGIN, self._settings.origin))
             writer.write_now(lambda: write_json(staging / STATE, list(spikes.figures)))
             if (feed := self._settings.steps.feed) is not None:
                 writer.write_now(lambda: write_json(staging / PLACE, feed.place))
-        writer.begin(step, staging, partial(self._seal, step, state.best_global_step) if main else None, since)
+        writer.begin(step, staging, partial(self._seal, step, state.best_step) if main else None, since)
 
     def _saved_weights(self) -> dict[str, torch.Tensor]:
         """Return the state dict of the model. With adapters it has no frozen weights, except the adapter weights that optim.groups freezes."""
@@ -217,18 +217,17 @@ class Checkpoints:
         drawn = f"{self._engine.args.seed} {step} {self._accelerator.process_index}".encode()
         set_seed(int.from_bytes(hashlib.blake2b(drawn, digest_size=4).digest(), "big"))
 
-    def restore_best_weights(self, state: TrainerState) -> None:
+    def restore_best_weights(self, state: RunState) -> None:
         """Load the weights of the evaluation with the lowest loss into the model."""
-        best = state.best_global_step
+        best = state.best_step
         folder = folder_of(self._settings.checkpoints, best or 0)
-        if best == state.global_step:
+        if best == state.step:
             return
         if not folder.is_dir():  # not written for lack of space, or in another run folder
             what = "final/ has the weights of the last step, not those of the best one"
             self._settings.say(f"{folder} is not there: {what}")
-            state.best_metric = state.best_global_step = None
+            state.best_loss = state.best_step = None
             return
-        state.best_model_checkpoint = str(folder)
         self._restore_states(folder)  # masters too: final/ may be made from them
 
     def save_model(self, folder: Path) -> None:

@@ -16,14 +16,15 @@ import psutil
 import torch
 from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import TrainerCallback, TrainerControl, TrainerState
 from trl.trainer.utils import get_peak_flops_per_device
 
 from packtrain.durable import write_text
 from packtrain.model.flops import training_flops
 from packtrain.run_folder import losses_of_sets
+from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.loader import Steps
 from packtrain.train.log.console import Log
+from packtrain.train.log.listener import Listener
 
 _WIDE = 112
 """Columns of a terminal with room for a bar and all figures beside the step and the time left."""
@@ -147,8 +148,8 @@ class SourceCounts:
         return {name: {"examples": examples, "tokens": tokens} for name, examples, tokens in columns}
 
 
-class MetricsFile(TrainerCallback):
-    """Writer of metrics.jsonl: a line for every logged step and evaluation (main process only).
+class MetricsFile(Listener):
+    """Writer of metrics.jsonl: a line for every logged step and evaluation (the main process has it).
 
     A run that resumes first removes the lines of steps and evaluations that it repeats. `seconds` of a line is the training time
     of the run until then, over all its attempts, evaluations included.
@@ -158,33 +159,33 @@ class MetricsFile(TrainerCallback):
         self._path, self._since = path, time.perf_counter()
         self._say, self._lost = say, 0
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+    def train_begin(self, state: RunState) -> None:
         """Keep the lines up to the step that the run starts from."""
         self._since = time.perf_counter()
-        if not state.is_world_process_zero or not self._path.exists():
+        if not self._path.exists():
             return
         text = self._path.read_text(errors="replace")  # a power loss may leave anything
-        lines = text.splitlines() if state.global_step else []
-        evaluated = any("eval_loss" in line for line in state.log_history if line["step"] == state.global_step)
-        lines = [line for line in lines if _place_of(line) <= (state.global_step, evaluated)]
+        lines = text.splitlines() if state.step else []
+        evaluated = any("eval_loss" in line for line in state.lines if line["step"] == state.step)
+        lines = [line for line in lines if _place_of(line) <= (state.step, evaluated)]
         if (kept := "".join(f"{line}\n" for line in lines)) != text:
             write_text(self._path, kept)
         before = json.loads(lines[-1]).get("seconds") if lines else None
         if isinstance(before, (int, float)) and math.isfinite(before):
             self._since -= before
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
+    rolled_back = train_begin
+
+    def log(self, state: RunState, line: dict[str, Any]) -> None:
         """Write the line. On a full disk write none of it, and warn once."""
-        if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():
-            return
-        line = {"step": state.global_step, "epoch": state.epoch}
-        line |= {"lr" if name == "learning_rate" else name: value for name, value in logs.items() if name != "epoch"}
-        line["seconds"] = round(time.perf_counter() - self._since, 3)
+        renamed = {"lr" if name == "learning_rate" else name: value for name, value in line.items() if name != "epoch"}
+        written = {"step": state.step, "epoch": state.epoch, **renamed}
+        written["seconds"] = round(time.perf_counter() - self._since, 3)
         before = self._path.stat().st_size if self._path.exists() else 0
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(written) + "\n")
         except OSError as error:
             if not self._lost:
                 self._say(f"{self._path.name} lacks lines from here on, until there is space: {error}")
@@ -202,7 +203,7 @@ def _place_of(line: str) -> tuple[float, bool]:
         return math.inf, False
 
 
-class TerminalProgress(TrainerCallback):
+class TerminalProgress(Listener):
     """Live bar with the time left, or plain lines without a terminal (main process only). Every rank's log has the lines."""
 
     def __init__(self, log: Log) -> None:
@@ -212,31 +213,31 @@ class TerminalProgress(TrainerCallback):
         columns = [column for column in columns if not (self._narrow and isinstance(column, BarColumn))]
         self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=log.console)
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+    def train_begin(self, state: RunState) -> None:
         """Show the bar."""
-        if state.is_world_process_zero and self._log.console.is_terminal:
-            self._bar.add_task("train", total=state.max_steps, completed=state.global_step, figures="")
+        if self._log.console.is_terminal and not self._log.console.quiet:
+            self._bar.add_task("train", total=state.last_step, completed=state.step, figures="")
             self._bar.start()
 
     def close(self) -> None:
         """Stop the bar, however training ended."""
         self._bar.stop()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+    def step_end(self, state: RunState) -> None:
         """Move the bar on."""
         for task in self._bar.task_ids:
-            self._bar.update(task, completed=state.global_step)
+            self._bar.update(task, completed=state.step)
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
+    def log(self, state: RunState, line: dict[str, Any]) -> None:
         """Show the figures of the steps since the last line."""
-        place = f"step {state.global_step}/{state.max_steps}"
-        if "eval_loss" in logs:
-            of_sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses_of_sets(logs).items())
-            words = f"{logs['eval_loss']:.4f}{of_sets and f' ({of_sets})'}"
-            self._log.say(f"{place}  eval loss {words}{_preference_words(logs)}")
-        elif "loss" in logs:
-            short = f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
-            figures = f"{short}  padding {logs['padding_fraction']:.1%}  lr {logs['learning_rate']:.2e}"
+        place = f"step {state.step}/{state.last_step}"
+        if "eval_loss" in line:
+            of_sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses_of_sets(line).items())
+            words = f"{line['eval_loss']:.4f}{of_sets and f' ({of_sets})'}"
+            self._log.say(f"{place}  eval loss {words}{_preference_words(line)}")
+        elif "loss" in line:
+            short = f"loss {line['loss']:.4f}  {line['tokens_per_second']:,.0f} tokens/s"
+            figures = f"{short}  padding {line['padding_fraction']:.1%}  lr {line['learning_rate']:.2e}"
             for task in self._bar.task_ids:
                 self._bar.update(task, figures=short if self._narrow else figures)
             write = self._log.note if self._bar.task_ids else self._log.say
@@ -251,27 +252,24 @@ def _preference_words(logs: dict[str, Any]) -> str:
     return "" if accuracy is None else f"  pairs ranked right {accuracy:.1%}"
 
 
-class EarlyStop(TrainerCallback):
-    """Callback that stops after `patience` evaluations in a row without a lower eval loss.
+class EarlyStop(Listener):
+    """Listener that stops after `patience` evaluations in a row without a lower eval loss.
 
     Each new best is checkpointed. The evaluation before training does not count: final/ must hold a trained model.
     """
 
-    def __init__(self, patience: int, log: Log) -> None:
-        self._patience, self._log = patience, log
+    def __init__(self, patience: int, every: int, log: Log) -> None:
+        """`every` is trainer.eval_every."""
+        self._patience, self._every, self._log = patience, every, log
 
-    def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, *, metrics: dict[str, float], **_: Any
-    ) -> TrainerControl:
-        """Compare with the best evaluation so far. The trainer's state keeps it, and so does every checkpoint."""
-        if state.global_step == 0:
-            return control
-        if state.best_metric is None or metrics["eval_loss"] < state.best_metric:
-            state.best_metric, state.best_global_step = metrics["eval_loss"], state.global_step
-            control.should_save = True
-        elif (state.global_step - (state.best_global_step or 0)) // int(args.eval_steps or 1) >= self._patience:
-            if not control.should_training_stop and state.global_step < state.max_steps:
-                best = f"{state.best_metric:.4f} at step {state.best_global_step}"
-                self._log.warn(f"stopping early after step {state.global_step}: the lowest eval loss was {best}")
-            control.should_training_stop = True
-        return control
+    def evaluate(self, state: RunState, figures: dict[str, float]) -> None:
+        """Compare with the best evaluation so far."""
+        if state.step == 0:
+            return
+        if state.best_loss is None or figures["eval_loss"] < state.best_loss:
+            state.best_loss, state.best_step, state.saves = figures["eval_loss"], state.step, True
+        elif (state.step - (state.best_step or 0)) // self._every >= self._patience:
+            if not state.stops and state.step < state.last_step:
+                best = f"{state.best_loss:.4f} at step {state.best_step}"
+                self._log.warn(f"stopping early after step {state.step}: the lowest eval loss was {best}")
+            state.stops = True

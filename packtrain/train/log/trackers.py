@@ -10,54 +10,68 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from queue import SimpleQueue
 from typing import Any
 
-from transformers import TrainerCallback
-from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
+from accelerate.tracking import (
+    CometMLTracker,
+    GeneralTracker,
+    MLflowTracker,
+    SwanLabTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandBTracker,
+)
 
 from packtrain.boundary import boundary
+from packtrain.config.schema import RunConfig
 from packtrain.exit_code import leave
 from packtrain.run_folder import RunFolder
+from packtrain.train.checkpoint.run_state import RunState
+from packtrain.train.log.listener import Listener
 from packtrain.wording import first_line
 
 BEGIN_S, EVENT_S = 30.0, 10.0
-_INTEGRATIONS = {"comet": "comet_ml"}
-"""Names of trackers in transformers, if they differ."""
+_PACKAGES = {"comet": "comet_ml", "tensorboard": "torch.utils.tensorboard"}
+_PROJECTS = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
+_PROJECTS |= {"comet": "COMET_PROJECT_NAME", "swanlab": "SWANLAB_PROJECT"}
 _OFFLINE = {"wandb": " (or set WANDB_MODE=offline)", "comet": " (or set COMET_START_ONLINE=false)"}
 _STUCK: list[str] = []
 """Names of this process's trackers that do not answer."""
+Settings = dict[str, str | int | float]
 _Call = tuple[Callable[[], Any], "Future[None]"]
 
 
-class Tracker:
-    """Tracker of transformers as a callback of its Trainer. `say` tells the user why a failed tracker is left out."""
+class Tracker(Listener):
+    """A tracker of accelerate that is told the figures of a run. `say` tells the user why a failed tracker is left out."""
 
-    def __init__(self, name: str, tracker: Any, say: Callable[[str], None]) -> None:
-        self._name, self._tracker, self._say, self._disabled = name, tracker, say, False
+    def __init__(self, name: str, tracker: GeneralTracker, settings: Settings, say: Callable[[str], None]) -> None:
+        """`settings` are the run's settings by name, for the tracker to keep."""
+        self._name, self._tracker, self._settings, self._say = name, tracker, settings, say
+        self._disabled = False
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         threading.Thread(target=self._work, name=f"tracker {name}", daemon=True).start()
 
-    def __getattr__(self, event: str) -> Callable[..., None]:
-        """Return the handler of a Trainer event."""
-        if not event.startswith("on_"):
-            raise AttributeError(event)
-        if getattr(type(self._tracker), event) is getattr(TrainerCallback, event):  # most events, several in each step
-            return lambda *given, **named: None
-        return partial(self._pass_on, event)
+    def train_begin(self, state: RunState) -> None:
+        """Begin the run there."""
+        self._within(BEGIN_S, self._tracker.start)
+        if self._name != "tensorboard":  # its table of settings is a second run
+            self._within(EVENT_S, partial(self._tracker.store_init_configuration, self._settings))
+
+    def log(self, state: RunState, line: dict[str, Any]) -> None:
+        """Pass on the numbers of the line, under the names that transformers gives them: train/loss, eval/loss."""
+        numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        named = {f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": numbers[name] for name in numbers}
+        self._within(EVENT_S, partial(self._tracker.log, {**named, "train/global_step": state.step}, step=state.step))
 
     def close(self) -> None:
-        """End the tracker before the process ends. wandb sends all remaining data and waits for it."""
-        finish = getattr(getattr(self._tracker, "_wandb", None), "finish", None)
-        if finish is not None:
-            self._within(BEGIN_S, finish)
-
-    def _pass_on(self, event: str, *given: Any, **named: Any) -> None:
-        limit_s = BEGIN_S if event == "on_train_begin" else EVENT_S
-        self._within(limit_s, partial(getattr(self._tracker, event), *given, **named))
+        """End the run there before the process ends. wandb sends all remaining data and waits for it."""
+        self._within(BEGIN_S, self._tracker.finish)
 
     def _within(self, limit_s: float, call: Callable[[], Any]) -> None:
         if self._disabled:
@@ -87,18 +101,33 @@ class Tracker:
                 answer.set_exception(error)
 
 
-def trackers_of(names: Sequence[str], folder: RunFolder, say: Callable[[str], None]) -> list[Tracker]:
+def trackers_of(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) -> list[Tracker]:
     """Make a Tracker for each name of tracking.report_to. Raises UserError for a package that cannot be imported."""
+    names, made = config.tracking.report_to, list[Tracker]()
     if names:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115  # without a login they would ask for one
-    made, integrations = [], [_INTEGRATIONS.get(name, name) for name in names]
-    for name, kind in zip(names, get_reporting_integration_callbacks(integrations), strict=True):
+    run = config.tracking.run_name or folder.root.name
+    settings = {f"{group}.{key}": value for group, values in asdict(config).items() for key, value in values.items()}
+    plain = {name: value for name, value in settings.items() if isinstance(value, str | int | float)}
+    for name in names:
         with boundary(f"{name} cannot be used", "tracking.report_to", f"Install it anew, or take {name} away."):
-            tracker = kind()
-        if isinstance(tracker, TensorBoardCallback):  # the default folder is named after the machine
-            tracker.logging_dir = str(folder.tensorboard)
-        made.append(Tracker(name, tracker, say))
+            import_module(_PACKAGES.get(name, name))
+            made.append(Tracker(name, _make(name, run, folder), plain, say))
     return made
+
+
+def _make(name: str, run: str, folder: RunFolder) -> GeneralTracker:
+    """Return accelerate's tracker. Projects come from the trackers' own variables, such as WANDB_PROJECT."""
+    project = os.environ.get(_PROJECTS.get(name, ""), "packtrain")
+    if name == "tensorboard":  # the default folder is named after the machine
+        return TensorBoardTracker(folder.tensorboard.name, str(folder.tensorboard.parent))
+    if name == "mlflow":
+        return MLflowTracker(experiment_name=project, run_name=run)
+    if name == "comet":
+        return CometMLTracker(project, experiment_config=import_module("comet_ml").ExperimentConfig(name=run))
+    if name == "swanlab":
+        return SwanLabTracker(project, experiment_name=run)
+    return (WandBTracker if name == "wandb" else TrackioTracker)(project, name=run)
 
 
 def leave_stuck_ones(code: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,16 @@ EvaluationBatches = Callable[..., Iterator[MicroBatch]]
 """Yields this rank's micro-batches of an evaluation set. A function may replace its steps first (kto: by their mismatched pairs)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The model, its tokenizer and the settings of the loop, from which a loss is made."""
+
+    model: Any
+    arguments: TrainingArguments
+    tokenizer: Any
+    settings: LoopSettings
+
+
 class Loss:
     """The loss of a micro-batch on `model`.
 
@@ -43,15 +54,15 @@ class Loss:
     extra_forwards = 0
     """Forward passes of a step besides the trained one: for the reference and for kto's KL estimate."""
 
-    def __init__(self, model: Any, arguments: TrainingArguments, tokenizer: Any, settings: LoopSettings) -> None:
-        self.held: Any = hold_trainer(model, arguments, tokenizer)
+    def __init__(self, setup: Setup) -> None:
+        self.held: Any = hold_trainer(setup.model, setup.arguments, setup.tokenizer)
         """transformers' Trainer, for its accelerator and its optimizer."""
-        self.settings, self.model = settings, model
-        self.accelerator, self.device = self.held.accelerator, arguments.device
-        self.compute_dtype: torch.dtype = settings.autocast or base_model(self.model).dtype
+        self.settings, self.model = setup.settings, setup.model
+        self.accelerator, self.device = self.held.accelerator, setup.arguments.device
+        self.compute_dtype: torch.dtype = self.settings.autocast or base_model(self.model).dtype
         """Number format of computation."""
         # accelerate wraps the forward in autocast, except under DeepSpeed
-        self.autocast = settings.autocast if self.held.is_deepspeed_enabled else None
+        self.autocast = self.settings.autocast if self.held.is_deepspeed_enabled else None
         self.changes: list[str] = []
         """Names of the changes made to how the model computes (packtrain/changes)."""
         self.report_phase: Callable[..., object] = lambda phase, **_: None
@@ -115,9 +126,9 @@ class ExampleLoss(Loss):
     figures: tuple[str, ...]
     """Names of the logged figures, in the order of a logged line."""
 
-    def __init__(self, model: Any, arguments: TrainingArguments, tokenizer: Any, settings: LoopSettings) -> None:
-        super().__init__(model, arguments, tokenizer, settings)
-        disable_dropout_in_model(model)  # as TRL's trainers do
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        disable_dropout_in_model(setup.model)  # as TRL's trainers do
         self._metrics = self.new_metrics()
 
     def new_metrics(self) -> MeanFigures:
@@ -197,7 +208,46 @@ class ExampleLoss(Loss):
         return by_name(sets, [{"loss": loss.item(), self.example_unit: int(n.item()), **own} for loss, n, own in found])
 
 
-class ReferenceLoss(ExampleLoss):
+class AnswerLoss(ExampleLoss):
+    """A loss of log-probabilities of answers: pairs, or answers with labels.
+
+    A subclass defines `measure`, and the per-token `outputs` that it reads from the output head (the names of TRL's add_fused_lm_head).
+    """
+
+    outputs: tuple[str, ...] = ("log_probs",)
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        base = base_model(self.model)
+        add_fused_lm_head(base, outputs=self.outputs)
+        patch_forward(base, answer_outputs=self.outputs, autocast=self.autocast, backend=self.settings.backend)
+
+    def score_tokens(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Return the head's outputs for each token of a padded batch, [rows, slots - 1]."""
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
+        return model(**self.model_inputs(inputs), labels=labels, fused_lm_head=True, use_cache=False)
+
+    def targets_of(self, outputs: Any, inputs: dict[str, Any], name: str = "log_probs") -> torch.Tensor:
+        """Return the output `name`, [rows, slots - 1]. It has no virtual tokens of prompt tuning."""
+        return getattr(outputs, name)[:, 1 - inputs["input_ids"].shape[1] :]
+
+    def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs that go to the model."""
+        unused = ("completion_mask", "label")
+        return {name: value for name, value in inputs.items() if not (name in unused or name.startswith("ref_"))}
+
+    def of_rows(self, batch: MicroBatch) -> torch.Tensor:
+        """See Loss: minus the mean log-probability of the answers' tokens."""
+        log_probs = self.score_tokens(self.model, self.inputs(batch)).log_probs
+        return -log_probs.sum() / max(1, batch.trained + batch.rejected)
+
+    def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """See ExampleLoss."""
+        untrained = {**inputs, "completion_mask": torch.zeros_like(inputs["completion_mask"])}
+        return self.score_tokens(model, untrained).log_probs.sum() * 0.0
+
+
+class ReferenceLoss(AnswerLoss):
     """A loss of answers that compares the model with a reference.
 
     The reference is a separate model, or `model` with its adapters off (or with its adapters named `ref`), or log-probabilities that come with
@@ -209,28 +259,17 @@ class ReferenceLoss(ExampleLoss):
     reference_names: tuple[str, ...]
     """Names of the reference's log-probabilities in a batch."""
 
-    def __init__(
-        self,
-        model: Any,
-        arguments: TrainingArguments,
-        tokenizer: Any,
-        settings: LoopSettings,
-        objective: Objective,
-        reference: PreTrainedModel | None,
-        outputs: tuple[str, ...],
-    ) -> None:
-        """`outputs` are the per-token figures that the loss reads from the output head."""
-        super().__init__(model, arguments, tokenizer, settings)
-        base = base_model(model)
-        patches: Any = {"autocast": self.autocast, "backend": settings.backend}
-        add_fused_lm_head(base, outputs=outputs)
-        patch_forward(base, answer_outputs=outputs, **patches)
+    def __init__(self, setup: Setup, objective: Objective, reference: PreTrainedModel | None) -> None:
+        super().__init__(setup)
         self.reference: Any = reference and self._prepare_reference(reference)
         """The reference model, ready to be called; None if there is none."""
         if reference is not None:
-            if is_compiled(base):  # else it would round differently, and the first margins would not be zero
+            if is_compiled(
+                base_model(self.model)
+            ):  # else it would round differently, and the first margins would not be zero
                 compile_layers(reference)
-            patch_forward(reference, answer_outputs=("log_probs",), **patches)
+            backend = self.settings.backend
+            patch_forward(reference, answer_outputs=("log_probs",), autocast=self.autocast, backend=backend)
         self.beta = objective.beta
         self.extra_forwards = int(objective.reference != "precomputed")
 
@@ -271,15 +310,6 @@ class ReferenceLoss(ExampleLoss):
         with use_adapter(adapted, adapter_name="ref" if "ref" in adapted.peft_config else None):
             return self.logps(self.model, inputs)
 
-    def score_tokens(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Return the head's outputs for each token of a padded batch, [rows, slots - 1]."""
-        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
-        return model(**self.model_inputs(inputs), labels=labels, fused_lm_head=True, use_cache=False)
-
-    def targets_of(self, outputs: Any, inputs: dict[str, Any], name: str = "log_probs") -> torch.Tensor:
-        """Return the output `name`, [rows, slots - 1]. It has no virtual tokens of prompt tuning."""
-        return getattr(outputs, name)[:, 1 - inputs["input_ids"].shape[1] :]
-
     def zero_margin_loss(self, batch: MicroBatch) -> float | None:
         """Return the loss of a micro-batch at a zero margin, by its formula. None if the formula is not known here."""
         raise NotImplementedError
@@ -296,16 +326,6 @@ class ReferenceLoss(ExampleLoss):
         with self.accelerator.autocast():
             return self.measure(self.model, inputs, torch.tensor(batch.counts, device=self.device))[0].item()
 
-    def of_rows(self, batch: MicroBatch) -> torch.Tensor:
-        """See Loss: minus the mean log-probability of the answers' tokens."""
-        log_probs = self.score_tokens(self.model, self.inputs(batch)).log_probs
-        return -log_probs.sum() / max(1, batch.trained + batch.rejected)
-
-    def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the inputs that go to the model."""
-        unused = ("completion_mask", "label")
-        return {name: value for name, value in inputs.items() if not (name in unused or name.startswith("ref_"))}
-
     def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """See ExampleLoss.
 
@@ -313,8 +333,7 @@ class ReferenceLoss(ExampleLoss):
         """
         if self.settings.sharded:
             self.compared_with(inputs)
-        untrained = {**inputs, "completion_mask": torch.zeros_like(inputs["completion_mask"])}
-        return self.score_tokens(model, untrained).log_probs.sum() * 0.0
+        return super().zero(model, inputs)
 
 
 def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

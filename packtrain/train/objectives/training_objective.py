@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 
 from packtrain.config.schema import Peft, RunConfig
 from packtrain.data.tokens.cache import cache_folder
@@ -31,9 +31,8 @@ from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.first_loss import check_answer_forward, check_first_loss
-from packtrain.train.objectives.loss import Loss, ReferenceLoss
+from packtrain.train.objectives.loss import Loss, ReferenceLoss, Setup
 from packtrain.train.preflight import choose_on_all_ranks, same_everywhere
-from packtrain.train.settings import LoopSettings
 
 
 class TrainingObjective:
@@ -92,8 +91,8 @@ class TrainingObjective:
         """The optimizer steps over a data set, or those of an `evaluation`."""
         return Steps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
 
-    def loss(self, model: Any, arguments: TrainingArguments, tokenizer: Any, settings: LoopSettings) -> Loss:
-        """The loss on `model`, whose forward it patches; `arguments` are those of the Trainer that it holds."""
+    def loss(self, setup: Setup) -> Loss:
+        """Return the loss on the model, whose forward it patches."""
         raise NotImplementedError
 
     def prove(
@@ -144,9 +143,9 @@ class ReferenceObjective(TrainingObjective):
         self.identity = identity_of_reference(model, self._peft, weights)
         return {"objective.reference": f"one of weights with hash {weights[:12]}"}
 
-    def loss(self, model: Any, arguments: TrainingArguments, tokenizer: Any, settings: LoopSettings) -> ReferenceLoss:
+    def loss(self, setup: Setup) -> ReferenceLoss:
         """See TrainingObjective."""
-        return type(self).loss_class(model, arguments, tokenizer, settings, self.objective, self._reference_model)
+        return type(self).loss_class(setup, self.objective, self._reference_model)
 
     def with_reference(self, steps: Any, trainer: StepTrainer, ranks: Ranks, precision: Precision) -> Any:
         """`steps` with the reference's log-probabilities of every example, by the model of `trainer` before step 1.

@@ -44,7 +44,7 @@ from packtrain.proof.comparison import (
 from packtrain.proof.isolation import max_positions, vocabulary_size
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.objectives.first_loss import FirstLoss, check_answer_forward, measure_first_loss
-from packtrain.train.objectives.loss import ReferenceLoss
+from packtrain.train.objectives.loss import ReferenceLoss, Setup
 from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 
@@ -269,7 +269,7 @@ def loss_on_random_examples(
     loop = LoopSettings(steps, {}, StopRequest(), Path(settings.output_dir), {}, autocast=precision.autocast)
     once = replace(settings, checkpoint_every=None, eval_every=None)
     arguments = training_arguments(once, Optim(), Tracking(), precision, loop)
-    return objective.loss(model, arguments, tokenizer, loop), steps
+    return objective.loss(Setup(model, arguments, tokenizer, loop)), steps
 
 
 def start_on_random_pairs(loss: ReferenceLoss, steps: Any, backend: str | None, *, precomputed: bool) -> FirstLoss:

@@ -444,3 +444,75 @@ def test_other_adapters_and_learning_rates_by_name_are_converted(tmp_path: Path)
     path.write_text(yaml.safe_dump(theirs))
     groups = json.loads(packtrain("convert", str(path), "--json", folder=tmp_path).stdout)["config"]["optim"]["groups"]
     assert groups == [{"match": "^(?:^lm_head.weight$)"}, {"match": ".", "lr_scale": 0}]
+
+
+LF_ADAPTERS = "model_name_or_path: m/m\nstage: sft\ndataset: o/d\nfinetuning_type: lora\ncutoff_len: 9\n"
+SOURCES = "base_model: m/m\nsequence_len: 9\nval_set_size: 0\n"
+TWO = "{path: o/a, type: completion, field: body}, {path: o/b, type: completion}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key", "kind", "path"),
+    [
+        ("new.yaml", f"{LF_ADAPTERS}adapter_name_or_path: a/b\ncreate_new_adapter: true", "create_new_adapter", "differs", "a/b"),
+        ("zero3.yaml", f"{LF_ADAPTERS}adapter_name_or_path: a/b\ncreate_new_adapter: true\ndeepspeed: ds_z3_config.json",
+         "create_new_adapter", "not needed", "a/b"),
+        ("none.yaml", f"{LF_ADAPTERS}create_new_adapter: true", "create_new_adapter", "not needed", "m/m"),
+        ("two.yaml", f"{LF_ADAPTERS}adapter_name_or_path: a/b,c/d", "adapter_name_or_path", "differs", "c/d"),
+        ("one.yaml", f"{LF_ADAPTERS}adapter_name_or_path: a/b", "adapter_name_or_path", "converted", "a/b"),
+        ("full.sh", "swift sft --model m/m --dataset o/d --tuner_type full --adapters a/b", "adapters", "not needed", "m/m"),
+        ("whole.yaml", f"{AXOLOTL.replace('adapter: qlora', '')}lora_model_dir: a/b", "lora_model_dir", "not needed",
+         "meta-llama/Llama-3.2-1B"),
+        ("dpo.yaml", f"{AXOLOTL}rl: dpo\nlora_model_dir: a/b", "lora_model_dir", "differs", "a/b"),
+    ],
+)  # fmt: skip
+def test_earlier_adapters_that_theirs_treats_otherwise_are_marked(
+    name: str, text: str, key: str, kind: str, path: str, tmp_path: Path
+) -> None:
+    done = convert(tmp_path, text, name)
+    assert (note(done, key)["kind"], done["config"]["model"]["path"]) == (kind, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "train"),
+    [
+        ("x.sh", "swift sft --model m/m --dataset o/d --cached_dataset 'a/train' 'b/train#5'",
+         [{"path": "o/d"}, {"path": "a/train"}, {"path": "b/train", "samples": 5}]),
+        ("a.yaml", f"{SOURCES}datasets: [{{path: o/c, type: alpaca}}]\npretraining_dataset: [{TWO}]\nmax_steps: 9",
+         {"path": "o/a", "columns": {"text": "body"}}),
+        ("b.yaml", f"{SOURCES}datasets: [{TWO}]\nstreaming: true\nsample_packing: true",
+         {"path": "o/a", "columns": {"text": "body"}}),
+        ("c.yaml", f"{SOURCES}datasets: [{TWO}]\nstreaming: true", [{"path": "o/a", "columns": {"text": "body"}}, {"path": "o/b"}]),
+        ("d.yaml", f"{TRL}datasets: [{{path: o/e}}]", {"path": "o/e"}),
+        ("e.yaml", f"datasets: [{{path: o/e}}]\n{TRL}", {"path": "o/e"}),
+    ],
+)  # fmt: skip
+def test_two_keys_with_training_data_give_what_theirs_trains_on(
+    name: str, text: str, train: Any, tmp_path: Path
+) -> None:
+    done = convert(tmp_path, text, name, *(["--from", "trl"] if name in ("d.yaml", "e.yaml") else []))
+    assert done["config"]["data"]["train"] == train
+
+
+def test_shares_of_sources_are_no_shares_beside_cached_rows(tmp_path: Path) -> None:
+    text = "swift sft --model m/m --dataset o/d o/e --interleave_prob 0.3 0.7 --max_steps 9"
+    assert "stages" in convert(tmp_path, text, "x.sh")["config"]["data"]
+    done = convert(tmp_path, f"{text} --cached_dataset a/train", "x.sh")
+    assert "stages" not in done["config"]["data"] and note(done, "interleave_prob")["became"] is None
+
+
+def test_rows_held_out_of_two_data_sets_are_not_dropped_in_silence(tmp_path: Path) -> None:
+    text = "swift sft --model m/m --dataset o/d --split_dataset_ratio 0.1 --cached_val_dataset a/val"
+    done = convert(tmp_path, f"{text} --val_dataset o/v", "x.sh")
+    assert sorted(source["path"] for source in done["config"]["data"]["eval"]) == ["a/val", "o/v"]
+    assert note(convert(tmp_path, text, "x.sh"), "split_dataset_ratio")["kind"] == "no counterpart"
+
+
+def test_patterns_of_trained_weights_freeze_adapters_there_and_keep_ranges_of_digits(tmp_path: Path) -> None:
+    done = convert(tmp_path, f"{AXOLOTL}unfrozen_parameters: ['^lm_head.weight$']")
+    assert "groups" not in done["config"]["optim"] and note(done, "unfrozen_parameters")["kind"] == "no counterpart"
+    patterns = "['layers.2[0-9]+.mlp', '^model.embed_tokens.weight$[:32000]']"
+    done = convert(tmp_path, f"{AXOLOTL.replace('adapter: qlora', '')}unfrozen_parameters: {patterns}")
+    matched = [group["match"] for group in done["config"]["optim"]["groups"]]
+    assert matched == ["^(?:layers.2[0-9]+.mlp)", "^(?:^model.embed_tokens.weight$)", "."]
+    assert note(done, "unfrozen_parameters")["kind"] == "differs"

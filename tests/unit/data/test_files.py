@@ -209,6 +209,16 @@ def test_one_row_alone_is_a_row_though_it_has_a_list(tmp_path, name):
             assert len(ready(tmp_path, tmp_path / name, columns=columns).train) == 1
 
 
+@pytest.mark.parametrize("packed", [bytes, gzip.compress])
+def test_the_only_line_of_a_jsonl_is_a_row_with_a_list_of_objects(tmp_path, packed):
+    """Read as a holder of rows it would be two texts."""
+    row = {"q": "Hello", "a": "you", "refs": [{"text": "a"}, {"text": "b"}]}
+    path = tmp_path / ("x.jsonl" if packed is bytes else "x.jsonl.gz")
+    path.write_bytes(packed(json.dumps(row).encode()))
+    report = ready(tmp_path, path, columns={"instruction": "q", "output": "a"}).train.report
+    assert (report.rows, report.format) == (1, "alpaca")
+
+
 def test_lines_are_lines_though_they_are_lists(tmp_path):
     bad = "expected an object, found a list"
     found = rows(tmp_path / "x.jsonl", b'[{"text": "a"}]\n{"text": "b"}\n[1]\n')

@@ -287,6 +287,10 @@ UNREAD: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "xlam": ({"query": "Hello", "answers": [{"name": "weather"}], "tools": [TOOL], "plan": "Ask it."}, {"plan": ""}),
     "tokenised": ({"input_ids": [5, 6], "train_mask": [0, 1]}, {"train_mask": "loss_mask"}),
     "keys of turns": ({"messages": [QUESTION, {**ANSWER, "cot": "Hm."}]}, {"messages[].cot": ""}),
+    "the name of a speaker": (
+        {"messages": [{**QUESTION, "name": "Ann"}, ANSWER, {"role": "tool", "name": "clock", "content": "9"}, ANSWER]},
+        {"messages[].name": ""},
+    ),
     "flags and keys of turns that the template only quotes": (
         {"messages": [QUESTION, {**ANSWER, "supervised": False, "think": "Hm."}]},
         {"messages[].supervised": "", "messages[].think": ""},
@@ -323,6 +327,16 @@ def test_a_blank_thought_of_a_column_is_none(ready, tmp_path):
 def test_all_that_is_read_is_not_named(ready, tmp_path):
     rows = [GOOD | {"system": "Be brief.", "label": True}, {"messages": [QUESTION, {**ANSWER, "train": False}, ANSWER]}]
     assert ready(write(tmp_path / "x.jsonl", *rows)).train.report.unread == {}
+
+
+def test_a_speakers_name_that_the_template_writes_is_not_named(ready, tmp_path):
+    (tmp_path / "names.jinja").write_text(
+        "{% for message in messages %}{{ message.role + (message.name or '') }}{% if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content + eos_token }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    path = write(tmp_path / "x.jsonl", {"messages": [{**QUESTION, "name": "Ann"}, ANSWER]})
+    data = ready(path, chat_template=str(tmp_path / "names.jinja"))
+    assert "Ann" in texts(data)[0] and data.train.report.unread == {}
 
 
 def test_a_row_of_many_columns_is_read_by_our_own_names(ready, tmp_path):

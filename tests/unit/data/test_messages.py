@@ -134,6 +134,19 @@ def test_the_tools_are_seen_in_openais_form_whatever_the_file_has(tmp_path):
     assert TOKENIZER.decode(prepare(data, TOKENIZER, seed=0).train[0].input_ids) == text
 
 
+@pytest.mark.parametrize("results", [["25 degrees"], ["25 degrees", "30 degrees"]])
+def test_tags_around_a_tools_answer_are_there_once_if_the_template_writes_them_too(tmp_path, results):
+    """NousResearch/hermes-function-calling-v1 has such rows. Tags in the assistant's turns are text."""
+    called = ("gpt", f"<tool_call>\n{json.dumps(PARIS)}\n</tool_call>")
+    tagged = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
+    rows = [
+        turns(HUMAN, called, *seen, GPT) for seen in ([("tool", f"{tagged}\n")], [("tool", said) for said in results])
+    ]
+    data = Data(train=write(tmp_path, *rows), cache_dir=str(tmp_path / "cache"))
+    texts = [TOKENIZER.decode(document.input_ids) for document in prepare(data, TOKENIZER, seed=0).train]
+    assert texts[0] == texts[1] and texts[0].count("<tool_response>") == len(results) and called[1] in texts[0]
+
+
 def xlam(answers: str) -> dict[str, Any]:
     return {"query": "?", "answers": answers, "tools": json.dumps([WEATHER])}
 

@@ -74,7 +74,7 @@ def driver(folder: Path, script: str) -> None:
 
 
 def test_the_report_is_a_list_to_paste_then_checks_and_a_failed_one_ends_with_exit_code_3(tmp_path: Path) -> None:
-    done = env(tmp_path)
+    done = env(tmp_path, COLUMNS="80")
     assert (done.returncode, done.stderr) == (3, "")
     facts, checked = done.stdout.split("\nChecks:\n")
     for line in ("  platform: ", "    trl: ", "folders:"):
@@ -82,6 +82,7 @@ def test_the_report_is_a_list_to_paste_then_checks_and_a_failed_one_ends_with_ex
     pasted = facts.partition("\n\nhost:")[0].splitlines()  # the block of `trl env` first
     assert [line.partition(":")[0] for line in (pasted[3], pasted[-1])] == ["- Platform", "- vLLM version"]
     assert "\nfail  torch " in checked and "libcudart.so.13" in checked and "→ pip install" in checked
+    assert [line for line in checked.splitlines() if len(line) > 80 and " " in line[26:].strip()] == []
     assert "1 failed" in checked.splitlines()[-1] and "Traceback" not in done.stdout
 
 
