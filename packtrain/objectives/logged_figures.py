@@ -34,16 +34,16 @@ def pair_figures(pairs: Pairs, beta: float, chosen: TokenFigures, rejected: Toke
     """Return the figures of DPOTrainer; rewards are `β log t`, with `ld_alpha` but without an f-divergence."""
     reward, rejected_reward = beta * pairs.chosen_logratios, beta * pairs.rejected_logratios
     return {
-        "entropy": _add(_sum(chosen.entropy, chosen.mask), _sum(rejected.entropy, rejected.mask)),
-        "logits/chosen": _sum(chosen.mean_logits, chosen.mask),
-        "logits/rejected": _sum(rejected.mean_logits, rejected.mask),
-        "mean_token_accuracy": _sum(chosen.is_top1, chosen.mask),
-        "rewards/chosen": _sum(reward),
-        "rewards/rejected": _sum(rejected_reward),
-        "rewards/accuracies": _sum(reward > rejected_reward),
-        MARGINS: _sum(reward - rejected_reward),
-        "logps/chosen": _sum(pairs.chosen_logps),
-        "logps/rejected": _sum(pairs.rejected_logps),
+        "entropy": _both(mean_of(chosen.entropy, chosen.mask), mean_of(rejected.entropy, rejected.mask)),
+        "logits/chosen": mean_of(chosen.mean_logits, chosen.mask),
+        "logits/rejected": mean_of(rejected.mean_logits, rejected.mask),
+        "mean_token_accuracy": mean_of(chosen.is_top1, chosen.mask),
+        "rewards/chosen": mean_of(reward),
+        "rewards/rejected": mean_of(rejected_reward),
+        "rewards/accuracies": mean_of(reward > rejected_reward),
+        MARGINS: mean_of(reward - rejected_reward),
+        "logps/chosen": mean_of(pairs.chosen_logps),
+        "logps/rejected": mean_of(pairs.rejected_logps),
     }
 
 
@@ -62,11 +62,11 @@ def unpaired_figures(
     `mask` (true for targets), `entropy` and `mean_logits` are [answers, slots]. `kl` is the step's estimate, 0 without one.
     """
     rewards = beta * answers.logratios
-    figures = {"kl": _sum(kl.expand_as(rewards)), "entropy": _sum(entropy, mask)}
+    figures = {"kl": mean_of(kl.expand_as(rewards)), "entropy": mean_of(entropy, mask)}
     for side, own in (("chosen", answers.desirable), ("rejected", ~answers.desirable)):
-        figures[f"logits/{side}"] = _sum(mean_logits, mask & own.unsqueeze(1))
-        figures[f"rewards/{side}"] = _sum(rewards, own)
-        figures[f"logps/{side}"] = _sum(answers.logps, own)
+        figures[f"logits/{side}"] = mean_of(mean_logits, mask & own.unsqueeze(1))
+        figures[f"rewards/{side}"] = mean_of(rewards, own)
+        figures[f"logps/{side}"] = mean_of(answers.logps, own)
     return figures
 
 
@@ -81,9 +81,9 @@ def unpaired_margins(means: Mapping[str, float]) -> dict[str, float]:
 def reward_figures(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, Sum]:
     """Return the means of RewardTrainer from the rewards of pairs, [pairs] each."""
     return {
-        "mean_reward": _sum(torch.cat([chosen, rejected])),
-        "accuracy": _sum(chosen > rejected),
-        "margin": _sum(chosen - rejected),
+        "mean_reward": mean_of(torch.cat([chosen, rejected])),
+        "accuracy": mean_of(chosen > rejected),
+        "margin": mean_of(chosen - rejected),
     }
 
 
@@ -97,13 +97,14 @@ def reward_extremes(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, t
     }
 
 
-def _sum(values: torch.Tensor, mask: torch.Tensor | None = None) -> Sum:
-    """Return the sum of the values where the mask is true, and their number."""
+@torch.no_grad()
+def mean_of(values: torch.Tensor, mask: torch.Tensor | None = None) -> Sum:
+    """Return a figure: the sum of the values where the mask is true, and their number."""
     values = values.double()
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     return Sum(masked(values, mask).sum(), mask.sum().double())
 
 
-def _add(one: Sum, other: Sum) -> Sum:
+def _both(one: Sum, other: Sum) -> Sum:
     """Return both totals and both weights added up."""
     return Sum(one.total + other.total, one.weight + other.weight)

@@ -85,8 +85,14 @@ class StepTrainer:
         self.loss, self.settings = loss, settings
         self.steps, self.evaluation = settings.steps, dict(settings.evaluation)
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.held.args
-        how: Any = {"offload": settings.offload, "exchange_once": settings.exchange_once, "ema": settings.ema}
-        self.engine = Engine(loss, settings.strategy, settings.checkpointing, **how)
+        self.engine = Engine(
+            loss,
+            settings.strategy,
+            settings.checkpointing,
+            offload=settings.trainer.activation_offload,
+            exchange_once=settings.exchange_once,
+            ema=settings.trainer.ema,
+        )
         self.checkpoints = Checkpoints(self.engine, settings, loss.held)
         self.writer = self.checkpoints.writer
         self.spikes = SpikeJudge(settings.spikes, self.accelerator, settings.say)
@@ -177,7 +183,7 @@ class StepTrainer:
         """
         counts = [sum(column) for column in zip(*(batch.own_counts for batch in micro_batches), strict=True)]
         self.clock.enter("counts")
-        with_times = (self.state.step + 1) % max(self.settings.log_every, EXCHANGE_EVERY) == 0
+        with_times = (self.state.step + 1) % max(self.settings.trainer.log_every, EXCHANGE_EVERY) == 0
         timed = self.clock.steps if with_times else 0
         times, feed = self.clock.reduction_values() if timed else [], self.steps.feed
         marks = feed.marks if feed else ()
@@ -259,7 +265,7 @@ class StepTrainer:
         """Return whether to log this step. The first, every trainer.log_every, the last, evaluated and saved steps are logged. Because saved
         steps are logged, a run that resumes from a checkpoint writes the same lines."""
         step = self.state.step
-        due = step in (1, self.state.last_step) or step % self.settings.log_every == 0
+        due = step in (1, self.state.last_step) or step % self.settings.trainer.log_every == 0
         return due or self.should_evaluate() or self.should_save()
 
     def log_step(self, norm: Any, rate: float) -> None:
@@ -312,7 +318,7 @@ class StepTrainer:
         """Return whether to write a checkpoint after this step. True every trainer.checkpoint_every, for the last and the best, and if the run
         stops."""
         step = self.state.step
-        every = self.settings.checkpoint_every
+        every = self.settings.trainer.checkpoint_every
         due = every is not None and (step % every == 0 or step >= self.state.last_step)
         return due or self.state.saves or bool(self.settings.stop.agreed)
 

@@ -28,8 +28,8 @@ class LoopSettings:
 
     `origin`: values that must be equal in a resumed run and its checkpoint. `strategy`: strategy.name. `exchange_once`:
     Memory.exchanges_once. `autocast`: the format of mixed precision (None: the weights' format). `backend`: the attention backend
-    of packed rows (None: the model's own attention). `optim`: the config's group. `checkpointing`: the decision on
-    trainer.gradient_checkpointing. `offload`: trainer.activation_offload. `ema`: trainer.ema.
+    of packed rows (None: the model's own attention). `trainer` and `optim`: the config's groups.
+    `checkpointing`: the decision on trainer.gradient_checkpointing.
     """
 
     steps: Steps
@@ -38,27 +38,25 @@ class LoopSettings:
     stop: StopRequest
     checkpoints: Path
     origin: dict[str, Any]
-    keep_checkpoints: int | None = None
     first_step: int = 0
     say: Callable[[str], None] = print
     strategy: str = "ddp"
     exchange_once: bool = False
     autocast: torch.dtype | None = None
     backend: str | None = None
+    trainer: Trainer = field(default_factory=Trainer)
     optim: Optim = field(default_factory=Optim)
     limits: TimeLimits | None = None
     spikes: SpikeRules | None = None
     largest_first: bool = False
     checkpointing: str = "none"
-    offload: bool = False
-    ema: float = 0.0
-    log_every: int = 1
-    eval_every: int | None = None
-    """None: no evaluation between the first step and the last, nor after it."""
-    checkpoint_every: int | None = None
-    """None: no checkpoints, unless the run is stopped."""
     unused_at_times: bool = False
     """Weights (of experts) get a gradient in some batches only."""
+
+    @property
+    def eval_every(self) -> int | None:
+        """trainer.eval_every, None without an evaluation set."""
+        return self.trainer.eval_every if self.evaluation else None
 
     @property
     def sharded(self) -> bool:

@@ -63,7 +63,7 @@ LAUNCH = {
 FROM_LAUNCH = {"cli": "", "__main__": "", "diagnose": "", "train": "packtrain.launch.worker"}
 """Who imports `launch`: what is on top, and of `train` nothing but what a process says to its launcher."""
 MAX_FILES, MAX_LINES, MAX_LINES_OF_A_FUNCTION = 14, 600, 70
-MAX_CONDUCTORS = 21
+MAX_CONDUCTORS = 22
 MOST_READ = {"One step of training": 12, "One launch": 18, "One resume": 10}
 """Files through which docs/architecture.md leads a reader."""
 WITHOUT_TORCH = (
@@ -80,7 +80,15 @@ WITHOUT_TORCH = (
     "bench/launches",
 )
 MEANINGLESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "base"}
-OF_OTHERS = {"serve.py", "sft.py", "convert_hf_to_gguf.py", "mine.py", "kernels/chunked_logprob.py"}
+OF_OTHERS = {
+    "serve.py",
+    "sft.py",
+    "orpo/spec.py",
+    "orpo/run.py",
+    "convert_hf_to_gguf.py",
+    "mine.py",
+    "kernels/chunked_logprob.py",
+}
 OF_OTHERS |= {f"configuration_{name}.py" for name in ("auto", "utils")} | {"auto_mappings.py"}
 """Files that are spoken of and not ours: examples of programs, TRL's and transformers'."""
 MADE_BY_A_RUN = {"checkpoints/", "final/", "logs/"}
@@ -182,6 +190,26 @@ def test_every_module_says_what_it_is_for() -> None:
 
 def test_no_name_says_nothing() -> None:
     assert [name for name in trees() if MEANINGLESS & set(name.split("."))] == []
+
+
+OBJECTIVES_NAMED_IN = {
+    "config/objective.py",  # the default of objective.kind
+    "convert/foreign_data.py",  # names of methods of other trainers
+    "data/prepare.py",  # a default
+    "convert/conversion.py",
+}
+"""Files that name an objective outside its folder."""
+
+
+def test_an_objective_is_named_in_its_own_folder() -> None:
+    kinds = {path.parent.name for path in PACKAGE.glob("objectives/*/spec.py")}
+    named_in = set()
+    for path in PACKAGE.rglob("*.py"):
+        tree = trees()[name_of(path)]
+        named = any(isinstance(node, ast.Constant) and node.value in kinds for node in ast.walk(tree))
+        if named and "objectives" not in path.relative_to(PACKAGE).parts[:1]:
+            named_in.add(path.relative_to(PACKAGE).as_posix())
+    assert named_in == OBJECTIVES_NAMED_IN
 
 
 def test_a_stage_takes_its_part_of_the_config_and_not_the_whole() -> None:

@@ -17,9 +17,6 @@ from packtrain.objectives.logged_figures import MARGINS, TokenFigures, pair_figu
 from packtrain.objectives.losses import PairCounts, PairOptions, make_pairs, pair_loss
 from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import MicroBatch
-from packtrain.train.log import console
-from packtrain.train.log.console import Log
-from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import Logps, ReferenceLoss, Setup
 from packtrain.train.objectives.pairs import PairObjective, PairSteps
 from packtrain.train.objectives.training_objective import ReferenceObjective
@@ -31,7 +28,6 @@ FIGURES += ("rewards/accuracies", MARGINS, "logps/chosen", "logps/rejected")
 class DPOLoss(ReferenceLoss):
     """The loss of pairs on `model`, against `reference`."""
 
-    answers = ("the chosen answer of pair", "the rejected answer of pair")
     reference_names = ("ref_chosen_logps", "ref_rejected_logps")
     figures = FIGURES
 
@@ -112,7 +108,7 @@ class DPO(PairObjective, ReferenceObjective):
     def steps(
         self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
     ) -> PairSteps:
-        """The optimizer steps over `data`. Raises UserError if a loss that sorts all pairs of a step would get only some."""
+        """See PairObjective. Raises UserError if a loss that sorts all pairs of a step would get only some."""
         sorting = self.objective.sorting_losses
         most = schedule.summary(ranks.world_size).micro_batches_max if sorting else 1
         if sorting and (ranks.world_size > 1 or most > 1):
@@ -122,12 +118,7 @@ class DPO(PairObjective, ReferenceObjective):
                 where="objective.loss",
                 fix="use one process and a larger batch.tokens_per_device (and batch.examples_per_device), or another loss",
             )
-        return PairSteps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
-
-    def prove(self, trainer: StepTrainer, log: Log, attention: str, **options: Any) -> None:
-        """See ReferenceObjective."""
-        console.log_prompts(log, self.layout, self.why_not_shared)
-        super().prove(trainer, log, attention, **options)
+        return super().steps(data, schedule, pad_token_id, ranks, evaluation=evaluation)
 
 
 OBJECTIVE = DPO

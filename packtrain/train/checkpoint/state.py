@@ -109,7 +109,7 @@ class Checkpoints:
         settings, final = self._settings, self._weights_bytes()
         # the last step writes one too
         number = math.ceil((len(settings.steps) - settings.first_step) / every) if every else 0
-        keep, there = settings.keep_checkpoints, len(list_checkpoints(settings.checkpoints))
+        keep, there = settings.trainer.keep_checkpoints, len(list_checkpoints(settings.checkpoints))
         most = (
             number if keep is None else min(number, keep + 1)
         )  # an old one is removed only when the new one is complete
@@ -135,7 +135,7 @@ class Checkpoints:
 
     def _seal(self, step: int, best: int | None) -> None:
         """Complete the checkpoint that all ranks have written, and remove those that it replaces."""
-        folder, keep = self._settings.checkpoints, self._settings.keep_checkpoints
+        folder, keep = self._settings.checkpoints, self._settings.trainer.keep_checkpoints
         complete(staging_of(folder, step), folder_of(folder, step))
         with suppress(OSError):  # the next checkpoint tries again
             prune(folder, keep, best, self._settings.origin)

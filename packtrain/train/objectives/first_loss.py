@@ -23,11 +23,11 @@ from packtrain.plan.memory import CHECKED_LOGITS, COMPARED_PAIRS
 from packtrain.proof.comparison import check_equal, evaluating, model_refusals, tolerance_of
 from packtrain.proof.isolation import vocabulary_size
 from packtrain.train.loader import MicroBatch
-from packtrain.train.objectives.loss import ReferenceLoss
+from packtrain.train.objectives.loss import AnswerLoss, ReferenceLoss
 
 
 @torch.no_grad()
-def check_answer_forward(loss: ReferenceLoss, batch: MicroBatch, attention: str) -> None:
+def check_answer_forward(loss: AnswerLoss, batch: MicroBatch, attention: str) -> None:
     """Compares log-probabilities of the first answers as training computes them with those of a padded batch and the model's logits.
 
     Those of COMPARED_PAIRS pairs and at most CHECKED_LOGITS logits: of all tokens of short answers, of every n-th of long ones.

@@ -215,6 +215,8 @@ class AnswerLoss(ExampleLoss):
     """
 
     outputs: tuple[str, ...] = ("log_probs",)
+    answers: tuple[str, ...] = ("the chosen answer of pair", "the rejected answer of pair")
+    """Names of the answers in each part of a batch (first_loss.py)."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -254,8 +256,6 @@ class ReferenceLoss(AnswerLoss):
     the batches. A subclass defines `measure`, `logps_of` and `zero_margin_loss`.
     """
 
-    answers: tuple[str, ...]
-    """Names of the answers in each part of Logps (first_loss.py)."""
     reference_names: tuple[str, ...]
     """Names of the reference's log-probabilities in a batch."""
 

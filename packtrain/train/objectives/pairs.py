@@ -11,8 +11,13 @@ import torch
 
 from packtrain.data.dataset import PairDataset
 from packtrain.errors import UserError
+from packtrain.model.spread import Ranks
 from packtrain.packing.collate import collate_pairs
+from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import MicroBatch, Steps
+from packtrain.train.log import console
+from packtrain.train.log.console import Log
+from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.training_objective import TrainingObjective
 
 
@@ -82,3 +87,14 @@ class PairObjective(TrainingObjective):
                 fix=f"set batch.tokens_per_device to at least {-(-longest // self.ranks_per_row)}, or data.max_length to {most // 2}",
             )
         return slots
+
+    def steps(
+        self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
+    ) -> PairSteps:
+        """See TrainingObjective."""
+        return PairSteps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
+
+    def prove(self, trainer: StepTrainer, log: Log, attention: str, **options: Any) -> None:
+        """See TrainingObjective."""
+        console.log_prompts(log, self.layout, self.why_not_shared)
+        super().prove(trainer, log, attention, **options)

@@ -31,7 +31,7 @@ from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.first_loss import check_answer_forward, check_first_loss
-from packtrain.train.objectives.loss import Loss, ReferenceLoss, Setup
+from packtrain.train.objectives.loss import AnswerLoss, Loss, ReferenceLoss, Setup
 from packtrain.train.preflight import choose_on_all_ranks, same_everywhere
 
 
@@ -98,8 +98,12 @@ class TrainingObjective:
     def prove(
         self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, ranks: Ranks, precision: Precision
     ) -> None:
-        """Checks the trainer before step 1, fully with `preflight`; `attention` is the model's original implementation."""
-        raise NotImplementedError
+        """Check the trainer before step 1, fully with `preflight`; `attention` is the model's original implementation.
+
+        The base class checks the forward of losses of answers.
+        """
+        if preflight and isinstance(trainer.loss, AnswerLoss):
+            check_answer_forward(trainer.loss, trainer.steps.first_batch(trainer.settings.first_step), attention)
 
 
 class ReferenceObjective(TrainingObjective):
@@ -191,11 +195,10 @@ class ReferenceObjective(TrainingObjective):
             trainer.steps = self.with_reference(trainer.steps, trainer, ranks, precision)
             for name, steps in trainer.evaluation.items():
                 trainer.evaluation[name] = self.with_reference(steps, trainer, ranks, precision)
-        if preflight:
-            loss, batch = cast(ReferenceLoss, trainer.loss), trainer.steps.first_batch(trainer.settings.first_step)
-            check_answer_forward(loss, batch, attention)
-            if self.reference.at_start:
-                check_first_loss(loss, batch)
+        super().prove(trainer, log, attention, preflight=preflight, ranks=ranks, precision=precision)
+        if preflight and self.reference.at_start:
+            loss, first = cast(ReferenceLoss, trainer.loss), trainer.settings.first_step
+            check_first_loss(loss, trainer.steps.first_batch(first))
 
 
 def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> str:
