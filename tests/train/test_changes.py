@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -278,47 +275,6 @@ def test_other_objectives_prove_by_their_own_rows(monkeypatch: pytest.MonkeyPatc
             run = run_here(tmp_path, config, name=f"changed-{by}")
         assert_same_bits(run, expected)
         assert said in run.summary["changes"]["kernel"]
-
-
-NORMS = """
-from packtrain.changes.spec import Change, Proposal
-
-
-def norms(model, by):
-    changed = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
-    for norm in changed:
-        norm.forward = lambda x, own=norm: own.weight * x * (x.square().mean(-1, keepdim=True) + own.variance_epsilon).rsqrt() * by
-    return lambda: [vars(norm).pop("forward") for norm in changed]
-
-
-RIGHT = Change(name="acme", propose=lambda run: Proposal(what="norms by Acme", make=lambda model: norms(model, 1.0)))
-WRONG = Change(name="acme_fast", propose=lambda run: Proposal(what="fast norms", make=lambda model: norms(model, 1.01)))
-"""
-
-
-def installed(folder: Path, code: str, group: str, **names: str) -> dict[str, str]:
-    """An environment with a package of somebody else, whose entry points have these `names`."""
-    (info := folder / "acme-0.1.dist-info").mkdir(parents=True)
-    (folder / "acme.py").write_text(code)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 0.1\n")
-    lines = [f"{name} = acme:{attribute}" for name, attribute in names.items()]
-    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
-    return {**os.environ, "PYTHONPATH": str(folder), "PACKTRAIN_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-
-
-def test_another_package_brings_changes_that_are_proved_as_ours_are(tmp_path: Path) -> None:
-    environment = installed(tmp_path / "site", NORMS, "packtrain.changes", acme="RIGHT", acme_fast="WRONG")
-    command = [sys.executable, "-m", "packtrain", "sft", "recipes/quickstart-sft.yaml", "trainer.max_steps=1"]
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a young cow is a calf"}] * 20)
-    command += [f"data.train={rows}", "trainer.samples=[]", "data.eval=null", "trainer.eval_every=null"]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    changes = Run(tmp_path / "runs/quickstart-sft").summary["changes"]
-    assert changes["acme"].startswith("norms by Acme (loss off by ") and f"acme       {changes['acme']}" in ran.stdout
-    assert changes["acme_fast"].startswith("as the model comes; fast norms: the loss of the first rows is off")
-    command += ["--dry-run", "model.kernels=acme_slow"]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 2 and "auto|liger|none|acme|acme_fast" in ran.stderr.replace("\n", ""), ran.stderr
 
 
 def broken(model: Any) -> Any:

@@ -1,4 +1,4 @@
-"""docs/extending.md: its blocks are a package, and packtrain trains, plans, verifies, resumes and reports with its objective."""
+"""docs/extending.md: its blocks are packages. packtrain trains, plans, verifies, resumes and reports with their objective and change."""
 
 from __future__ import annotations
 
@@ -17,30 +17,35 @@ import pytest
 import tomllib
 import torch
 import yaml
-from running import Run, base_config, packtrain
+from running import Run, base_config, packtrain, write_jsonl
 
 from packtrain.config.keys import keys, keys_of
 from packtrain.data.sources.quickstart import preferences
 from packtrain.registry import _find
 from tests.train import forked
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/extending.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE, CHANGES = DOCS / "extending.md", DOCS / "extending-changes.part.md"
+
+
+def installed(page: Path, folder: Path) -> Path:
+    """The folder with the page's package, as pip would install it."""
+    (declared,) = re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL)
+    project = tomllib.loads(declared)["project"]
+    (info := folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info").mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    groups = project["entry-points"].items()
+    lines = [f"[{group}]\n{name} = {value}" for group, points in groups for name, value in points.items()]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    for path, code in re.findall(r"```python\n# ([\w/.]+)\n(.*?)```", page.read_text(), re.DOTALL):
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(code)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the page's package, as pip would install it."""
-    folder = tmp_path_factory.mktemp("site")
-    (project,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    entry_points = tomllib.loads(project)["project"]["entry-points"]
-    (info := folder / "packtrain_orpo-0.1.0.dist-info").mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: packtrain-orpo\nVersion: 0.1.0\n")
-    lines = [f"[{group}]\n{name} = {value}" for group, points in entry_points.items() for name, value in points.items()]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    for path, code in re.findall(r"```python\n# ([\w/.]+)\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        (folder / path).parent.mkdir(exist_ok=True)
-        (folder / path).write_text(code)
-    return folder
+    return installed(PAGE, tmp_path_factory.mktemp("site"))
 
 
 def with_package(folder: Path, *given: Any) -> None:
@@ -130,3 +135,24 @@ def test_a_package_that_is_broken_is_named(package: Path, tmp_path: Path, fault:
     (tmp_path / "site/orpo/spec.py").write_text(fault)
     ran = fresh(tmp_path / "site", "--help")
     assert ran.returncode == 2 and "packtrain-orpo" in ran.stderr and "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("weight", ["norm.weight", "norm.weight * 1.01"], ids=["right", "off by 1 %"])
+def test_a_change_of_another_package_stays_if_it_is_proved(tmp_path: Path, weight: str) -> None:
+    (site := tmp_path / "site").mkdir()
+    code = (file := installed(CHANGES, site) / "acme/norms.py").read_text()
+    file.write_text(code.replace("shape, norm.weight,", f"shape, {weight},"))
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a young cow is a calf"}] * 20)
+    given = ["recipes/quickstart-sft.yaml", f"data.train={rows}", "data.eval=null", "trainer.eval_every=null"]
+    given += ["trainer.max_steps=1", "trainer.samples=[]", f"trainer.output_dir={tmp_path / 'run'}"]
+    ran = packtrain("sft", *given, begin=partial(with_package, site))
+    said = Run(tmp_path / "run").summary["changes"]["acme"]
+    assert f"acme       {said}" in ran.stdout
+    if weight == "norm.weight":
+        assert said.startswith("norms by torch's fused function (loss off by ")
+        unknown = fresh(site, "plan", *given, "model.kernels=acne")
+        assert unknown.returncode == 2 and "auto|liger|none|acme" in unknown.stderr
+        return
+    assert said.startswith("as the model comes; norms by torch's fused function: the loss of the first rows is off by")
+    required = packtrain("sft", *given, "model.kernels=acme", expect=3, begin=partial(with_package, site))
+    assert "would not train as the model itself does" in required.stderr

@@ -85,6 +85,7 @@ OF_OTHERS = {
     "sft.py",
     "orpo/spec.py",
     "orpo/run.py",
+    "acme/norms.py",
     "convert_hf_to_gguf.py",
     "mine.py",
     "kernels/chunked_logprob.py",
