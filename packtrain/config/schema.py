@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, Literal
 
 from packtrain.config.objective import Objective, key
+from packtrain.optimizers.spec import OPTIMIZERS, OptimizerSpec
 from packtrain.registry import names_of_others
 
 PackingMode = Literal["padding", "padding_free", "packed"]
@@ -24,14 +25,6 @@ Rounding = Literal["auto", "never", "final", "stochastic"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]
 Quantize = Literal["no", "nf4", "int8", "fp8"]
 Shuffle = bool | Literal["by_prefix"]
-_Plain = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "muon"]
-_Torchao = Literal["adamw_torch_8bit", "adamw_torch_4bit"]
-_AdamWs = Literal["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
-_AdEMAMixes = Literal["ademamix", "ademamix_8bit", "paged_ademamix_32bit"]
-_Lions = Literal["lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"]
-_RMSprops = Literal["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"]
-Bitsandbytes = Literal[_AdamWs, _AdEMAMixes, _Lions, _RMSprops]
-OptimizerName = Literal[_Plain, _Torchao, Bitsandbytes]
 SplitText = Literal["document", "line", "paragraph"]
 SHARDED_WEIGHTS = ("zero3", "zero3_offload", "fsdp2")
 """Strategies without the whole model in any process. All processes must call it the same number of times."""
@@ -256,8 +249,10 @@ class WeightGroup:
 class Optim:
     """Optimizer and learning rate."""
 
-    name: OptimizerName = key(
-        "adamw_torch_fused", "Optimizer, by its transformers name, or muon of torch (docs/fitting.md)."
+    name: str = key(
+        "adamw_torch_fused",
+        "Optimizer, by its transformers name, or muon of torch (docs/fitting.md).",
+        among=lambda: OPTIMIZERS,
     )
     groups: list[WeightGroup] = key(
         [],
@@ -294,6 +289,11 @@ class Optim:
         "Float32 masters of bfloat16 weights start at random places of their rounding cells, so that every update is seen "
         "(docs/precision.md). auto: where weights are computed in bfloat16; no (or false): none.",
     )
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """The declaration of the optimizer."""
+        return OPTIMIZERS[self.name]
 
     @property
     def keeps_masters(self) -> bool:

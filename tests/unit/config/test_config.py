@@ -14,6 +14,7 @@ from packtrain.config.keys import ELSEWHERE, keys
 from packtrain.config.schema import Batch, Optim, RunConfig, groups
 from packtrain.config.yaml_files import shipped
 from packtrain.errors import Problem, UserError
+from packtrain.optimizers.spec import OPTIMIZERS, OptimizerSpec
 
 COMPLETE = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32"]
 BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
@@ -513,3 +514,17 @@ def test_a_group_given_as_text_keeps_its_choice_when_the_command_line_sets_one_o
 def test_the_fault_of_a_file_that_a_group_names_as_text_is_found_there(text: str, place: str) -> None:
     write(text, "peft/mine.yaml")
     assert [problem.where for problem in problems(write("peft: mine\n"), *COMPLETE)] == [place]
+
+
+def test_the_page_has_every_optimizer_with_its_states_package_and_strategies() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs/fitting.md").read_text()
+    known = dict[str, OptimizerSpec]()
+    for names, states, package, strategies in re.findall(
+        r"^\| (`.+`.*) \| (.+) \| (.*) \| (.+) \|$", page, re.MULTILINE
+    ):
+        for name in re.findall(r"`(\w+)`", names):
+            known[name] = spec = OPTIMIZERS[name]
+            assert (states[0] == str(spec.states)) == bool(spec.states) and package.strip() == spec.package, name
+            able = "all" if spec.on_host else "`ddp`" if spec.whole else "all but `zero3_offload`"
+            assert strategies == able, name
+    assert known == OPTIMIZERS
