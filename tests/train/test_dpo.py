@@ -25,6 +25,7 @@ from tiny_dpo import (
 )
 from tiny_models import tiny_model
 from trl import DPOTrainer
+from trl_batches import trl_batch
 
 from packtrain.config.objective import Objective
 from packtrain.config.rules import check_combinations
@@ -33,7 +34,7 @@ from packtrain.errors import UserError
 from packtrain.model.spread import Ranks
 from packtrain.objectives.dpo.run import DPO, FIGURES
 from packtrain.objectives.dpo.spec import SPEC
-from packtrain.packing.collate import RowLayout, collate_pairs
+from packtrain.packing.collate import RowLayout
 from packtrain.train.objectives.pairs import PairSteps
 
 ALONE = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "aot": {"label_smoothing": 0.1}}
@@ -59,7 +60,7 @@ def trl_trainer(folder: Path, **objective: Any) -> Any:
 
 
 def of_trl(folder: Path, **objective: Any) -> tuple[float, torch.Tensor, dict[str, float]]:
-    return step_of_trl(trl_trainer(folder, **objective), collate_pairs(PAIRS.pairs, 0, "padding"))
+    return step_of_trl(trl_trainer(folder, **objective), trl_batch(PAIRS.pairs))
 
 
 def assert_all_equal_trl(folder: Path, **objective: Any) -> None:
@@ -163,7 +164,7 @@ def test_label_smoothing_that_trl_passes_over_is_refused_by_the_config(tmp_path:
     """TRL takes it for every loss and uses it in few: this finds those few."""
     uses = set()
     trainers = [trl_trainer(tmp_path, loss_type=["sigmoid"], label_smoothing=smoothing) for smoothing in (0.0, 0.2)]
-    batch = collate_pairs(PAIRS.pairs[:3], 0, "padding")
+    batch = trl_batch(PAIRS.pairs[:3])
     for name in known_to_trl() - {"exo_pair"}:
         losses = []
         for trainer in trainers:

@@ -47,7 +47,7 @@ class PairSteps(Steps):
             known = self.reference[numbers] if len(numbers) else np.zeros((1, 2), np.float32)
             chosen, rejected = torch.from_numpy(known).unbind(1)
             inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-        tokens = int(inputs["attention_mask"].sum()) if pairs else 0
+        tokens = sum(len(pair.chosen.input_ids) + len(pair.rejected.input_ids) for pair in pairs)
         return MicroBatch(
             inputs=inputs,
             trained=sum(int(pair.chosen.loss_mask[1:].sum()) for pair in pairs),

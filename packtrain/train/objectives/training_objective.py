@@ -103,7 +103,7 @@ class TrainingObjective:
         The base class checks the forward of losses of answers.
         """
         if preflight and isinstance(trainer.loss, AnswerLoss):
-            check_answer_forward(trainer.loss, trainer.steps.first_batch(trainer.settings.first_step), attention)
+            check_answer_forward(trainer.loss, trainer.steps, trainer.settings.first_step, attention)
 
 
 class ReferenceObjective(TrainingObjective):
