@@ -1,1 +1,1 @@
-"""Changes to how the loaded model computes: faster, or in less memory, and proved to train the same."""
+"""Changes to the loaded model's computation: less time or memory, the same training."""

@@ -1,4 +1,4 @@
-"""The changes: those of packtrain/changes, and those that other packages bring."""
+"""The changes of packtrain/changes and of other packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_changes(situation: Situation) -> None:
 
 
 def proposals(situation: Situation) -> Iterator[tuple[str, Proposal]]:
-    """Yield the changes to try, by their names in the log, in the order in which they are made."""
+    """Yield the changes to try, with their names in the log, in order."""
     asked = situation.config.model.kernels
     for change in CHANGES.all().values():
         if change.kernel and asked not in ("auto", change.name):

@@ -1,4 +1,4 @@
-"""The declaration of a change: what asks for it, makes it, undoes it and proves it."""
+"""The declaration of a change to the loaded model's computation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_GRADIENTS = "computes no gradients before step 1, by which it would be proved
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """The run that a change is for. `model` is the loaded one, without adapters around it; the dtype `autocast` is None without any."""
+    """The run that a change is for. `model` is the loaded model, without adapters around it."""
 
     config: RunConfig
     model: PreTrainedModel
@@ -45,7 +45,7 @@ class Proposal:
     """A change as a run could make it."""
 
     what: str
-    """What the model computes after it, for the log: "norms by a fused kernel"."""
+    """The changed computation in words, for the log: "norms by a fused kernel"."""
     make: Make
     """It also changes the reference of preferences. Otherwise the two round differently, and first margins are not zero."""
     lacks: str = ""
@@ -53,7 +53,7 @@ class Proposal:
     key: str | None = None
     """Config key that requires it: if it is not available or not exact, the run ends. None: the run goes on without it."""
     tolerance: Tolerance | None = None
-    """What it may be off by. None: by the rounding of the format that the model computes in."""
+    """Differences that are allowed. None: rounding in the format of the computation."""
     unproved: str = ""
     """Why it is made without a proof on the first documents; "" if it is proved."""
 
@@ -64,16 +64,19 @@ def _no_check(situation: Situation) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change. It is the constant CHANGE of a file in packtrain/changes, or an entry point of another package."""
+    """A change to the computation.
+
+    It is the constant CHANGE of a file in packtrain/changes, or an entry point of another package.
+    """
 
     name: str
     """Its name in the log, and the value of model.kernels that requires it."""
     propose: Callable[[Situation], Proposal | None]
-    """Return the change for this run; None to leave the model as it is without a word."""
+    """Return the change for this run. None leaves the model unchanged, and logs nothing."""
     kernel: bool = True
     """Whether model.kernels chooses it: auto tries it, its name requires it. False: `propose` reads another key."""
     check: Callable[[Situation], None] = _no_check
-    """Raise UserError early if the config asks for what is impossible. It is called before the model is spread."""
+    """Raise UserError early if the config asks for it and it is impossible. Called before the model is spread."""
     label: str = ""
     """Its name in the log, if that is another."""
     order: int = 100

@@ -1,4 +1,7 @@
-"""`model.experts=loop`: the experts of a layer run one after the other, by the code of the model (transformers.integrations.moe)."""
+"""`model.experts=loop`: the experts of a layer run one after the other.
+
+That is the code of the model (transformers.integrations.moe).
+"""
 
 from __future__ import annotations
 

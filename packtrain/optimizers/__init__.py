@@ -1,1 +1,1 @@
-"""Optimizers: one table of all that a run can have, and those that are packtrain's own."""
+"""Optimizers: the table of all, and packtrain's own."""

@@ -29,7 +29,7 @@ class OptimizerSpec:
 
     @property
     def advice(self) -> str:
-        """What to do if the package is installed and does not work; "" without a package."""
+        """Advice for a package that is installed and does not work; "" without a package."""
         works = f"{self.package} is installed, but does not work here: see python -c 'import {self.package}'."
         return f"{works} optim=adamw needs no extra package." if self.package else ""
 

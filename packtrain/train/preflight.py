@@ -1,4 +1,4 @@
-"""Proofs on the loaded model: the attention of packed rows, changes of the model, and the first real rows."""
+"""Proofs on the loaded model: attention of packed rows, changes, first real rows."""
 
 from __future__ import annotations
 
