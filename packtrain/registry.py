@@ -82,12 +82,17 @@ def names_of_others(group: str) -> list[str]:
 
 def _entry_points(group: str) -> Iterable[EntryPoint]:
     # importlib.metadata takes 60 ms to import, and most people have no such package
-    listed = (file for folder in sys.path for file in Path(folder).glob("*-info/entry_points.txt"))
-    if not any(f"[{group}]" in file.read_text(errors="replace") for file in listed):
+    if f"[{group}]" not in _declared_in(tuple(sys.path)):
         return ()
     from importlib.metadata import entry_points
 
     return entry_points(group=group)
+
+
+@cache
+def _declared_in(folders: tuple[str, ...]) -> str:
+    files = (file for folder in folders for file in Path(folder).glob("*-info/entry_points.txt"))
+    return "\n".join(file.read_text(errors="replace") for file in files)
 
 
 def _of_others(registry: Registry[Thing]) -> Iterator[Thing]:

@@ -76,7 +76,7 @@ def _fits(name: str, module: nn.Module) -> bool:
 
 def _check(situation: Situation) -> None:
     if situation.precision.fp8:
-        check_float8(situation.device)
+        check_float8(situation.ranks.device)
 
 
 def _propose(situation: Situation) -> Proposal | None:

@@ -81,7 +81,7 @@ def _put_back(place: dict[str, Any], name: str, value: Any) -> None:
 def _propose(situation: Situation) -> Proposal | None:
     if situation.config.model.kernels == "auto" and not situation.on_gpu:
         return None
-    lacks = why_no_liger(situation.model, situation.device)
+    lacks = why_no_liger(situation.model, situation.ranks.device)
     if not lacks and is_compiled(situation.model):
         lacks = "trainer.torch_compile fuses them already"
     return Proposal(what="norms, rotation and activations by Liger's kernels", make=fuse_by_liger, lacks=lacks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedModel
 
 from packtrain.config.schema import RunConfig
@@ -30,14 +29,9 @@ class Situation:
     precision: Precision
 
     @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self.ranks.device
-
-    @property
     def on_gpu(self) -> bool:
         """Whether the model computes on a GPU."""
-        return self.device.type == "cuda"
+        return self.ranks.device.type == "cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +52,6 @@ class Proposal:
     """Why it is made without a proof on the first documents; "" if it is proved."""
 
 
-def _no_check(situation: Situation) -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """A change to the computation.
@@ -75,7 +65,7 @@ class Change:
     """Return the change for this run. None leaves the model unchanged, and logs nothing."""
     kernel: bool = True
     """Whether model.kernels chooses it: auto tries it, its name requires it. False: `propose` reads another key."""
-    check: Callable[[Situation], None] = _no_check
+    check: Callable[[Situation], object] = lambda situation: None
     """Raise UserError early if the config asks for it and it is impossible. Called before the model is spread."""
     label: str = ""
     """Its name in the log, if that is another."""

@@ -20,7 +20,7 @@ def key(
 ) -> Any:
     """Declare a config field: its default and a sentence.
 
-    Only the objectives for which `of` is true use it (None: all). Text has to be one of `among`. Bounds are minimum, above, below and
+    Only objectives that `of` accepts use it (None: all). Text has to be one of `among`. Bounds are minimum, above, below and
     maximum, as in config/keys.py::Key.
     """
     metadata = {"doc": doc, "of": of, "among": among, **bounds}
@@ -78,7 +78,7 @@ class Objective:
         return self.losses[0] if self.spec.examples == "documents" else "nll"
 
     def option(self, name: str) -> Any:
-        """Return the value of an option of the kind; TRL's default if it is not set."""
+        """Return the value of an option, by default TRL's."""
         return self.options.get(name, self.spec.options[name].default)
 
     @property

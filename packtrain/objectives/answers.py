@@ -27,7 +27,7 @@ class PairLogps(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Targets of a micro-batch's answers, [targets]: those of the first answer, then of the second, and so on."""
+    """Targets of a micro-batch's answers, [targets], answer by answer."""
 
     log_probs: torch.Tensor
     counts: torch.Tensor

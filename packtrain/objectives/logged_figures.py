@@ -91,7 +91,7 @@ def reward_extremes(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, t
 
 @torch.no_grad()
 def mean_of(values: torch.Tensor, mask: torch.Tensor | None = None) -> Sum:
-    """Return a figure: the sum of the values where the mask is true, and their number."""
+    """Return the sum of the values where the mask is true, and their number."""
     values = values.double()
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     return Sum(torch.where(mask, values, 0).sum(), mask.sum().double())

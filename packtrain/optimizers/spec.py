@@ -37,8 +37,7 @@ class OptimizerSpec:
 _ADAMW = OptimizerSpec(states=2, on_host=True)
 _TORCHAO = OptimizerSpec(states=2, package="torchao", whole=_KEEPS)
 _TWO = OptimizerSpec(states=2, package="bitsandbytes", whole=_KEEPS)
-_ONE, _THREE = replace(_TWO, states=1), replace(_TWO, states=3)
-_TWO_8BIT, _ONE_8BIT, _THREE_8BIT = (replace(one, state_bytes=1) for one in (_TWO, _ONE, _THREE))
+_ONE, _ONE_8BIT, _THREE = replace(_TWO, states=1), replace(_TWO, states=1, state_bytes=1), replace(_TWO, states=3)
 
 OPTIMIZERS = {
     "adamw_torch": replace(_ADAMW, lists_weights=True),
@@ -52,12 +51,10 @@ OPTIMIZERS = {
     ),
     "adamw_torch_8bit": replace(_TORCHAO, state_bytes=1),
     "adamw_torch_4bit": replace(_TORCHAO, state_bytes=0.5),
-    "adamw_8bit": _TWO_8BIT,
-    "adamw_bnb_8bit": _TWO_8BIT,
-    "paged_adamw_8bit": _TWO_8BIT,
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), replace(_TWO, state_bytes=1)),
     "paged_adamw_32bit": _TWO,
     "ademamix": _THREE,
-    "ademamix_8bit": _THREE_8BIT,
+    "ademamix_8bit": replace(_THREE, state_bytes=1),
     "paged_ademamix_32bit": _THREE,
     "lion_8bit": _ONE_8BIT,
     "lion_32bit": _ONE,

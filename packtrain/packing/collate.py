@@ -90,7 +90,7 @@ def row_arguments(segments: Segments) -> dict[str, Any]:
 
 
 def part_of(batch: dict[str, Any], part: int, parts: int) -> dict[str, Any]:
-    """Return part number `part` of a collated row. Places of answers remain those of the whole row."""
+    """Return part number `part` of a collated row. Places of answers still refer to the whole row."""
     segments = split_row(batch["segments"], part, parts)
     here = own_tokens(segments)
     own = {name: batch[name][:, here] for name in ("input_ids", "shift_labels") if name in batch}
@@ -172,9 +172,9 @@ def _list_documents(pairs: Sequence[Preference]) -> list[Document]:
 def _lay_out(
     documents: Sequence[Document], pairs: Sequence[int], *, shared: bool
 ) -> tuple[Segments, np.ndarray, list[np.ndarray]]:
-    """Lay out documents as a row: its segments, its ids int64 [T], and the place of each token of each document.
+    """Lay out documents as a row.
 
-    `pairs`: tokens of each pair's prompt; the two documents of a pair are neighbours. If `shared`, prompts of two tokens or more are in the
+    Returns its segments, its ids int64 [T], and the place of each token of each document. `pairs`: tokens of each pair's prompt; the two documents of a pair are neighbours. If `shared`, prompts of two tokens or more are in the
     row once, without their last token.
     """
     groups = [(number, number + len(pairs)) for number in range(len(pairs))] or [(at,) for at in range(len(documents))]

@@ -1,4 +1,4 @@
-"""docs/extending.md: its blocks are packages. packtrain trains, plans, verifies, resumes and reports with their objective and change."""
+"""The packages of docs/extending.md train, plan, verify, resume and report."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_package(folder: Path, *given: Any) -> None:
-    """The command of a process in which the package was installed from the start."""
+    """The command, as if the package had been installed before it began."""
     sys.path.insert(0, str(folder))
     for known in (_find, keys, keys_of):
         known.cache_clear()

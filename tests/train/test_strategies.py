@@ -7,8 +7,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from answer_runs import preferences
-from running import ENVIRONMENT, LLAMA, Run, assert_same_bits, base_config, conversations, train, write_jsonl
+from running import LLAMA, Run, assert_same_bits, base_config, conversations, train, write_jsonl
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -43,10 +40,6 @@ OFFLOAD = pytest.param("zero3_offload", marks=[NEEDS_DEEPSPEED, pytest.mark.exha
 MODEL = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}  # weights that ZeRO-3 does not keep whole
 MODEL_ARGUMENTS = {name: value for name, value in MODEL.items() if name != "model_type"} | {"vocab_size": 50}
 STEPS, CHECKPOINT = 5, 3  # of 7, 7, 7, 1 and 7 documents: in step 4 one process has none
-
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "packtrain")
-"""The others are forks that have what torchrun gives its processes; tests/cluster/test_foreign_launches.py starts torchrun, too."""
 
 
 def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
@@ -81,25 +74,10 @@ def runs(folder: Path) -> dict[str, Run]:
 
 
 def run_of(runs: dict[str, Run], folder: Path, name: str) -> Run:
-    if name in runs:
-        return runs[name]
-    if name == "torchrun":
-        runs[name] = by_torchrun(folder, "strategy=fsdp2", name=name)
-    else:
+    if name not in runs:
         begin = host_adam.run if name == "zero3_offload" else None
         runs[name] = train(folder, config_of(folder), f"strategy={name}", name=name, processes=2, begin=begin)
     return runs[name]
-
-
-def by_torchrun(folder: Path, strategy: str, *, name: str) -> Run:
-    """Two processes; the strategy is the config's, whoever has started them."""
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(config_of(folder, trainer={"output_dir": str(folder / name)})))
-    done = subprocess.run(
-        [*TORCHRUN, "sft", str(path), strategy], env=ENVIRONMENT, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return Run(folder / name)
 
 
 def assert_same_training(run: Run, expected: Run, *, file: str = "final/model.safetensors") -> None:
@@ -116,9 +94,7 @@ def assert_same_training(run: Run, expected: Run, *, file: str = "final/model.sa
         assert (weight - theirs[name]).norm() <= 1e-4 * theirs[name].norm(), name
 
 
-@pytest.mark.parametrize(
-    "name", [ZERO1, ZERO2, ZERO3, OFFLOAD, "fsdp2", pytest.param("torchrun", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("name", [ZERO1, ZERO2, ZERO3, OFFLOAD, "fsdp2"])
 def test_each_strategy_trains_as_one_process_does(runs: dict[str, Run], folder: Path, alone: Run, name: str) -> None:
     run = run_of(runs, folder, name)
     assert_same_training(run, alone)

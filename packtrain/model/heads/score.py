@@ -1,7 +1,7 @@
 """Reward models: one number for a document, from a linear layer `score`.
 
 It reads the document's last token. These are transformers' ...ForSequenceClassification of decoders with num_labels=1. On a padded batch the
-model's own call is the definition. On a flattened row `score` is applied to every token, and the loss takes those of last tokens.
+model's own call is the definition. On a flattened row `score` is applied to every token, and the loss takes the scores of last tokens.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def check_score_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def add_scores(model: PreTrainedModel) -> None:
-    """Add `every_token=True` to the forward of `model`: it then returns the scores of all tokens of a row, `logits` [1, T, 1]."""
+    """Add `every_token=True` to the forward of `model`.
+
+    It then returns the scores of all tokens of a row, `logits` [1, T, 1]."""
     inner = model.forward
 
     @functools.wraps(type(model).forward)

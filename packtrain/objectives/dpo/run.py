@@ -93,7 +93,9 @@ class DPO(PairObjective, ReferenceObjective):
     def steps(
         self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
     ) -> PairSteps:
-        """See PairObjective. Raises UserError if a loss that sorts all pairs of a step would get only some."""
+        """See PairObjective.
+
+        Raises UserError if a loss that sorts all pairs of a step would get only some."""
         sorting = self.objective.sorting_losses
         most = schedule.summary(ranks.world_size).micro_batches_max if sorting else 1
         if sorting and (ranks.world_size > 1 or most > 1):

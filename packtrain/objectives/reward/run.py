@@ -120,7 +120,7 @@ class RewardLoss(ExampleLoss):
             return self._scores(self.model, self.inputs(batch))
 
     def _scores(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """Return the rewards, float32 [2 × pairs]. On a padded batch they are those of the model's own call."""
+        """Return the rewards, float32 [2 × pairs]. A padded batch is scored by the model's own call."""
         given = {name: value for name, value in inputs.items() if name not in ("margin", "ends")}
         if "ends" not in inputs:
             return model(**given, use_cache=False).logits[:, 0].float()

@@ -41,7 +41,7 @@ EvaluationBatches = Callable[..., Iterator[MicroBatch]]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The model, its tokenizer and the settings of the loop, from which a loss is made."""
+    """Model, tokenizer and settings of the loop, for a loss to be made from them."""
 
     model: Any
     arguments: TrainingArguments
@@ -88,7 +88,7 @@ class Loss:
         return None
 
     def definition(self, documents: Sequence[Document]) -> Iterator[Callable[[], torch.Tensor]] | None:
-        """Return the parts of the loss of these documents, each computed alone by the model's own forward.
+        """Return the parts of the loss, of each document alone by the model's own forward.
 
         `packtrain verify` compares the modes with their sum. None: it compares with padded micro-batches of one example.
         """
@@ -341,7 +341,9 @@ class ReferenceLoss(AnswerLoss):
 
 
 def at_places(values: torch.Tensor, inputs: dict[str, Any], places: str) -> torch.Tensor:
-    """Return `values` [rows, T, …] at the `places` of the flattened batch that the inputs name. For a split row, from all its ranks."""
+    """Return `values` [rows, T, …] at places of the flattened batch; `places` names them in the inputs.
+
+    For a split row the values come from all its ranks."""
     segments, flat = inputs.get("segments"), values.flatten(0, 1)
     if isinstance(segments, SplitSegments):
         own = segments.own

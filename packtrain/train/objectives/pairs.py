@@ -66,7 +66,7 @@ class PairSteps(Steps):
 
 
 class PairObjective(TrainingObjective):
-    """The parts of preference pairs: how a pair is laid out in a row is decided once, by proof."""
+    """Base of objectives of preference pairs. A proof decides once how pairs are laid out in rows."""
 
     shares_unless_told = True
 

@@ -1,5 +1,4 @@
-"""What an objective is to a run: its data, attention, steps and loss, and the proofs of these; the shared parts of
-objectives with a reference."""
+"""Interface of an objective to a run, and the base of objectives with a reference."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Scored:
     is_top1: torch.Tensor
 
     def tokens(self, chosen: torch.Tensor) -> TokenFigures:
-        """Those of the targets, of which the `chosen` answers' are told apart."""
+        """Return the figures of the targets; `chosen` bool [answers] tells the two sides apart."""
         return TokenFigures(self.targets.of_answers(chosen), self.entropy, self.mean_logits)
 
 
