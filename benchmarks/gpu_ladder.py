@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from packtrain.attention import flash
-from packtrain.attention.backends import attend_when_packed, attention_of
-from packtrain.attention.kernels.selection import KernelChoice, LayerFeatures
-from packtrain.attention.kernels.varlen import Kernel
+from packtrain.attention.backends import attention_by, attention_of
+from packtrain.attention.flash import run as flash
+from packtrain.attention.flash.selection import KernelChoice, LayerFeatures
+from packtrain.attention.flash.varlen import Kernel
 from packtrain.changes.liger import fuse_by_liger, why_no_liger
 from packtrain.changes.residual import carry_in
 from packtrain.config.objective import Objective
@@ -471,7 +471,7 @@ def preferences(note: Note, tiny: bool) -> None:
     setup = Setup(policy, settings, load_tokenizer(Model(tokenizer="quickstart")), of_loop)
     loss = DPOLoss(setup, Objective(kind="dpo"), reference)
     for model in (policy, reference):
-        attend_when_packed(base_model(model), "flash" if at.type == "cuda" else "segmented")
+        attention_by("flash" if at.type == "cuda" else "segmented").install_when_packed(base_model(model))
     policy.train()
     tokens = int(lengths.sum())
 

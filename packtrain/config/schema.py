@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
+from packtrain.attention.registry import BACKENDS
+from packtrain.attention.spec import Backend
 from packtrain.config.objective import Objective, key
 from packtrain.optimizers.spec import OPTIMIZERS, OptimizerSpec
 from packtrain.registry import names_of_others
@@ -60,8 +62,10 @@ class Model:
         "Load the layers in 4 bits (nf4) or 8 (int8, fp8), to train adapters on them: less memory, somewhat slower "
         "(docs/precision.md).",
     )
-    attention: Literal["auto", "flash", "segmented", "per_document", "sdpa_mask"] = key(
-        "auto", "Attention of packed rows; auto takes the fastest that proves exact on the loaded model."
+    attention: str = key(
+        "auto",
+        "Attention of packed rows; auto takes the fastest that proves exact on the loaded model.",
+        among=lambda: ("auto", *BACKENDS.all()),
     )
     kernels: str = key(
         "auto",
@@ -74,6 +78,11 @@ class Model:
         "Compute the experts of a layer one after the other (loop), or all in one product (grouped); auto: grouped if a proof finds that "
         "it trains the same (docs/speed.md).",
     )
+
+    @property
+    def backend(self) -> Backend | None:
+        """The declaration of the attention backend, None for auto."""
+        return None if self.attention == "auto" else BACKENDS[self.attention]
 
     @property
     def is_base_for_adapters(self) -> bool:

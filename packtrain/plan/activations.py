@@ -43,7 +43,7 @@ def fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None:
     most = min((item for item in bounds if item is not None), default=None)
     if most is None:
         return None
-    masked = most if config.model.attention == "sdpa_mask" else None
+    masked = most if config.model.backend and config.model.backend.dense_mask else None
     if config.packing.mode == "padding":
         masked = min(longest or most, most)
     mixed, strategy = config.trainer.mixed_precision == "bf16", config.strategy.name

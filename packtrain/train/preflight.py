@@ -11,9 +11,9 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
-from packtrain.attention import flash
-from packtrain.attention.backends import PER_DOCUMENT, attending_by, attention_of
+from packtrain.attention.backends import attention_of, documents_alone
 from packtrain.attention.forwards import rotates_by_length
+from packtrain.attention.registry import BACKENDS
 from packtrain.changes.spec import NO_GRADIENTS, Make, Proposal
 from packtrain.errors import CheckFailed, Problem, UserError
 from packtrain.model.load import base_model
@@ -47,8 +47,7 @@ def choose_on_all_ranks(
     Arguments as for `choose_attention`. Raises UserError or CheckFailed if `wanted` is not available or not exact, or if ranks would differ.
     """
     choice = choose_attention(wanted, model, model.device, autocast=autocast, prove=prove, pairs=pairs)
-    kernel = flash.available(model, model.device, autocast)[0] if choice.backend.name == "flash" else None
-    by = f" by {kernel.kernel.name}" if kernel and kernel.kernel else ""
+    by = f" by {choice.kernel}" if choice.kernel else ""
     same_everywhere(f"{choice.backend.name}{by}", "attention", "model.attention", ranks.world_size)
     if problem := why_not_together(ranks, choice.backend.name, model):
         raise CheckFailed(problem)
@@ -57,7 +56,7 @@ def choose_on_all_ranks(
 
 def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Problem | None:
     """Return a problem if ranks would gather weights a different number of times, which hangs. Else None."""
-    if ranks.sharded and backend == PER_DOCUMENT:
+    if ranks.sharded and BACKENDS[backend].by_document:
         return Problem(
             f"packed rows of {type(model).__name__} run one document at a time, so that processes call it a different number "
             f"of times; under {ranks.strategy} all have to call it together",
@@ -70,8 +69,10 @@ def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Prob
 def why_not_split(model: PreTrainedModel, backend: str) -> str:
     """Return why rows of `model` cannot be split over ranks, "" if they can. Looks at the layers only, before any proof."""
     name = type(model).__name__
-    if backend in ("", PER_DOCUMENT):
-        return f"{name} runs packed rows one document at a time"
+    if not backend:
+        return f"no backend serves packed rows of {name}"
+    if why := BACKENDS[backend].why_not_split:
+        return f"{name} runs packed rows by {backend}, which {why}"
     if rotates_by_length(model):
         return f"the rotary embeddings of {name} depend on the length of a document"
     if getattr(model.config.get_text_config(), "attn_temperature_tuning", False):
@@ -176,7 +177,7 @@ class FirstStepWatch:
         with evaluating(model):
             with model_refusals(f"{type(base).__name__} cannot run a row of {tokens} tokens", fix=_ROW_TOO_LONG):
                 packed = _sums(model(**row, token_losses=True), row)
-            with attention_of(base, self.attention), attending_by(base, PER_DOCUMENT):
+            with attention_of(base, self.attention), documents_alone(base):
                 alone = _sums(model(**row, token_losses=True), row)
         trained = _sums(row["shift_labels"] != IGNORE, row)
         both_diverged = ~packed.isfinite() & ~alone.isfinite()  # the learning rate is too high: not an error of packing
