@@ -29,6 +29,8 @@ from packtrain.attention.backends import attention_by, attention_of
 from packtrain.attention.flash import run as flash
 from packtrain.attention.flash.selection import KernelChoice, LayerFeatures
 from packtrain.attention.flash.varlen import Kernel
+from packtrain.changes.liger import fuse_by_liger, why_no_liger
+from packtrain.changes.residual import carry_in
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Model, Packing, Peft
 from packtrain.data.dataset import Document, Preference
@@ -36,9 +38,8 @@ from packtrain.model.adapters import add_adapters
 from packtrain.model.flops import training_flops
 from packtrain.model.forward import patch_forward
 from packtrain.model.heads import summed
-from packtrain.model.kernels import fuse_by_liger, why_no_liger
 from packtrain.model.load import base_model
-from packtrain.model.precision import carry_in, settle_kernels, weights_cast_once
+from packtrain.model.precision import settle_kernels, weights_cast_once
 from packtrain.model.recomputation import recompute
 from packtrain.packing.collate import collate_flat, collate_padded, label_positions, on_device
 from packtrain.plan.surroundings import lack_of_compiler

@@ -18,6 +18,7 @@ from packtrain.config.fault import Fault
 from packtrain.config.objective import Resume
 from packtrain.config.schema import DataSource, Stage, groups
 from packtrain.objectives.registry import OBJECTIVES
+from packtrain.optimizers.spec import REFUSED
 
 _OF_SBATCH = {"cpus_per_node": "cpus-per-task", "job_name": "job-name", "memory": "mem"}
 _OF_SBATCH |= {name: name for name in ("account", "constraint", "gres", "partition", "qos")}
@@ -25,15 +26,8 @@ ELSEWHERE = {
     **{f"topology.{name}": f"Add a line to topology.sbatch: --{to}=…" for name, to in _OF_SBATCH.items()},
 }
 """Key that other tools have → its place here."""
-_NO_OPTIMIZERS = {
-    "galore_adamw galore_adafactor apollo_adamw": "Its states hold Python objects, which a checkpoint cannot store: reading one never runs code.",
-    "lomo adalomo": "It updates in the backward pass, before the gradients of a step are summed, clipped and judged.",
-    "schedule_free_adamw schedule_free_sgd schedule_free_radam": "Its weights in training differ from the weights that it saves.",
-    "stable_adamw": "It counts its steps in its settings, which a resumed run would reset.",
-    "paged_ademamix_8bit": "bitsandbytes fails to make its states; take ademamix_8bit.",
-}
 OTHER_VALUES = {
-    **{("optim.name", name): why for names, why in _NO_OPTIMIZERS.items() for name in names.split()},
+    **{("optim.name", name): why for name, why in REFUSED.items()},
     ("trainer.gradient_checkpointing", False): "Set none.",
     ("trainer.gradient_checkpointing", True): "Set full, or auto to take what fits.",
 }

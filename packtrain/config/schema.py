@@ -17,6 +17,8 @@ from packtrain.attention.registry import BACKENDS
 from packtrain.attention.spec import Backend
 from packtrain.config.objective import Objective, advanced, key
 from packtrain.config.place import Topology, Tracking, Verify
+from packtrain.optimizers.spec import OPTIMIZERS, OptimizerSpec
+from packtrain.registry import names_of_others
 from packtrain.strategies.registry import DEFAULT, STRATEGIES
 from packtrain.strategies.spec import StrategySpec
 
@@ -27,14 +29,6 @@ Checkpointing = Literal["auto", "none", "every_4", "every_3", "selective", "ever
 Rounding = Literal["auto", "never", "final", "stochastic", "undithered"]
 Quantize = Literal["no", "nf4", "int8", "fp8"]
 Shuffle = bool | Literal["by_prefix"]
-_Plain = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "muon"]
-_Torchao = Literal["adamw_torch_8bit", "adamw_torch_4bit"]
-_AdamWs = Literal["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
-_AdEMAMixes = Literal["ademamix", "ademamix_8bit", "paged_ademamix_32bit"]
-_Lions = Literal["lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"]
-_RMSprops = Literal["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"]
-Bitsandbytes = Literal[_AdamWs, _AdEMAMixes, _Lions, _RMSprops]
-OptimizerName = Literal[_Plain, _Torchao, Bitsandbytes]
 SplitText = Literal["document", "line", "paragraph"]
 LISTED = "lf:"
 """Prefix of a data set's name in LLaMA-Factory's dataset_info.json."""
@@ -75,10 +69,11 @@ class Model:
         "Attention of packed rows; auto takes the fastest that proves exact on the loaded model.",
         among=lambda: ("auto", *BACKENDS.all()),
     )
-    kernels: Literal["auto", "liger", "none"] = advanced(
+    kernels: str = advanced(
         "auto",
         "Fused norms, rotation and activations by liger-kernel; auto takes them on a GPU where they are installed and prove exact "
         "on the loaded model (docs/speed.md).",
+        among=lambda: ("auto", "liger", "none", *names_of_others("packtrain.changes")),
     )
     experts: Literal["auto", "grouped", "loop"] = advanced(
         "auto",
@@ -277,8 +272,11 @@ class WeightGroup:
 class Optim:
     """Optimizer and learning rate."""
 
-    name: OptimizerName = key(
-        "adamw_torch_fused", "Optimizer, by its transformers name, or muon of torch (docs/fitting.md).", resume="fixed"
+    name: str = key(
+        "adamw_torch_fused",
+        "Optimizer, by its transformers name, or muon of torch (docs/fitting.md).",
+        resume="fixed",
+        among=lambda: OPTIMIZERS,
     )
     groups: list[WeightGroup] = advanced(
         [],
@@ -318,6 +316,11 @@ class Optim:
         "not start at random places of their rounding cells, so small updates are not seen at once.",
         resume="decisive",
     )
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """The declaration of the optimizer."""
+        return OPTIMIZERS[self.name]
 
     @property
     def keeps_masters(self) -> bool:

@@ -48,7 +48,7 @@ def fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None:
         masked = min(longest or most, most)
     mixed, strategy = config.trainer.mixed_precision == "bf16", config.strategy.spec
     width = 2 if mixed and strategy.casts_weights else width
-    narrow = mixed and gpu and not strategy.shards_weights  # if the proof of train/verify/changes.py holds
+    narrow = mixed and gpu and not strategy.shards_weights  # if changes/residual.py proves exact
     compute = 2 if mixed else width
     scores = min(longest or most, most) if gpu and compute == 4 and masked is None else 0
     return FullestBatch(most, masked, width, compute, 2 if narrow else width, scores)

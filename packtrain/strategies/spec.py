@@ -12,14 +12,6 @@ if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
 
 Part = Literal["weights", "gradients", "optimizer"]
-ADAMW = ("adamw_torch", "adamw_torch_fused")
-_BY_NUMBER = (*ADAMW, "sgd", "rmsprop")
-"""Optimizers that update each number on its own, and so can step parts of weights."""
-_WHOLE = {
-    "muon": "needs whole matrices, to make them orthogonal",
-    "adagrad": "makes its states before the weights are spread",
-}
-"""Why optimizers cannot step parts of weights. Others keep a state for the whole weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +132,7 @@ class StrategySpec:
 def check_optimizer(config: RunConfig) -> Iterator[Fault]:
     """Yield a fault of an optimizer that cannot step parts of weights."""
     name, optimizer = config.strategy.name, config.optim.name
-    if optimizer not in _BY_NUMBER:
-        why = _WHOLE.get(optimizer, "keeps a state for a whole weight")
+    if why := config.optim.spec.whole:
         what = f"{optimizer} {why}, and {name} gives it parts of weights: the training would differ"
         yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw or optim=sgd, or strategy=ddp.")
 

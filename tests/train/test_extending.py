@@ -1,4 +1,4 @@
-"""The package of docs/extending.md trains, plans, verifies, resumes and reports."""
+"""The packages of docs/extending.md train, plan, verify, resume and report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import tomllib
 import torch
 import yaml
-from running import Run, base_config, packtrain
+from running import Run, base_config, packtrain, write_jsonl
 
 from packtrain.config.keys import keys, keys_of
 from packtrain.data.sources.quickstart import preferences
@@ -178,3 +178,23 @@ def test_a_backend_that_leaks_or_cannot_be_imported_does_not_train(
     (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(base_config(tmp_path, model={"attention": "looped"})))
     result = packtrain("sft", str(path), expect=exit_code, begin=partial(with_package, tmp_path / "site"))
     assert words in result.stderr and not (tmp_path / "run/final").exists()
+
+
+@pytest.mark.parametrize("weight", ["norm.weight", "norm.weight * 1.01"], ids=["right", "off by 1 %"])
+def test_a_change_of_another_package_stays_if_it_is_proved(package: Path, tmp_path: Path, weight: str) -> None:
+    shutil.copytree(package, site := tmp_path / "site")
+    (file := site / "acme/norms.py").write_text(file.read_text().replace("shape, norm.weight,", f"shape, {weight},"))
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a young cow is a calf"}] * 20)
+    given = ["recipes/quickstart-sft.yaml", f"data.train={rows}", "data.eval=null", "trainer.eval_every=null"]
+    given += ["trainer.max_steps=1", "trainer.samples=[]", f"trainer.output_dir={tmp_path / 'run'}"]
+    ran = packtrain("sft", *given, begin=partial(with_package, site))
+    said = Run(tmp_path / "run").summary["changes"]["acme"]
+    assert f"acme       {said}" in ran.stdout
+    if weight == "norm.weight":
+        assert said.startswith("norms by torch's fused function (loss off by ")
+        unknown = fresh(site, "plan", *given, "model.kernels=acne")
+        assert unknown.returncode == 2 and "auto|liger|none|acme" in unknown.stderr
+        return
+    assert said.startswith("as the model comes; norms by torch's fused function: the loss of the first rows is off by")
+    required = packtrain("sft", *given, "model.kernels=acme", expect=3, begin=partial(with_package, site))
+    assert "would not train as the model itself does" in required.stderr

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from packtrain.config.fault import Fault
-from packtrain.strategies.spec import ADAMW, Launcher, Load, Overhead, Part, StrategySpec, check_dtype, check_optimizer
+from packtrain.strategies.spec import Launcher, Load, Overhead, Part, StrategySpec, check_dtype, check_optimizer
 
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
@@ -83,7 +83,7 @@ def _launcher(settings_file: str) -> Launcher:
 
 def _rules(stage: int, offloads: bool, config: RunConfig) -> Iterator[Fault]:
     name, optimizer = config.strategy.name, config.optim.name
-    if offloads and optimizer not in ADAMW:
+    if offloads and not config.optim.spec.on_host:
         what = f"DeepSpeed's optimizer on the host is AdamW, and it would silently replace {optimizer}"
         yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw, or strategy=zero3.")
     else:

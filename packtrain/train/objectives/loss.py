@@ -71,7 +71,7 @@ class Loss:
         # accelerate wraps the forward in autocast, except in another's engine
         self.autocast = self.settings.autocast if self.strategy.steps_in_backward else None
         self.changes: list[str] = []
-        """Names of the changes made to how the model computes (verify/changes.py)."""
+        """Names of the changes made to how the model computes (packtrain/changes)."""
         self.report_phase: Callable[..., object] = lambda phase, **_: None
         """Called with each new phase by losses that run the model more than once (set by loop.py)."""
 

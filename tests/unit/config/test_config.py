@@ -14,6 +14,7 @@ from packtrain.config.keys import ELSEWHERE, keys
 from packtrain.config.schema import Batch, Optim, RunConfig, groups
 from packtrain.config.yaml_files import shipped
 from packtrain.errors import Problem, UserError
+from packtrain.optimizers.spec import OPTIMIZERS, OptimizerSpec
 
 COMPLETE = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32"]
 BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
@@ -516,3 +517,16 @@ def test_a_group_given_as_text_keeps_its_choice_when_the_command_line_sets_one_o
 def test_the_fault_of_a_file_that_a_group_names_as_text_is_found_there(text: str, place: str) -> None:
     write(text, "peft/mine.yaml")
     assert [problem.where for problem in problems(write("peft: mine\n"), *COMPLETE)] == [place]
+
+
+def test_the_page_has_every_optimizer_with_its_states_package_and_strategies() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs/fitting.md").read_text()
+    table = page.partition("## Optimizers")[2].partition("**Muon**")[0]
+    known = dict[str, OptimizerSpec]()
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for name in re.findall(r"`(\w+)`", cells[0]) if len(cells) == 4 and cells[0] != "`optim.name`" else ():
+            known[name] = spec = OPTIMIZERS[name]
+            assert (cells[1][0] == str(spec.states)) == (spec.states > 0) and cells[2] == spec.package, name
+            assert cells[3] == ("all" if spec.on_host else "`ddp`" if spec.whole else "all but `zero3_offload`"), name
+    assert known == OPTIMIZERS
