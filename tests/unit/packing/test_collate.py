@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.data.dataset import Document
-from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, layout_of
+from packtrain.packing.collate import IGNORE, RowLayout, collate_answers, collate_flat, collate_padded
 from packtrain.packing.segments import Segments
 
 untimed = settings(deadline=None, max_examples=50)  # timings are for benchmarks
@@ -60,10 +61,25 @@ def test_an_empty_micro_batch_is_a_row_that_trains_nothing() -> None:
         assert (batch["shift_labels"] == IGNORE).all()
 
 
-def test_any_number_of_answers_may_share_a_prompt() -> None:
-    """Two groups of a padded batch: three answers to a prompt of four tokens, and one to a prompt of two."""
-    layout = layout_of([6, 9, 5, 4], groups=[(0, 2, 1), (3,)], prompts=[4, 2])
-    assert layout.segments == Segments((3, 3, 2, 6, 1, 3), (None, 0, 0, 0, None, 4))
-    assert layout.rows.tolist() == [0] * 3 + [0] * 3 + [2] * 2 + [1] * 6 + [3] + [3] * 3
-    assert layout.columns.tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 3, 4, 5, 6, 7, 8, 0, 1, 2, 3]
-    assert layout.segments.position_ids()[0].tolist() == layout.columns.tolist()
+@pytest.mark.parametrize("rows", ["padding", "flat", "shared"])
+def test_the_places_of_targets_predict_them_answer_by_answer(rows: RowLayout) -> None:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, 50, n, dtype=np.int32) for n in (4, 1, 2)]
+
+    def answered(prompt: np.ndarray, tokens: int) -> Document:
+        ids = np.concatenate([prompt, rng.integers(1, 50, tokens, dtype=np.int32)])
+        return Document(ids, np.arange(len(ids)) >= len(prompt))
+
+    items = [answered(prompt, n) for n in (3, 1) for prompt in prompts]
+    batch = collate_answers(items, 0, rows, [len(prompt) for prompt in prompts])
+    ids, labels = batch["input_ids"].flatten(), batch["shift_labels"].flatten()
+    assert batch["target_counts"].tolist() == [3, 3, 3, 1, 1, 1]
+    assert sorted(batch["target_places"].tolist()) == batch["label_places"].tolist()
+    for item, places in zip(items, batch["target_places"].split(batch["target_counts"].tolist()), strict=True):
+        targets = np.flatnonzero(item.loss_mask)
+        assert labels[places].tolist() == item.input_ids[targets].tolist()
+        assert ids[places].tolist() == item.input_ids[targets - 1].tolist()
+    if rows == "shared":  # a prompt of one token has nothing to share
+        assert batch["segments"] == Segments((3, 4, 2, 4, 2, 1, 4, 2), (None, 0, 0, None, None, None, 5, 5))
+    else:
+        assert rows == "padding" or batch["segments"].lengths == (7, 5, 4, 2, 5, 3)
