@@ -17,6 +17,8 @@ from typing import Generic, Protocol, TypeVar
 
 from packtrain.errors import UserError
 
+_FIX = "Mend or uninstall the package."
+
 
 class Named(Protocol):
     """A thing with a name, and its place among the others of its kind."""
@@ -66,12 +68,16 @@ def _find(registry: Registry[Thing]) -> dict[str, Thing]:
         if item.ispkg or not registry.module:
             path = ".".join(filter(None, (registry.package, item.name, registry.module)))
             found.append(getattr(import_module(path), registry.attribute))
-    by_name = {thing.name: thing for thing in [*found, *_of_others(registry)]}
+    by_name = {thing.name: thing for thing in found}
+    for thing, where in _of_others(registry):
+        if thing.name in by_name:
+            raise UserError(f"there is another {registry.word} called {thing.name}", where=where, fix=_FIX)
+        by_name[thing.name] = thing
     return dict(sorted(by_name.items(), key=lambda item: (item[1].order, item[0])))
 
 
-def _of_others(registry: Registry[Thing]) -> Iterator[Thing]:
-    """Yield the things that other installed packages bring."""
+def _of_others(registry: Registry[Thing]) -> Iterator[tuple[Thing, str]]:
+    """Yield the things that other installed packages bring, and where each is declared."""
     # importlib.metadata takes 60 ms to import, and most people have no such package
     listed = (file for folder in sys.path for file in Path(folder).glob("*-info/entry_points.txt"))
     if not any(f"[{registry.package}]" in file.read_text(errors="replace") for file in listed):
@@ -80,12 +86,11 @@ def _of_others(registry: Registry[Thing]) -> Iterator[Thing]:
 
     for entry in entry_points(group=registry.package):
         where = f"{entry.dist.name if entry.dist else 'a package'}, {registry.package}: {entry.name} = {entry.value}"
-        fix = "Mend or uninstall the package."
         try:
             thing = entry.load()
         except Exception as error:  # its code may raise anything
             what = f"this {registry.word} cannot be imported: {type(error).__name__}: {error}"
-            raise UserError(what, where=where, fix=fix) from error
+            raise UserError(what, where=where, fix=_FIX) from error
         if not isinstance(thing, registry.kind) or thing.name != entry.name:
-            raise UserError(f"it is no {registry.kind.__name__} called {entry.name}", where=where, fix=fix)
-        yield thing
+            raise UserError(f"it is no {registry.kind.__name__} called {entry.name}", where=where, fix=_FIX)
+        yield thing, where

@@ -10,14 +10,14 @@ import torch
 
 from packtrain.data.dataset import Document
 from packtrain.packing.balance import Layout, parts_of_rank
-from packtrain.packing.collate import collate_unpaired
 from packtrain.packing.split_rows import lay_out_split
-from packtrain.train.loader import ByStep, MicroBatch, Steps
+from packtrain.train.loader import ByStep, MicroBatch
+from packtrain.train.objectives.answers import AnswerSteps
 
 
 @dataclass(frozen=True)
-class UnpairedSteps(Steps):
-    """Steps of answers with labels (an UnpairedDataset), in padded or flat rows.
+class UnpairedSteps(AnswerSteps):
+    """Steps of answers with labels, and their mismatched pairs.
 
     kto estimates the KL over mismatched pairs: the prompt of each document of a step with the completion of the document before it (for the
     first document: of the last), cut to `max_length` tokens. `estimates`: the loss needs the estimate. `whole`: treat all steps as one, as an
@@ -33,9 +33,8 @@ class UnpairedSteps(Steps):
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
         """Return one forward pass over the documents of these numbers."""
-        numbers = np.asarray(numbers, dtype=np.int64)
-        known = None if self.reference is None else self.reference[numbers]
-        return self._batch([self.data[int(number)] for number in numbers], self.data.labels[numbers], known)
+        known = None if self.reference is None else self.reference[np.asarray(numbers, np.int64)]
+        return _with_reference(super().collate(numbers), known)
 
     def __getitem__(self, step: int) -> list[MicroBatch]:
         batches = super().__getitem__(step)
@@ -74,23 +73,7 @@ class UnpairedSteps(Steps):
             ids = np.concatenate([prompt.input_ids[:asked], completion.input_ids[completion.loss_mask]])
             ids = ids[: self.max_length]
             documents.append(Document(ids, np.arange(len(ids)) >= asked))
-        return self._batch(documents, np.ones(len(documents), bool), known)
-
-    def _batch(self, documents: list[Document], labels: np.ndarray, known: np.ndarray | None) -> MicroBatch:
-        inputs = collate_unpaired(documents, self.pad_token_id, self.layout)
-        inputs["label"] = torch.from_numpy(labels if len(labels) else np.ones(1, bool))
-        if known is not None:
-            inputs["ref_logps"] = torch.from_numpy(known if len(known) else np.zeros(1, np.float32))
-        targets = np.array([int(document.loss_mask[1:].sum()) for document in documents], np.int64)
-        tokens = sum(len(document.input_ids) for document in documents)
-        return MicroBatch(
-            inputs=inputs,
-            trained=int(targets[labels].sum()),
-            tokens=tokens,
-            slots=inputs["input_ids"].numel() if self.layout == "padding" else tokens,
-            examples=len(documents),
-            rejected=int(targets[~labels].sum()),
-        )
+        return _with_reference(self.collate_documents(documents, np.ones(len(documents), bool)), known)
 
     def with_reference_by(
         self, logps: Callable[[MicroBatch], np.ndarray], random: np.random.Generator, off: float
@@ -106,6 +89,14 @@ class UnpairedSteps(Steps):
         mismatched[order] = logps(pairs)
         mismatched -= np.abs(random.normal(0, off, len(mismatched))).astype(np.float32)
         return replace(self, reference=known, reference_mismatched=mismatched)
+
+
+def _with_reference(batch: MicroBatch, known: np.ndarray | None) -> MicroBatch:
+    """Add the reference's log-probabilities to `batch`, if they are `known`, float32 [answers]."""
+    if known is None:
+        return batch
+    logps = torch.from_numpy(known if len(known) else np.zeros(1, np.float32))
+    return replace(batch, inputs={**batch.inputs, "ref_logps": logps})
 
 
 @dataclass(frozen=True)
