@@ -1,4 +1,4 @@
-"""The package of docs/extending.md trains, plans, verifies, resumes and reports."""
+"""The packages of docs/extending.md train, plan, verify, resume and report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import tomllib
 import torch
 import yaml
-from running import Run, base_config, packtrain
+from running import Run, base_config, packtrain, write_jsonl
 
 from packtrain.config.keys import keys, keys_of
 from packtrain.data.sources.quickstart import preferences
@@ -29,14 +29,14 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/extending.md"
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the page's package, as pip would install it."""
+    """A folder with the page's objectives, as pip would install them (in one package)."""
     folder = tmp_path_factory.mktemp("site")
-    (project,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    entry_points = tomllib.loads(project)["project"]["entry-points"]
+    projects = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    points = [tomllib.loads(project)["project"]["entry-points"]["packtrain.objectives"] for project in projects]
     (info := folder / "packtrain_orpo-0.1.0.dist-info").mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: packtrain-orpo\nVersion: 0.1.0\n")
-    lines = [f"[{group}]\n{name} = {value}" for group, points in entry_points.items() for name, value in points.items()]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    lines = [f"{name} = {value}" for own in points for name, value in own.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[packtrain.objectives]", *lines, ""]))
     for path, code in re.findall(r"```python\n# ([\w/.]+)\n(.*?)```", PAGE.read_text(), re.DOTALL):
         (folder / path).parent.mkdir(exist_ok=True)
         (folder / path).write_text(code)
@@ -124,9 +124,64 @@ def test_it_resumes_to_the_same_bits_is_proved_and_reported(package: Path, train
     assert "log_odds" in (trained.folder / "report.html").read_text()
 
 
+def config_of_equal(folder: Path, examples: str) -> str:
+    """A run on documents or answers with labels; each step has fewer of them than there are ranks."""
+    if examples == "answers":
+        rows = preferences("train", 0, 12)
+        sides = [(row["prompt"], row[side], side == "chosen") for row in rows for side in ("chosen", "rejected")]
+        labelled = [dict(zip(("prompt", "completion", "label"), side, strict=True)) for side in sides]
+        write_jsonl(folder / "data.jsonl", labelled)
+    trainer = {"max_steps": 2, "eval_every": 2}
+    config = base_config(folder, data={"eval": 0.25}, objective={"kind": "equal"}, trainer=trainer)
+    config["batch"]["examples_per_step"] = 2
+    (path := folder / "run.yaml").write_text(yaml.safe_dump(config))
+    return str(path)
+
+
+@pytest.mark.parametrize("examples", ["documents", "answers"])
+def test_single_documents_and_answers_train_alike_in_padded_rows_and_on_three_processes(
+    package: Path, tmp_path: Path, examples: str
+) -> None:
+    shutil.copytree(package, site := tmp_path / "site")
+    spec = site / "equal/spec.py"
+    spec.write_text(spec.read_text().replace('"documents"', f'"{examples}"'))
+    begin, config = partial(with_package, site), config_of_equal(tmp_path, examples)
+    packtrain("equal", config, begin=begin)
+    packed = Run(tmp_path / "run")
+    share = {"documents": 1, "answers": 0.5}[examples]
+    assert packed.evals[-1]["eval_documents"] > 0 and packed.evals[-1]["eval_labelled_true"] == share
+    changes = ["packing.mode=padding", f"trainer.output_dir={tmp_path / 'three'}"]
+    ends = forked.joined(3, "equal", config, *changes, begin=begin)
+    assert [end.returncode for end in ends] == [0, 0, 0], ends[0].stderr
+    assert Run(tmp_path / "three").losses == pytest.approx(packed.losses, rel=1e-5)
+    refused = packtrain("equal", config, "packing.share_prefix=true", expect=2, begin=begin)
+    assert "packing.share_prefix" in refused.stderr
+
+
+def test_a_subclass_of_sft_needs_none_of_its_options_and_figures_may_have_names_of_others(
+    package: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(package, site := tmp_path / "site")
+    run = site / "equal/run.py"
+    run.write_text(run.read_text().replace('"labelled_true"', '"margin"'))  # a reward model has such a figure
+    begin, config = partial(with_package, site), config_of_equal(tmp_path, "documents")
+    assert "done" in packtrain("equal", config, begin=begin).stdout
+    run.write_text("from packtrain.objectives.sft.run import SFT as OBJECTIVE\n")
+    packtrain("equal", config, begin=begin)
+
+
 @pytest.mark.parametrize("fault", ["import nothing_like_this", "SPEC = None"])
 def test_a_package_that_is_broken_is_named(package: Path, tmp_path: Path, fault: str) -> None:
     shutil.copytree(package, tmp_path / "site")
     (tmp_path / "site/orpo/spec.py").write_text(fault)
     ran = fresh(tmp_path / "site", "--help")
     assert ran.returncode == 2 and "packtrain-orpo" in ran.stderr and "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["sft", "plan"])
+def test_an_objective_cannot_take_the_name_of_another_verb(package: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(package, site := tmp_path / "site")
+    for file in (site / "packtrain_orpo-0.1.0.dist-info/entry_points.txt", site / "equal/spec.py"):
+        file.write_text(file.read_text().replace("equal =", f"{name} =").replace('"equal"', f'"{name}"'))
+    ran = fresh(site, "--help")
+    assert ran.returncode == 2 and name in ran.stderr and "packtrain.objectives" in ran.stderr

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from packtrain.data.dataset import Document
 from packtrain.packing.balance import Layout, parts_of_rank
@@ -21,20 +20,14 @@ class UnpairedSteps(AnswerSteps):
 
     kto estimates the KL over mismatched pairs: the prompt of each document of a step with the completion of the document before it (for the
     first document: of the last), cut to `max_length` tokens. `estimates`: the loss needs the estimate. `whole`: treat all steps as one, as an
-    evaluation does, and load the mismatched pairs separately (`mismatched`). Precomputed log-probabilities of the reference: `reference`
-    float32 [documents]; `reference_mismatched` for the mismatched pairs in the order of the steps.
+    evaluation does, and load the mismatched pairs separately (`mismatched`). `reference_mismatched`: precomputed log-probabilities of the
+    mismatched pairs by the reference, in the order of the steps.
     """
 
     max_length: int | None = None
     estimates: bool = True
     whole: bool = False
-    reference: np.ndarray | None = None
     reference_mismatched: np.ndarray | None = None
-
-    def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
-        """Return one forward pass over the documents of these numbers."""
-        known = None if self.reference is None else self.reference[np.asarray(numbers, np.int64)]
-        return _with_reference(super().collate(numbers), known)
 
     def __getitem__(self, step: int) -> list[MicroBatch]:
         batches = super().__getitem__(step)
@@ -73,7 +66,7 @@ class UnpairedSteps(AnswerSteps):
             ids = np.concatenate([prompt.input_ids[:asked], completion.input_ids[completion.loss_mask]])
             ids = ids[: self.max_length]
             documents.append(Document(ids, np.arange(len(ids)) >= asked))
-        return _with_reference(self.collate_documents(documents, np.ones(len(documents), bool)), known)
+        return self.collate_documents(documents, np.ones(len(documents), bool), known)
 
     def with_reference_by(
         self, logps: Callable[[MicroBatch], np.ndarray], random: np.random.Generator, off: float
@@ -82,21 +75,12 @@ class UnpairedSteps(AnswerSteps):
 
         For mismatched pairs the noise is negative, so that the estimate of the divergence stays above 0.
         """
-        known = logps(self.collate(range(len(self.data))))
-        known = known + random.normal(0, off, known.shape).astype(np.float32)
+        known = super().with_reference_by(logps, random, off).reference
         (order,), (pairs,) = self.mismatched().layout(0)[0], self.mismatched()[0]
         mismatched = np.empty(len(self.data), np.float32)
         mismatched[order] = logps(pairs)
         mismatched -= np.abs(random.normal(0, off, len(mismatched))).astype(np.float32)
         return replace(self, reference=known, reference_mismatched=mismatched)
-
-
-def _with_reference(batch: MicroBatch, known: np.ndarray | None) -> MicroBatch:
-    """Add the reference's log-probabilities to `batch`, if they are `known`, float32 [answers]."""
-    if known is None:
-        return batch
-    logps = torch.from_numpy(known if len(known) else np.zeros(1, np.float32))
-    return replace(batch, inputs={**batch.inputs, "ref_logps": logps})
 
 
 @dataclass(frozen=True)
