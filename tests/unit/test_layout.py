@@ -84,6 +84,8 @@ OF_OTHERS = {
     "sft.py",
     "orpo/spec.py",
     "orpo/run.py",
+    "equal/spec.py",
+    "equal/run.py",
     "convert_hf_to_gguf.py",
     "mine.py",
     "kernels/chunked_logprob.py",
