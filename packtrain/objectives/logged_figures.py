@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from packtrain.objectives.single_answers import LabelledAnswers, Pairs, Sum
+from packtrain.objectives.answers import LabelledAnswers, Pairs, Sum
 
 MARGINS = "rewards/margins"
 """For kto this is a difference of two means, and no mean itself (`unpaired_margins`)."""

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from packtrain.objectives.single_answers import LabelledAnswers, PairLogps, Pairs, Sum, Targets, sum_answers
+from packtrain.objectives.answers import LabelledAnswers, PairLogps, Pairs, Sum, Targets, sum_answers
 
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 MAX_EXPONENT = 80.0

@@ -12,7 +12,7 @@ from packtrain.config.objective import Objective
 from packtrain.data.dataset import PairDataset
 from packtrain.errors import UserError
 from packtrain.model.spread import Ranks
-from packtrain.objectives.single_answers import PairLogps, Sum, sum_answers
+from packtrain.objectives.answers import PairLogps, Sum, sum_answers
 from packtrain.objectives.logged_figures import MARGINS, TokenFigures, pair_figures
 from packtrain.objectives.losses import PairCounts, PairOptions, make_pairs, pair_loss
 from packtrain.packing.schedule import Schedule

@@ -21,7 +21,7 @@ from packtrain.errors import UserError
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
-from packtrain.objectives.single_answers import LabelledAnswers, Sum
+from packtrain.objectives.answers import LabelledAnswers, Sum
 from packtrain.objectives.kto.mismatched import UnpairedSteps
 from packtrain.objectives.logged_figures import TokenFigures, unpaired_figures, unpaired_margins
 from packtrain.objectives.losses import UNPAIRED_LOSSES, UnpairedOptions, estimate_kl

@@ -20,7 +20,7 @@ from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
-from packtrain.objectives.single_answers import Sum
+from packtrain.objectives.answers import Sum
 from packtrain.objectives.logged_figures import reward_extremes, reward_figures
 from packtrain.objectives.losses import bradley_terry
 from packtrain.packing.collate import collate_scored

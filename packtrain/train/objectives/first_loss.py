@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from packtrain.attention.backends import attention_of
 from packtrain.errors import CheckFailed, Problem
 from packtrain.model.load import base_model
-from packtrain.objectives.single_answers import Targets
+from packtrain.objectives.answers import Targets
 from packtrain.packing.collate import IGNORE
 from packtrain.plan.memory import CHECKED_LOGITS, COMPARED_PAIRS
 from packtrain.proof.comparison import check_equal, evaluating, model_refusals, tolerance_of

@@ -24,7 +24,7 @@ from packtrain.model.compiled import compile_layers, is_compiled
 from packtrain.model.forward import Head, patch_forward
 from packtrain.model.load import base_model
 from packtrain.monitor.heartbeat import waiting
-from packtrain.objectives.single_answers import Sum, Targets
+from packtrain.objectives.answers import Sum, Targets
 from packtrain.packing.collate import on_device
 from packtrain.packing.segments import SplitSegments
 from packtrain.train.loader import MicroBatch, Steps

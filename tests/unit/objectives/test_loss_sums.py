@@ -11,7 +11,7 @@ import pytest
 import torch
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
-from packtrain.objectives.single_answers import LabelledAnswers, PairLogps, Pairs, Sum, Targets, sum_answers
+from packtrain.objectives.answers import LabelledAnswers, PairLogps, Pairs, Sum, Targets, sum_answers
 from packtrain.objectives.logged_figures import (
     TokenFigures,
     pair_figures,

@@ -18,7 +18,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 
 from packtrain.config.schema import Model
 from packtrain.data.tokens.pretrained import load_tokenizer
-from packtrain.objectives.single_answers import LabelledAnswers, Sum, Targets, sum_answers
+from packtrain.objectives.answers import LabelledAnswers, Sum, Targets, sum_answers
 from packtrain.objectives.logged_figures import (
     TokenFigures,
     pair_figures,
