@@ -279,7 +279,7 @@ def _count(config: RunConfig, model: _Model, processes: int, machines: int, *, g
     stepped = math.ceil(model.trained / (shards if "optimizer" in SHARDED[name] else 1))
     # during the optimizer's step: ZeRO-2 and 3 copy gradients to float32, AdamW makes a temporary list of tensors
     in_float32 = 4 if rounded and name != "zero1" else 0
-    stepping = stepped * (in_float32 + (trained_width if config.optim.name == "adamw_torch" else 0))
+    stepping = stepped * (in_float32 + (trained_width if config.optim.spec.lists_weights else 0))
     if trained_width == 2 and not rounded:
         stepping = _in_float32(config) * min(stepped, max(STEPPED, model.largest))
     if rounded and name == "zero1" and processes > 1:
@@ -388,23 +388,15 @@ def optimizer_bytes(optim: Optim, strategy: str, trained: int, width: int) -> in
     """Return the bytes of all states of `trained` weights of `width` bytes. DeepSpeed's optimizers add flat float32 copies."""
     masters = width == 2 and optim.keeps_masters
     copies = 4 * trained if strategy in STAGES or masters else 0
-    each = 1 if "8bit" in optim.name else 0.5 if "4bit" in optim.name else 4 if copies else width
-    return copies + math.ceil(_moments(optim.name) * trained * each)
-
-
-def _moments(optimizer: str) -> int:
-    """Return how many numbers an optimizer keeps per weight. adafactor's row and column per matrix count as nothing."""
-    if optimizer in ("sgd", "adafactor"):
-        return 0
-    one = any(word in optimizer for word in ("lion", "rmsprop", "adagrad", "muon"))
-    return 3 if "ademamix" in optimizer else 1 if one else 2
+    each = optim.spec.state_bytes or (4 if copies else width)
+    return copies + math.ceil(optim.spec.states * trained * each)
 
 
 def _in_float32(config: RunConfig) -> int:
     """Return float32 bytes per number during its step. That is the gradient; without masters also weight, moments and rounding chance."""
-    moments = 0 if any(bits in config.optim.name for bits in ("8bit", "4bit")) else _moments(config.optim.name)
-    listed = 4 if config.optim.name == "adamw_torch" else 0
-    return listed + (4 if config.optim.keeps_masters else 4 * (3 + moments))
+    spec = config.optim.spec
+    moments = 0 if spec.state_bytes else spec.states
+    return 4 * spec.lists_weights + (4 if config.optim.keeps_masters else 4 * (3 + moments))
 
 
 def _reference(config: RunConfig, model: _Model) -> int:

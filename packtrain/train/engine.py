@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,6 @@ from transformers import get_scheduler
 from transformers.integrations.deepspeed import deepspeed_init
 
 from packtrain.boundary import boundary
-from packtrain.config.rules.paths_and_packages import without_package
 from packtrain.config.schema import Optim
 from packtrain.model.load import base_model
 from packtrain.model.recomputation import recompute
@@ -23,7 +23,7 @@ from packtrain.train.checkpoint.reshard import masters_in
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.float32_step import MASTER, loses_updates, stepping_in_float32
-from packtrain.train.optim.groups import AVERAGE, MuonAndAdamW, group_weights
+from packtrain.train.optim.groups import AVERAGE, group_weights
 from packtrain.train.optim.seen_updates import optimizer_inside
 
 
@@ -87,12 +87,13 @@ class Engine:
     def _make_optimizer(self, steps: int, optim: Optim, say: Callable[[str], None]) -> Any:
         """Return transformers' optimizer. It steps in float32 where weights would lose updates; DeepSpeed does that itself."""
         what = f"the optimizer {optim.name} cannot be made"
-        making = partial(boundary, what, "optim.name", without_package(optim.name))
+        making = partial(boundary, what, "optim.name", optim.spec.advice)
         with making():
             kind, arguments = self._held.get_optimizer_cls_and_kwargs(self.args, self.model)
-        if optim.name == "muon":
-            kind, arguments = MuonAndAdamW, {name: arguments[name] for name in ("lr", "betas", "eps")}
-        if optim.groups or optim.name == "muon":
+        if optim.spec.own:
+            kind = import_module(optim.spec.own).OPTIMIZER
+            arguments = {name: arguments[name] for name in ("lr", "betas", "eps")}
+        if optim.groups or optim.spec.own:
             decayed = self._held.get_decay_parameter_names(self.model)
             arguments = {**arguments, "params": group_weights(self.model, optim, decayed)}
             self._held.optimizer_cls_and_kwargs = kind, arguments

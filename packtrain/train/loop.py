@@ -98,7 +98,7 @@ class StepTrainer:
         self.spikes = SpikeJudge(settings.spikes, self.accelerator, settings.say)
         self.work = WorkRecord(loss.device)
         self.changes: dict[str, str] = {}
-        """Decisions about changes to how the model computes (changes.py), by name."""
+        """Decisions about changes to how the model computes (preflight.py), by name."""
         self.first_step_watch: FirstStepWatch | None = None
         self.seen_updates = SeenUpdates()
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes

@@ -128,7 +128,7 @@ def training_arguments(
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 1,
         "ignore_data_skip": True,  # our sampler starts at the resumed step itself
-        "optim": "adamw_torch" if optim.name == "muon" else optim.name,
+        "optim": "adamw_torch" if optim.spec.own else optim.name,
         "learning_rate": optim.learning_rate,
         "lr_scheduler_type": SchedulerType(optim.schedule),
         "lr_scheduler_kwargs": dict(optim.schedule_options),

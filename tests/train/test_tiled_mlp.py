@@ -13,9 +13,9 @@ from running import base_config, train, write_jsonl
 from test_experts import SPARSE, loss_and_gradients
 from tiny_models import tiny_model
 
+from packtrain.changes.tiles import check_tiles, mlps_of, tile_mlps
 from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
-from packtrain.model.layers.tiled_mlp import check_tiles, mlps_of, tile_mlps
 from packtrain.model.recomputation import recompute
 from packtrain.packing.segments import Segments
 

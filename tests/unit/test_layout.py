@@ -23,6 +23,7 @@ LAYERS = (
     ("durable", "errors", "standard_streams", "wording"),
     ("boundary", "time_limit", "registry"),
     ("exit_code", "config.fault"),
+    ("optimizers",),
     ("registries",),
     ("config",),
     ("specs",),
@@ -37,6 +38,7 @@ LAYERS = (
     ("proof",),
     ("objectives",),
     ("model",),
+    ("changes",),
     ("library",),
     ("train",),
     ("runs",),
@@ -49,7 +51,7 @@ LAYERS = (
     ("__main__",),
 )
 """Each imports only what stands before it."""
-KINDS_OF_THINGS = ("objectives",)
+KINDS_OF_THINGS = ("attention", "objectives")
 """Folders of things: what a `spec` and the registry say is known to all, what a `run` does is found by its name in the spec."""
 FOR_TYPES = {("packtrain.objectives.spec", "packtrain.config.schema")}
 """The rules of an objective take the whole config."""
@@ -69,6 +71,7 @@ WITHOUT_TORCH = (
     "config",
     "convert",
     "plan",
+    "optimizers/spec",
     "launch",
     "report",
     "serve",
@@ -86,6 +89,9 @@ OF_OTHERS = {
     "orpo/run.py",
     "equal/spec.py",
     "equal/run.py",
+    "looped/spec.py",
+    "looped/run.py",
+    "acme/norms.py",
     "convert_hf_to_gguf.py",
     "mine.py",
     "kernels/chunked_logprob.py",
@@ -193,24 +199,28 @@ def test_no_name_says_nothing() -> None:
     assert [name for name in trees() if MEANINGLESS & set(name.split("."))] == []
 
 
-OBJECTIVES_NAMED_IN = {
-    "config/objective.py",  # the default of objective.kind
-    "convert/foreign_data.py",  # names of methods of other trainers
-    "data/prepare.py",  # a default
-    "convert/conversion.py",
+NAMED_IN = {
+    "attention": set[str](),
+    "objectives": {
+        "config/objective.py",  # the default of objective.kind
+        "convert/foreign_data.py",  # names of methods of other trainers
+        "data/prepare.py",  # a default
+        "convert/conversion.py",
+    },
 }
-"""Files that name an objective outside its folder."""
+"""Files that name a thing outside the folder of its kind."""
 
 
-def test_an_objective_is_named_in_its_own_folder() -> None:
-    kinds = {path.parent.name for path in PACKAGE.glob("objectives/*/spec.py")}
+@pytest.mark.parametrize("kind", NAMED_IN)
+def test_a_thing_is_named_in_its_own_folder(kind: str) -> None:
+    things = {path.parent.name for path in PACKAGE.glob(f"{kind}/*/spec.py")}
     named_in = set()
     for path in PACKAGE.rglob("*.py"):
         tree = trees()[name_of(path)]
-        named = any(isinstance(node, ast.Constant) and node.value in kinds for node in ast.walk(tree))
-        if named and "objectives" not in path.relative_to(PACKAGE).parts[:1]:
+        named = any(isinstance(node, ast.Constant) and node.value in things for node in ast.walk(tree))
+        if named and kind not in path.relative_to(PACKAGE).parts[:1]:
             named_in.add(path.relative_to(PACKAGE).as_posix())
-    assert named_in == OBJECTIVES_NAMED_IN
+    assert named_in == NAMED_IN[kind]
 
 
 def test_a_stage_takes_its_part_of_the_config_and_not_the_whole() -> None:

@@ -268,7 +268,7 @@ def _schedule(optim: Optim) -> Iterator[Fault]:
 def _rounding(config: RunConfig) -> Iterator[Fault]:
     """Yield faults of optim.bf16_rounding. It has nothing to do, or would not do what it says."""
     rounding, lora, name = config.optim.bf16_rounding, config.peft.kind == "lora", config.strategy.name
-    if rounding == "auto":
+    if rounding in ("auto", "undithered"):
         return
     # a reward model's head is trained beside adapters
     trained = bool(config.peft.modules_to_save) or config.objective.spec.scores
@@ -373,18 +373,19 @@ def check_strategy(config: RunConfig) -> Iterator[Fault]:
         yield Fault(("strategy.shard_within", "strategy.name"), what, "Remove it, or choose strategy=fsdp2.")
     if config.strategy.sequence_parallel != 1:
         yield from _split_rows(config)
-    if name in SHARDED_WEIGHTS and config.model.attention == "per_document":
-        what = f"per_document calls the model once per document, and under {name} all processes must call it together"
+    backend = config.model.backend
+    if name in SHARDED_WEIGHTS and backend and backend.by_document:
+        what = f"{backend.name} calls the model once per document, and under {name} all processes must call it together"
         fix = "Choose strategy=zero2, or packing.mode=padding with model.attention=auto."
         yield Fault(("model.attention", "strategy.name"), what, fix)
 
 
 def _split_rows(config: RunConfig) -> Iterator[Fault]:
-    key, mode, attention = "strategy.sequence_parallel", config.packing.mode, config.model.attention
+    key, mode, backend = "strategy.sequence_parallel", config.packing.mode, config.model.backend
     if mode == "padding":
         yield Fault((key, "packing.mode"), "padded batches are not split over processes", "Choose packing.mode=packed.")
-    elif attention == "per_document":
-        what = "per_document runs each whole document in one process"
+    elif backend and backend.why_not_split:
+        what = f"{backend.name} {backend.why_not_split}"
         yield Fault((key, "model.attention"), what, "Choose model.attention=auto.")
     elif config.batch.limits(mode)[1] is None:
         what = "without a row length, no document is long enough to be split"

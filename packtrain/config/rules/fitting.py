@@ -11,13 +11,6 @@ from packtrain.config.keys import suggest
 from packtrain.config.schema import RunConfig
 from packtrain.wording import shortened
 
-ADAMW = ("adamw_torch", "adamw_torch_fused")
-_WHOLE = {
-    "muon": "needs whole matrices, to make them orthogonal",
-    "adagrad": "makes its states before the weights are spread",
-}
-"""Why optimizers cannot step parts of weights. Others keep a state for the whole weight."""
-
 
 def _is_pattern(value: object) -> bool:
     try:
@@ -98,11 +91,10 @@ def _groups(config: RunConfig) -> Iterator[Fault]:
 
 def check_optimizer(config: RunConfig) -> Iterator[Fault]:
     """Yield faults of optim.name with strategy.name."""
-    name, optimizer = config.strategy.name, config.optim.name
-    if name == "zero3_offload" and optimizer not in ADAMW:
+    name, optimizer, spec = config.strategy.name, config.optim.name, config.optim.spec
+    if name == "zero3_offload" and not spec.on_host:
         what = f"DeepSpeed's optimizer on the host is AdamW, and it would silently replace {optimizer}"
         yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw, or strategy=zero3.")
-    elif name != "ddp" and optimizer not in (*ADAMW, "sgd", "rmsprop"):
-        why = _WHOLE.get(optimizer, "keeps a state for a whole weight")
-        what = f"{optimizer} {why}, and {name} gives it parts of weights: the training would differ"
+    elif name != "ddp" and spec.whole:
+        what = f"{optimizer} {spec.whole}, and {name} gives it parts of weights: the training would differ"
         yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw or optim=sgd, or strategy=ddp.")

@@ -209,7 +209,7 @@ def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | 
     if decision is None:
         log.fact("attention", f"{model.config._attn_implementation} on padded batches, as the model comes")
         return
-    log.fact("attention", f"{decision.backend.name} ({decision.backend.why})")
+    log.fact("attention", f"{decision.backend.name} ({decision.why})")
     if (proof := decision.proof) is None:
         log.warn("isolation  not proved (verify.preflight=false): documents of a row may see each other")
     else:

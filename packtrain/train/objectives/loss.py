@@ -68,7 +68,7 @@ class Loss:
         # accelerate wraps the forward in autocast, except under DeepSpeed
         self.autocast = self.settings.autocast if self.held.is_deepspeed_enabled else None
         self.changes: list[str] = []
-        """Names of the changes made to how the model computes (verify/changes.py)."""
+        """Names of the changes made to how the model computes (packtrain/changes)."""
         self.report_phase: Callable[..., object] = lambda phase, **_: None
         """Called with each new phase by losses that run the model more than once (set by loop.py)."""
 

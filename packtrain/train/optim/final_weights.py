@@ -27,7 +27,7 @@ Exact = Callable[[torch.Tensor], torch.Tensor | None]
 
 def format_of(rounding: Rounding, loaded: torch.dtype) -> torch.dtype:
     """Return the format of the saved weights; `loaded` is the model's format."""
-    return {"never": torch.float32, "final": torch.bfloat16}.get(rounding, loaded)
+    return {"never": torch.float32, "undithered": torch.float32, "final": torch.bfloat16}.get(rounding, loaded)
 
 
 def format_in_final(name: str, weight: torch.Tensor, dtype: torch.dtype, *, adapted: bool) -> torch.dtype | None:

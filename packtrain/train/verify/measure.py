@@ -20,8 +20,8 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
-from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.attention.over_ranks import KEY, open_group
+from packtrain.attention.registry import BACKENDS
 from packtrain.config.schema import RunConfig
 from packtrain.errors import CheckFailed, Disagreement, Problem
 from packtrain.model.forward import Head
@@ -220,7 +220,7 @@ def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autoca
         problem = refusal.problems[0]
         return Isolation(None, problem.what, problem=problem)
     problem = why_not_together(ranks, choice.backend.name, model) if config.packing.mode != "padding" else None
-    isolation = Isolation(choice.backend.name, choice.backend.why, choice.rejected, choice.proof, problem)
+    isolation = Isolation(choice.backend.name, choice.why, choice.rejected, choice.proof, problem)
     parts = _ranks_per_row(config, ranks)
     return isolation if problem or parts == 1 else _split(isolation, model, autocast, ranks, parts)
 
@@ -246,7 +246,8 @@ def _findings(
             )
             fix = f"set packing.mode={exact[0]}, and {_REPORT}" if exact else _REPORT
             yield "unsupported" if mode == "padding" else "leaks", what, fix
-    if not comparison.sees and isolation.backend != PER_DOCUMENT:  # PER_DOCUMENT is exact by construction
+    by_construction = isolation.backend is not None and BACKENDS[isolation.backend].by_document
+    if not comparison.sees and not by_construction:
         cause = f"the control changes gradients by only {comparison.control.grad_rel_diff or 0.0:.2g}"
         what = f"inconclusive, since a row without borders may look exact: {comparison.control.problem or cause}"
         yield "unsupported", what, "check the model's weights"
