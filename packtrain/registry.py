@@ -1,7 +1,7 @@
-"""Registries: the things of one kind that packtrain and other installed packages bring.
+"""Registries: all things of one kind, built in or from other installed packages.
 
-A thing of packtrain is a folder (or a file) of the kind's package. A thing of another package is an entry point of the group with
-the package's name: `packtrain.objectives` for objectives. Nothing else lists them.
+A built-in objective is a folder of packtrain/objectives, other kinds alike (some have files in place of folders). An objective of another
+package is an entry point of the group `packtrain.objectives`. Nothing else lists them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ Thing = TypeVar("Thing", bound=Named)
 class Registry(Generic[Thing]):
     """All things of one kind.
 
-    `package`: the folder of ours, such as "packtrain.objectives", which is also the group of entry points. `attribute` of the module
-    `module` in each folder (of the file itself if it is "") is the thing. `kind` is its type, `word` its name in messages.
+    `kind`: their type. `word`: what messages call one, such as "objective". `package`: where the built-in ones are, such as
+    "packtrain.objectives"; entry points have the same group. `module`: the module of each folder that declares the thing, or "" if
+    each thing is a file. `attribute`: the constant there.
     """
 
     kind: type[Thing]
@@ -56,7 +57,7 @@ class Registry(Generic[Thing]):
     attribute: str
 
     def all(self) -> dict[str, Thing]:
-        """Return every thing by its name, in order. Raises UserError if another package's cannot be used."""
+        """Return every thing by its name, in order. Raises UserError if an entry point cannot be used."""
         return _find(self)
 
     def __getitem__(self, name: str) -> Thing:

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: the losses of pairs over a whole step, and the objective."""
+"""Direct preference optimisation: its loss and its objective. The formulas are in objectives/losses.py."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from packtrain.train.objectives.loss import Logps, ReferenceLoss, Setup
 from packtrain.train.objectives.pairs import PairObjective, PairSteps
 from packtrain.train.objectives.training_objective import ReferenceObjective
 
+# in the order of a logged line
 FIGURES = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy", "rewards/chosen", "rewards/rejected")
 FIGURES += ("rewards/accuracies", MARGINS, "logps/chosen", "logps/rejected")
 
@@ -52,8 +53,10 @@ class DPOLoss(ReferenceLoss):
     def measure(
         self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Sum]]:
-        """See ExampleLoss; the loss `sft` is a mean over the chosen tokens of the step, all others over its pairs."""
-        reference = PairLogps(*self.compared_with(inputs))  # first: later it would run beside held activations
+        """See ExampleLoss. The loss named sft is a mean over the chosen tokens of the step, all others over its pairs."""
+        reference = PairLogps(
+            *self.compared_with(inputs)
+        )  # before the model: its activations would take memory meanwhile
         outputs = self.score_tokens(model, inputs)
         targets = self.targets(outputs, inputs)
         pairs = make_pairs(targets, reference, self.options)
@@ -95,7 +98,7 @@ class DPO(PairObjective, ReferenceObjective):
     ) -> PairSteps:
         """See PairObjective.
 
-        Raises UserError if a loss that sorts all pairs of a step would get only some."""
+        Raises UserError if a loss sorts all pairs of a step, but a micro-batch or a rank has only some of them."""
         sorting = self.objective.sorting_losses
         most = schedule.summary(ranks.world_size).micro_batches_max if sorting else 1
         if sorting and (ranks.world_size > 1 or most > 1):

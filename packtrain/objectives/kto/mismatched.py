@@ -1,4 +1,4 @@
-"""Steps of answers with labels, and mismatched pairs, which estimate the divergence from the reference."""
+"""Steps of kto: answers with labels, and mismatched pairs for the KL estimate."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from packtrain.train.objectives.single_answers import AnswerSteps
 class UnpairedSteps(AnswerSteps):
     """Steps of answers with labels, and their mismatched pairs.
 
-    kto estimates the KL over mismatched pairs: the prompt of each document of a step with the completion of the document before it (for the
-    first document: of the last), cut to `max_length` tokens. `estimates`: the loss needs the estimate. `whole`: treat all steps as one, as an
-    evaluation does, and load the mismatched pairs separately (`mismatched`). `reference_mismatched`: precomputed log-probabilities of the
-    mismatched pairs by the reference, in the order of the steps.
+    A mismatched pair is the prompt of a document with the completion of the document before it in the step (for the first document: of the
+    last), cut to `max_length` tokens. `estimates`: the loss needs them; the first micro-batch of each step then has them. `whole`: all steps
+    count as one, as in an evaluation, and `mismatched` loads the pairs apart from the steps. `reference_mismatched`: the reference's
+    log-probabilities of the mismatched pairs in the order of the steps, if precomputed.
     """
 
     max_length: int | None = None
@@ -43,7 +43,7 @@ class UnpairedSteps(AnswerSteps):
         return replace(self, max_length=longest)
 
     def complete(self, batches: Sequence[MicroBatch], step: int) -> list[MicroBatch]:
-        """See Steps: the mismatched pairs."""
+        """Return `batches` of `step` with the step's mismatched pairs, in the first one."""
         return [replace(batches[0], mismatched=tuple(self.mismatched()[step])), *batches[1:]]
 
     def mismatched(self) -> MismatchedSteps:
@@ -59,7 +59,10 @@ class UnpairedSteps(AnswerSteps):
         return np.stack([documents, before], axis=1)
 
     def collate_mismatched(self, pairs: np.ndarray, known: np.ndarray | None) -> MicroBatch:
-        """Return one forward pass over mismatched `pairs`, int64 [n, 2]. `known`, float32 [n]: precomputed, by the reference."""
+        """Return one forward pass over mismatched `pairs`, int64 [n, 2].
+
+        `known`: their log-probabilities by the reference, float32 [n], if precomputed.
+        """
         documents = []
         for prompt, completion in ((self.data[int(asked)], self.data[int(other)]) for asked, other in pairs):
             asked = len(prompt.input_ids) - int(prompt.loss_mask.sum())
@@ -118,7 +121,10 @@ class MismatchedSteps(ByStep):
         return lengths if self.steps.max_length is None else np.minimum(lengths, self.steps.max_length)
 
     def layout(self, step: int) -> Layout:
-        """Return `[rank][micro-batch]` arrays of places in the step's pairs, like lay_out. Every rank has the same number of micro-batches."""
+        """Deal a step's pairs to ranks and micro-batches: `[rank][micro-batch]` arrays of places in `pairs_of(step)`.
+
+        Every rank has the same number of micro-batches.
+        """
         schedule = self.steps.schedule
         return lay_out_split(
             self._lengths(step),
