@@ -63,9 +63,9 @@ def collate_flat(documents: Sequence[Document]) -> dict[str, Any]:
 
 
 def collate_shared(documents: Sequence[Document], row: SharedRow) -> dict[str, Any]:
-    """Collate a row in which each shared beginning stands once. Otherwise like `collate_flat`.
+    """Collate a row with each shared beginning once. Otherwise like `collate_flat`.
 
-    `documents`: those of `row`, in its order. `label_places` int64 [n] also comes: a token's place once for each document that trains it.
+    `documents` are in the order of `row`. `label_places` int64 [n] also comes: a token's place once for each document that trains it.
     """
     ids = np.concatenate([document.input_ids for document in documents])[row.sources].astype(np.int64)
     labels = torch.full((row.segments.tokens,), IGNORE)
@@ -81,9 +81,9 @@ def collate_shared(documents: Sequence[Document], row: SharedRow) -> dict[str, A
 
 
 def row_arguments(segments: Segments) -> dict[str, Any]:
-    """Return the model's arguments for a flattened row (or a part of it) besides its tokens.
+    """Return the arguments for a flattened row, or a part of it, besides its tokens.
 
-    They are `segments`, `position_ids`, and those of flash kernels unless the row is split or shares prefixes.
+    They are `segments` and `position_ids`. A row that is neither split nor shares prefixes also gets the arguments of flash kernels.
     """
     arguments = {"position_ids": segments.position_ids()[:, own_tokens(segments)], "segments": segments}
     if not any(segments.prefix_lengths) and not isinstance(segments, SplitSegments):
@@ -106,7 +106,7 @@ def part_of(batch: dict[str, Any], part: int, parts: int) -> dict[str, Any]:
 
 
 def label_positions(labels: torch.Tensor) -> np.ndarray:
-    """Return the places of the labels that are not IGNORE in the flattened `labels`, int64 [n].
+    """Return the places of labels other than IGNORE in the flattened `labels`, int64 [n].
 
     The CPU finds them: on a GPU, their number would have to be waited for.
     """
@@ -160,7 +160,7 @@ def collate_scored(
     """Collate B pairs for a reward model, all chosen documents first: `input_ids`, `margin` float32 [B].
 
     A padded batch has an `attention_mask`. A row has the `row_arguments` and `ends` int64 [2B]: the place of the token of each document
-    that is scored. As in transformers' models, it is the last one that is not the padding token.
+    that is scored: the last one that is not the padding token, as in transformers' models.
     """
     pairs, margins = (pairs, margins) if len(pairs) else ([FILLER_PAIR], [0.0])
     documents, margin = _list_documents(pairs), torch.tensor(margins, dtype=torch.float32)

@@ -41,7 +41,7 @@ from packtrain.train.spikes import Judgement, SpikeJudge
 
 
 def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
-    """Run the steps after `checkpoint` (None: from the start) until the last one or a stop request.
+    """Run the steps after `checkpoint`, or all, until a stop request.
 
     Under DeepSpeed, parts 4 to 6 happen inside the last backward pass of a step, in DeepSpeed's engine: their code here only reads the results.
     Raises CheckFailed if a spike ends the run.
@@ -269,18 +269,18 @@ class StepTrainer:
         return rate
 
     def should_log(self) -> bool:
-        """Return whether to log this step: the first, every trainer.log_every, the last, and those that are evaluated or saved.
+        """Return whether to log this step.
 
-        A line sums up the steps since the last line. A saved step ends a line, so a run that resumes from it writes the same lines.
+        It is due after the first, every trainer.log_every, the last, and each evaluated or saved step. A line sums up the steps since the last line. A saved step ends a line, so a run that resumes from it writes the same lines.
         """
         step = self.state.step
         due = step in (1, self.state.last_step) or step % self.settings.trainer.log_every == 0
         return due or self.should_evaluate() or self.should_save()
 
     def log_step(self, norm: Any, rate: float) -> None:
-        """Log a line on the steps since the last one: mean loss, counts, figures, and the last gradient `norm` and learning `rate`.
+        """Log a line on the steps since the last one.
 
-        If all of them were skipped, the loss is the one of the last step before them.
+        It has their mean loss, counts and figures, the last gradient `norm` and learning `rate`. If all of them were skipped, the loss is the one of the last step before them.
         """
         self.clock.enter("step end")
         losses = self._losses_since_log or [torch.tensor(self.spikes.recent.last()[0], device=self.loss.device)]
@@ -358,7 +358,7 @@ class StepTrainer:
     # Parts of parts.
 
     def _read_counts(self) -> None:
-        """Read the counts of the step on the host: its tokens, the stop requests, the marks."""
+        """Read the step's tokens, stop requests and marks on the host."""
         with waiting("the counts of all ranks"):  # the host waits here if its GPU lags behind
             _, tokens, _, _, *requests = self.step_metrics.take_last()
         if self._marks:
@@ -424,7 +424,10 @@ class StepTrainer:
         return list(of_parts.items())
 
     def _raise_if_not_finite(self, loss: float) -> None:
-        """Raise CheckFailed on every process if `loss`, a mean since the last line, is not finite. It names the first such step."""
+        """Raise CheckFailed on every process if `loss` is not finite.
+
+        `loss` is a mean since the last line; the error names the first step with a loss that is not finite.
+        """
         if math.isfinite(loss):
             return
         last, losses = self.state.step, torch.stack(self._losses_since_log)

@@ -140,7 +140,7 @@ def test_it_resumes_to_the_same_bits_is_proved_and_reported(package: Path, train
 
 
 def config_of_equal(folder: Path, examples: str) -> str:
-    """A run on documents or answers with labels; each step has fewer of them than there are ranks."""
+    """A run on documents or answers with labels, two a step."""
     if examples == "answers":
         rows = preferences("train", 0, 12)
         sides = [(row["prompt"], row[side], side == "chosen") for row in rows for side in ("chosen", "rejected")]

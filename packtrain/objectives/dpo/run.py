@@ -60,7 +60,10 @@ class DPOLoss(ReferenceLoss):
     def measure(
         self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Sum]]:
-        """See ExampleLoss. The loss named sft is a mean over the chosen tokens of the step, all others over its pairs."""
+        """See ExampleLoss.
+
+        The loss sft is a mean over chosen tokens, all others over pairs.
+        """
         reference = PairLogps(
             *self.compared_with(inputs)
         )  # before the model: its activations would take memory meanwhile
@@ -103,7 +106,7 @@ class DPO(PairObjective, ReferenceObjective):
     def steps(
         self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
     ) -> PairSteps:
-        """See PairObjective. Raises UserError if a loss sorts pairs, and a rank or micro-batch has only some of a step."""
+        """See PairObjective. Raises UserError as `check_whole` does."""
         if self.objective.sorting_losses:
             layouts = (schedule.layout(step, ranks.world_size) for step in range(schedule.total_steps))
             check_whole(self.objective, ranks.world_size, max(len(layout[0]) for layout in layouts))
@@ -111,7 +114,7 @@ class DPO(PairObjective, ReferenceObjective):
 
 
 def check_whole(objective: Objective, processes: int, micro_batches: int) -> None:
-    """Raise UserError if a loss sorts all pairs of a step, and these `micro_batches` or `processes` share them."""
+    """Raise UserError if a loss sorts pairs of a step that is spread out."""
     if (sorting := objective.sorting_losses) and (processes > 1 or micro_batches > 1):
         raise UserError(
             f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {counted(processes, 'processes')} "

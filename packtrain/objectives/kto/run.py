@@ -138,7 +138,7 @@ class KTO(ReferenceObjective):
         return self.objective.losses[0] + " (desirable × {:g}, undesirable × {:g})".format(*weights)
 
     def longest_document(self, data: UnpairedDataset) -> int:
-        """Return the tokens of the longest prompt with an answer, its own or (for the KL estimate) another one's."""
+        """Return the tokens of the longest answer, or mismatched pair, with its prompt."""
         longest = int(data.lengths.max())
         if not self._estimates:
             return longest
@@ -176,7 +176,7 @@ class KTO(ReferenceObjective):
     ) -> UnpairedSteps:
         """See ReferenceObjective.
 
-        A later pass has other mismatched pairs, so their log-probabilities are computed for all steps of the run.
+        Each pass has other mismatched pairs. All steps of the run are computed.
         """
         steps = super().with_reference(steps, trainer, ranks, precision)
         if not self._estimates:
@@ -189,7 +189,7 @@ class KTO(ReferenceObjective):
 
 
 def check_sizes(settings: LoopSettings) -> None:
-    """Raise UserError if a step (where its size is known) or an evaluation set has a single answer.
+    """Raise UserError if a step or an evaluation set has a single answer.
 
     Its only mismatched pair would be its own prompt and completion, so the KL estimate would be its own reward.
     """

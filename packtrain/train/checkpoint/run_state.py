@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 RUN_STATE = "trainer_state.json"
-"""File of a checkpoint. Other tools read it, so its name and fields are those of transformers' TrainerState."""
+"""File of a checkpoint. Other tools read it, so transformers' TrainerState gives it its name and fields."""
 # our field: theirs
 _FIELDS = {
     "step": "global_step",

@@ -56,7 +56,7 @@ class StepMetrics:
     def __init__(
         self, accelerator: Accelerator, model: torch.nn.Module, dtype: torch.dtype, steps: Steps, *, forwards: int
     ) -> None:
-        """`dtype`: what the model computes in. `forwards`: a step's forward passes besides the trained one (Loss.extra_forwards)."""
+        """`dtype`: the compute dtype. `forwards`: a step's forward passes besides the trained one (Loss.extra_forwards)."""
         self._sum = torch.zeros(6, dtype=torch.int64, device=accelerator.device)  # of the counts of `open`
         self.forget()
         named = str(dtype).removeprefix("torch.")

@@ -29,7 +29,7 @@ from packtrain.train.objectives.loss import AnswerLoss, ReferenceLoss
 
 @torch.no_grad()
 def check_answer_forward(loss: AnswerLoss, steps: Steps, first_step: int, attention: str) -> None:
-    """Compare log-probabilities of the first answers with those from a padded batch and the model's full logits.
+    """Compare log-probabilities of the first answers with a padded batch and full logits.
 
     It compares at most COMPARED_PAIRS pairs (or twice as many answers), and for long answers only every n-th token: at most CHECKED_LOGITS
     logits. `attention` is the model's original implementation. Raises CheckFailed if they differ.
@@ -70,7 +70,7 @@ def check_answer_forward(loss: AnswerLoss, steps: Steps, first_step: int, attent
 
 @dataclass(frozen=True, slots=True)
 class FirstLoss:
-    """First loss of a run: its value, the value at a zero margin, the tolerance, and a problem if they differ by more."""
+    """First loss, the loss at a zero margin, their tolerance, a problem if they differ."""
 
     loss: float
     zero_margin: float
@@ -122,7 +122,7 @@ def measure_first_loss(loss: ReferenceLoss, batch: MicroBatch) -> FirstLoss:
 
 
 def _rounding(loss: ReferenceLoss, batch: MicroBatch, largest: float) -> float:
-    """Return the nats by which rounding alone may separate the two log-probabilities of an answer.
+    """Return the tolerance in nats between the two log-probabilities of an answer.
 
     `largest` is the largest absolute log-probability. In 16 bits, two calls of the model on one row show its noise. A reference whose weights
     have the adapters merged in also rounds each token differently: it gets an allowance of 16 units in the last place times √tokens (measured:

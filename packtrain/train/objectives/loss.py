@@ -90,9 +90,9 @@ class Loss:
         return None
 
     def definition(self, documents: Sequence[Document]) -> Iterator[Callable[[], torch.Tensor]] | None:
-        """Return the loss of `documents` in parts: a function for each document, which runs it alone by the model's own forward.
+        """Return the loss of `documents` in parts: a function for each document.
 
-        `packtrain verify` compares the packing modes with the sum of the parts. None: it compares with padded micro-batches of one example.
+        It runs the document alone, by the model's own forward. `packtrain verify` compares the packing modes with the sum of the parts. None: it compares with padded micro-batches of one example.
         """
         return None
 
@@ -108,7 +108,7 @@ class Loss:
         return lambda: None
 
     def evaluate(self, sets: Mapping[str, EvaluationBatches]) -> dict[str, float]:
-        """Return metrics over all evaluation `sets` together (`loss`, …), and over each named one (`NAME_loss`, …).
+        """Return metrics over all evaluation `sets` (`loss`, …), and of each named one (`NAME_loss`, …).
 
         Every rank calls it, with the model in eval mode. The set without a name is "".
         """
@@ -116,7 +116,7 @@ class Loss:
 
     @contextmanager
     def keeping_metrics(self) -> Iterator[None]:
-        """Leave the metrics of the training steps as they are, whatever runs inside the block."""
+        """Keep the metrics of the training steps unchanged by the forward passes inside the block."""
         yield
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class AnswerLoss(ExampleLoss):
 
     outputs: tuple[str, ...] = ("log_probs",)
     answers: tuple[str, ...] = ("the chosen answer of pair", "the rejected answer of pair")
-    """What messages call an answer: of the first half of a batch and of the second, or one name for all (first_loss.py)."""
+    """Words of messages (first_loss.py): for an answer in the first half of a batch and in the second, or one for all."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -326,7 +326,7 @@ class ReferenceLoss(AnswerLoss):
             return self.logps(self.model, inputs)
 
     def zero_margin_loss(self, batch: MicroBatch) -> float | None:
-        """Return the loss of a micro-batch where model and reference are equal, if a formula says it.
+        """Return the loss of a micro-batch if the model equals the reference, by a formula.
 
         None: first_loss.py computes it, with the model's log-probabilities on both sides.
         """
@@ -336,7 +336,7 @@ class ReferenceLoss(AnswerLoss):
         """Prepare for `standalone_loss`, as `open_step` does. `estimated`: make the estimates that the loss needs; else they are 0."""
 
     def standalone_loss(self, batch: MicroBatch, *, reference: Logps | None = None) -> float:
-        """Return the loss of one micro-batch as if it were a step. Given log-probabilities replace those of the reference."""
+        """Return the loss of one micro-batch as if it were a step. Given log-probabilities replace the reference's."""
         inputs = self.inputs(batch)
         if reference is not None:
             inputs |= dict(zip(self.reference_names, reference, strict=True))
@@ -355,9 +355,9 @@ class ReferenceLoss(AnswerLoss):
 
 
 def at_places(values: torch.Tensor, inputs: dict[str, Any], places: str) -> torch.Tensor:
-    """Return `values` [rows, T, …] of a batch at the places inputs[places], which count through its rows.
+    """Return `values` [rows, T, …] at inputs[places], places in the flattened batch.
 
-    Of a split row, each rank has a part of the values; all of them return those of the whole row.
+    Each rank has its part of a split row, and gets the values of the whole row.
     """
     segments, flat = inputs.get("segments"), values.flatten(0, 1)
     if isinstance(segments, SplitSegments):
@@ -368,9 +368,9 @@ def at_places(values: torch.Tensor, inputs: dict[str, Any], places: str) -> torc
 
 
 def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the figures of all `sets` together (the first of `figures`) with those of each set, whose keys get its name.
+    """Merge `figures`: first those over all `sets` together, then a mapping for each set.
 
-    The set "" has no name: its figures are those of all sets.
+    A set's name comes before its keys. The set "" has no name, and is left out.
     """
     whole, *own = figures
     return {

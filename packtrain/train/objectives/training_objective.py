@@ -116,7 +116,7 @@ class TrainingObjective:
 
 
 class ReferenceObjective(TrainingObjective):
-    """Base of objectives with a reference: loads it, and computes its log-probabilities if they are precomputed.
+    """Base of objectives with a reference: loads it, and precomputes its log-probabilities.
 
     `identity` names the reference in the cache of precomputed log-probabilities.
     """
@@ -139,7 +139,10 @@ class ReferenceObjective(TrainingObjective):
     def take_reference(
         self, model: Any, tokenizer: Any, ranks: Ranks, precision: Precision, *, seed: int
     ) -> dict[str, Any]:
-        """See TrainingObjective. Raises UserError if `model` asks for a loss of its routers: it is not defined over answers."""
+        """See TrainingObjective.
+
+        Raises UserError if `model` asks for a loss of its routers: answers have none.
+        """
         if getattr(base_model(model).config.get_text_config(), "output_router_logits", False):
             raise UserError(
                 f"packtrain {self.objective.kind} adds no load-balancing loss of routers, which the model asks for",
@@ -215,7 +218,10 @@ class ReferenceObjective(TrainingObjective):
 
 
 def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> str:
-    """Return the part of the cache key that names the reference: the hash of its `weights`, the settings of `model`, LoRA's scale."""
+    """Return the part of the cache key that names the reference.
+
+    It has the hash of its `weights`, the settings of `model`, and LoRA's scale.
+    """
     settings = base_model(model).config.to_dict()
     kept = {name: value for name, value in settings.items() if name not in ("_name_or_path", "transformers_version")}
     scale = f"{peft.alpha / peft.r} {peft.options or ''}".strip() if peft.kind == "lora" else 1
