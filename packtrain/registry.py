@@ -47,7 +47,7 @@ class Registry(Generic[Thing]):
 
     `kind`: their type. `word`: what messages call one, such as "objective". `package`: where the built-in ones are, such as
     "packtrain.objectives"; entry points have the same group. `module`: the module of each folder that declares the thing, or "" if
-    each thing is a file. `attribute`: the constant there.
+    each thing is a file. `attribute`: the constant there, the thing or a tuple of several.
     """
 
     kind: type[Thing]
@@ -72,7 +72,8 @@ def _find(registry: Registry[Thing]) -> dict[str, Thing]:
     for item in iter_modules(package.__path__):
         if item.ispkg if registry.module else item.name not in _NO_THINGS:
             path = ".".join(filter(None, (registry.package, item.name, registry.module)))
-            found.append(getattr(import_module(path), registry.attribute))
+            own = getattr(import_module(path), registry.attribute)
+            found += own if isinstance(own, tuple) else [own]
     by_name = {thing.name: thing for thing in found}
     for thing, where in _of_others(registry):
         if thing.name in by_name:

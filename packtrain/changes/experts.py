@@ -59,7 +59,7 @@ def _propose(situation: Situation) -> Proposal | None:
         make=group_experts,
         key=KEY if asked == "grouped" else None,
         # transformers groups experts without a proof too
-        unproved=f"{ranks.strategy} {NO_GRADIENTS}" if ranks.gathers_by_engine else "",
+        unproved=f"{ranks.strategy} {NO_GRADIENTS}" if ranks.spec.gathers_by_engine else "",
     )
 
 

@@ -19,6 +19,8 @@ from packtrain.config.objective import Objective, advanced, key
 from packtrain.config.place import Topology, Tracking, Verify
 from packtrain.optimizers.spec import OPTIMIZERS, OptimizerSpec
 from packtrain.registry import names_of_others
+from packtrain.strategies.registry import DEFAULT, STRATEGIES
+from packtrain.strategies.spec import StrategySpec
 
 PackingMode = Literal["padding", "padding_free", "packed"]
 Split = Literal["train", "eval"]
@@ -28,8 +30,6 @@ Rounding = Literal["auto", "never", "final", "stochastic", "undithered"]
 Quantize = Literal["no", "nf4", "int8", "fp8"]
 Shuffle = bool | Literal["by_prefix"]
 SplitText = Literal["document", "line", "paragraph"]
-SHARDED_WEIGHTS = ("zero3", "zero3_offload", "fsdp2")
-"""Strategies without the whole model in any process. All processes must call it the same number of times."""
 LISTED = "lf:"
 """Prefix of a data set's name in LLaMA-Factory's dataset_info.json."""
 _ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w\[\]:%+-]+))?")
@@ -463,10 +463,11 @@ class Peft:
 class Strategy:
     """How model and optimizer are spread over processes."""
 
-    name: Literal["ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2"] = key(
-        "ddp",
+    name: str = key(
+        DEFAULT,
         "How much each process keeps of weights, gradients and optimizer states: ddp everything, zero1 to zero3 and fsdp2 less and less "
         "(docs/strategies.md).",
+        among=STRATEGIES.all,
     )
     shard_within: Literal["all", "machine"] = advanced(
         "all",
@@ -480,6 +481,11 @@ class Strategy:
         minimum=1,
         maximum=1024,
     )
+
+    @property
+    def spec(self) -> StrategySpec:
+        """The declaration of this strategy."""
+        return STRATEGIES[self.name]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -101,7 +101,7 @@ def make_changes(loss: Loss, ranks: Ranks, found: Sequence[tuple[str, Proposal]]
     decided = dict[str, str]()
     for name, proposal in found:
         what, lacks, proof = proposal.what, proposal.lacks, None
-        if not lacks and ranks.gathers_by_engine and not proposal.unproved:
+        if not lacks and ranks.spec.gathers_by_engine and not proposal.unproved:
             lacks = f"{ranks.strategy} {NO_GRADIENTS}"
         if lacks and proposal.key:
             raise UserError(f"{what}: not available, {lacks}", where=proposal.key, fix="set it to auto")

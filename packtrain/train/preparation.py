@@ -30,7 +30,7 @@ from packtrain.model.heads.score import outputs_of_tokens
 from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision
 from packtrain.model.recomputation import check_offload
-from packtrain.model.spread import Ranks, max_over_ranks, open_proofs, reading_mesh, spread
+from packtrain.model.spread import Ranks, max_over_ranks, placement_of, reading_mesh, spread
 from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.packing.prefix_index import index_prefixes
 from packtrain.packing.schedule import make_schedule
@@ -164,7 +164,7 @@ def settle_precision(run: Prepared, recorded: Mapping[str, Any]) -> None:
     check_changes(run.situation)
     reference = run.objective.take_reference(run.model, run.tokenizer, run.ranks, run.precision, seed=seed)
     # seed and strategy as the run began: the checkpoint's masters were moved with them
-    dither = [seed, run.ranks.strategy == "fsdp2"] if optim.dithers else None
+    dither = [seed, run.ranks.spec.casts_weights] if optim.dithers else None
     run.origin = {"trainer.mixed_precision": run.precision.mixed, "dither": recorded.get("dither", dither)}
     run.origin |= {"data.day": run.day, **reference}
 
@@ -172,7 +172,7 @@ def settle_precision(run: Prepared, recorded: Mapping[str, Any]) -> None:
 def spread_model(run: Prepared) -> None:
     """Spread the model by the strategy, and compile its layers if asked to."""
     spread(run.model, run.ranks, run.precision.autocast)
-    run.close_proofs = open_proofs(run.model, run.ranks)
+    run.close_proofs = placement_of(run.ranks.spec).open_proofs(run.model, run.ranks)
     run.compiled = compile_layers(base_model(run.model)) if run.config.trainer.torch_compile else 0
 
 
@@ -223,7 +223,7 @@ def settle_split(run: Prepared) -> str:
 def masters_of(run: Prepared) -> Dither:
     """Return the trained weights computed in bfloat16, and those whose masters optim.bf16_rounding moves."""
     autocast = run.precision.autocast
-    rounded = rounded_weights(run.model, autocast, sharded=run.ranks.strategy == "fsdp2")
+    rounded = rounded_weights(run.model, autocast, sharded=run.ranks.spec.casts_weights)
     if run.origin["dither"] is None:
         return Dither(rounded)
     seed, sharded = run.origin["dither"]

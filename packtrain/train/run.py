@@ -298,7 +298,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     if checkpoint is not None:
         check_length(checkpoint, step_of(checkpoint), len(steps))
         console.log_changes(log, checkpoint.name, *check_origin(checkpoint, origin))
-    console.log_model(log, config.model, config.peft, config.optim, model, prepared.precision, ranks.strategy)
+    console.log_model(log, config.model, config.peft, config.optim, model, prepared.precision, ranks.spec)
     console.log_ways(log, frozen, split, prepared.compiled)
     thing = config.objective.spec.examples
     console.log_steps(log, thing, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
@@ -440,7 +440,7 @@ def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
     agree_on_start(peers, shared, "cpu" if on_cpu else "cuda", timeout_s=limit_s)
     if peers is not None:
         beat_to_rank_0(lambda address: peers.share("channel", address))
-    open_strategy(config.strategy.name)
+    open_strategy(config.strategy.spec)
     heartbeat.enter("join")
 
     def open_group() -> torch.device:

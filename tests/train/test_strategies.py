@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from packtrain.errors import CheckFailed
-from packtrain.model import spread as strategy
 from packtrain.model.precision import compute_in
-from packtrain.model.spread import Ranks
+from packtrain.model.spread import Ranks, open_strategy
 from packtrain.objectives.dpo.run import FIGURES
 from packtrain.plan.memory import GIB, Memory
+from packtrain.strategies.registry import DEFAULT, STRATEGIES
 from packtrain.train import run as training
+from packtrain.train.engine import check_spread
 from packtrain.train.loop import StepTrainer
 from packtrain.train.preflight import choose_on_all_ranks
 from tests.train import forked, host_adam
@@ -253,10 +255,9 @@ def test_bfloat16_weights_of_deepspeed_do_not_round_the_precomputed_reference(fo
 
 def test_a_model_that_is_not_spread_as_asked_for_is_found_out() -> None:
     model = torch.nn.Linear(2, 2)
-    strategy.check_active("ddp", model, model)
-    for name in ("zero1", "zero2", "zero3", "zero3_offload", "fsdp2"):
-        with pytest.raises(CheckFailed, match=name):
-            strategy.check_active(name, model, model)
+    for name, spec in STRATEGIES.all().items():
+        with pytest.raises(CheckFailed, match=name) if spec.shards else nullcontext():
+            check_spread(spec, model, model)
 
 
 def test_mixed_precision_is_autocast_with_float32_outputs_where_accelerate_does_not_see_to_it() -> None:
@@ -287,5 +288,5 @@ def test_rows_that_processes_would_run_differently_often_are_refused(family: str
 def test_what_a_launcher_left_in_the_environment_does_not_choose_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("FSDP_VERSION", "1")
-    strategy.open_strategy("ddp")
+    open_strategy(STRATEGIES[DEFAULT])
     assert not {"ACCELERATE_USE_DEEPSPEED", "FSDP_VERSION"} & os.environ.keys()

@@ -16,6 +16,8 @@ from types import ModuleType
 
 import pytest
 
+from packtrain.strategies.registry import STRATEGIES
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "packtrain"
 LAYERS = (
@@ -51,10 +53,10 @@ LAYERS = (
     ("__main__",),
 )
 """Each imports only what stands before it."""
-KINDS_OF_THINGS = ("attention", "objectives")
+KINDS_OF_THINGS = ("attention", "objectives", "strategies")
 """Folders of things: what a `spec` and the registry say is known to all, what a `run` does is found by its name in the spec."""
-FOR_TYPES = {("packtrain.objectives.spec", "packtrain.config.schema")}
-"""The rules of an objective take the whole config."""
+FOR_TYPES = {(f"packtrain.{kind}.spec", "packtrain.config.schema") for kind in ("objectives", "strategies")}
+"""The rules of a thing take the whole config."""
 LAUNCH = {
     *("boundary", "durable", "errors", "exit_code", "redact", "registry", "standard_streams", "time_limit", "wording"),
     *("config.fault", "registries", "specs"),
@@ -154,6 +156,19 @@ def test_every_folder_and_file_of_the_package_belongs_to_a_layer() -> None:
 def test_imports_go_one_way() -> None:
     wrong = [(one, other) for one in trees() for other in imports(one) if not allowed(one, other)]
     assert {*wrong} == FOR_TYPES
+
+
+def test_strategies_are_named_in_their_folders_alone() -> None:
+    """All others ask the declaration. The converter of other trainers' configs is given names."""
+    names = [*STRATEGIES.all()]
+    files = {
+        name
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and (node.value in names or str(node.value).startswith("zero"))
+        if not name.startswith("packtrain.strategies.")
+    }
+    assert files <= {"packtrain.convert.counterparts", "packtrain.train.verify.command"}  # zero_margin, a figure
 
 
 def test_relative_imports_do_not_hide_from_the_test_of_the_layers() -> None:

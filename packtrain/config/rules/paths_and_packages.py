@@ -50,13 +50,12 @@ def check_paths(config: RunConfig) -> Iterator[Fault]:
 
 def check_packages(config: RunConfig) -> Iterator[Fault]:
     """Yield a fault for each package or program that is not installed."""
-    model, trainer, strategy = config.model, config.trainer, config.strategy.name
+    model, trainer, strategy = config.model, config.trainer, config.strategy.spec
     if package := config.optim.spec.package:
         yield from _not_installed("optim.name", config.optim.name, package, package)
-    if strategy.startswith("zero"):
-        yield from _not_installed(
-            "strategy.name", strategy, "deepspeed", "'packtrain[deepspeed]', or use strategy=fsdp2"
-        )
+    if package := strategy.package:
+        install = f"'packtrain[{package}]', or use strategy=fsdp2"
+        yield from _not_installed("strategy.name", strategy.name, package, install)
     if model.kernels == "liger":
         yield from _not_installed("model.kernels", "liger", "liger_kernel", "'packtrain[liger]'")
     if model.quantize != "no":

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, TrainingArguments
-from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
 
 from packtrain.attention.over_ranks import sum_over_parts
@@ -23,10 +23,12 @@ from packtrain.data.dataset import Document
 from packtrain.model.compiled import compile_layers, is_compiled
 from packtrain.model.forward import Head, patch_forward
 from packtrain.model.load import base_model
+from packtrain.model.spread import placement_of
 from packtrain.monitor.heartbeat import waiting
 from packtrain.objectives.answers import Sum, Targets
 from packtrain.packing.collate import on_device
 from packtrain.packing.segments import SplitSegments
+from packtrain.strategies.registry import STRATEGIES
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.patches import hold_trainer
 from packtrain.train.settings import LoopSettings
@@ -65,8 +67,9 @@ class Loss:
         self.accelerator, self.device = self.held.accelerator, setup.arguments.device
         self.compute_dtype: torch.dtype = self.settings.autocast or base_model(self.model).dtype
         """Number format that the model computes in."""
-        # accelerate puts autocast around the forward. Under DeepSpeed it does not, and patch_forward gets it from here
-        self.autocast = self.settings.autocast if self.held.is_deepspeed_enabled else None
+        self.strategy = STRATEGIES[self.settings.strategy]
+        # accelerate puts autocast around the forward, except in another's engine: then patch_forward gets it from here
+        self.autocast = self.settings.autocast if self.strategy.steps_in_backward else None
         self.changes: list[str] = []
         """Names of the changes made to how the model computes (packtrain/changes)."""
         self.report_phase: Callable[..., object] = lambda phase, **_: None
@@ -292,9 +295,7 @@ class ReferenceLoss(AnswerLoss):
         """Give the reference its output head. Place and shard it as the strategy does for models without updates."""
         add_fused_lm_head(reference)
         disable_dropout_in_model(reference)
-        if self.held.is_deepspeed_enabled:
-            return prepare_deepspeed(reference, self.accelerator)
-        return self.accelerator.prepare_model(reference, evaluation_mode=True)
+        return placement_of(self.strategy).wrap_frozen(reference, self.accelerator)
 
     def policy_logps(self, batch: MicroBatch) -> Logps:
         """Return log-probabilities of a micro-batch's answers by the trained model."""

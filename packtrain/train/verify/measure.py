@@ -34,6 +34,7 @@ from packtrain.proof.choice import NotExact, choose_attention, prove_backend
 from packtrain.proof.isolation import NO_FIGURES, TREE, Proof, check_causal_and_padding
 from packtrain.proof.leak import Leak
 from packtrain.run_folder import RunFolder, write_json
+from packtrain.strategies.registry import DEFAULT
 from packtrain.train.objectives.first_loss import FirstLoss
 from packtrain.train.objectives.loss import ReferenceLoss
 from packtrain.train.objectives.training_objective import ReferenceObjective
@@ -116,8 +117,8 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
     run.close_proofs()
     # without masters, updates are rounded at random and are right on average
     seen = expected_share(masters_of(run), config.optim.learning_rate) if config.optim.keeps_masters else None
-    if ranks.gathers_by_engine:  # all ranks agreed before
-        run = _load(replace(run, ranks=replace(ranks, strategy="ddp"), peers=None))
+    if ranks.spec.gathers_by_engine:  # all ranks agreed before
+        run = _load(replace(run, ranks=replace(ranks, strategy=DEFAULT), peers=None))
     head, comparison, start = _modes(run, isolation, shares=pairs is not None and not pairs[0])
     losses_by = "full logits" if head and head.kind == "full logits" else "fused"
     # if prompts cannot be shared, training computes them for each answer; this is a finding only with share_prefix=true
@@ -133,7 +134,7 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         "device": str(ranks.device),
         "processes": ranks.world_size,
         "strategy": ranks.strategy,
-        "modes_on": "spread" if ranks.sharded and not ranks.gathers_by_engine else "whole",
+        "modes_on": "spread" if ranks.sharded and not ranks.spec.gathers_by_engine else "whole",
         "rank": ranks.rank,
         "head": "score" if config.objective.spec.scores else losses_by,
         "backend": isolation.backend,
