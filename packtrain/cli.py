@@ -438,6 +438,12 @@ def chat(
     return converse(speakers, system, temperature, max_tokens)
 
 
+_own_verbs = {one.name or getattr(one.callback, "__name__", "") for one in app.registered_commands[len(_objectives) :]}
+for _name in _own_verbs & {*_objectives}:
+    _what = f"an objective of another package is called {_name}, which is a verb of packtrain itself"
+    sys.exit(report_error(UserError(_what, where="packtrain.objectives", fix="Rename it, or uninstall the package.")))
+
+
 def _execute(verb: str, launch: LaunchPlan, run: RunConfig, *more: Any) -> int:
     """Launch `verb`; `more` are the optional arguments of `execute`, used only by training verbs."""
     from packtrain.launch.execute import execute

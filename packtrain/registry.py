@@ -1,7 +1,7 @@
-"""Registries: the things of one kind that packtrain and other installed packages bring.
+"""Registries: all things of one kind, built in or from other installed packages.
 
-A thing of packtrain is a folder (or a file) of the kind's package. A thing of another package is an entry point of the group with
-the package's name: `packtrain.objectives` for objectives. Nothing else lists them.
+A built-in objective is a folder of packtrain/objectives, other kinds alike (some have files in place of folders). An objective of another
+package is an entry point of the group `packtrain.objectives`. Nothing else lists them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 _NO_THINGS = ("spec", "registry")
+_FIX = "Mend or uninstall the package."
 
 
 class Named(Protocol):
@@ -44,9 +45,9 @@ Thing = TypeVar("Thing", bound=Named)
 class Registry(Generic[Thing]):
     """All things of one kind.
 
-    `package`: the folder of ours, such as "packtrain.objectives", which is also the group of entry points. `attribute` of the module
-    `module` in each folder (of the file itself if it is "") is the thing, or a tuple of several. `kind` is its type, `word` its name in
-    messages.
+    `kind`: their type. `word`: what messages call one, such as "objective". `package`: where the built-in ones are, such as
+    "packtrain.objectives"; entry points have the same group. `module`: the module of each folder that declares the thing, or "" if
+    each thing is a file. `attribute`: the constant there, the thing or a tuple of several.
     """
 
     kind: type[Thing]
@@ -56,7 +57,7 @@ class Registry(Generic[Thing]):
     attribute: str
 
     def all(self) -> dict[str, Thing]:
-        """Return every thing by its name, in order. Raises UserError if another package's cannot be used."""
+        """Return every thing by its name, in order. Raises UserError if an entry point cannot be used."""
         return _find(self)
 
     def __getitem__(self, name: str) -> Thing:
@@ -73,7 +74,11 @@ def _find(registry: Registry[Thing]) -> dict[str, Thing]:
             path = ".".join(filter(None, (registry.package, item.name, registry.module)))
             own = getattr(import_module(path), registry.attribute)
             found += own if isinstance(own, tuple) else [own]
-    by_name = {thing.name: thing for thing in [*found, *_of_others(registry)]}
+    by_name = {thing.name: thing for thing in found}
+    for thing, where in _of_others(registry):
+        if thing.name in by_name:
+            raise UserError(f"there is another {registry.word} called {thing.name}", where=where, fix=_FIX)
+        by_name[thing.name] = thing
     return dict(sorted(by_name.items(), key=lambda item: (item[1].order, item[0])))
 
 
@@ -97,16 +102,15 @@ def _declared_in(folders: tuple[str, ...]) -> str:
     return "\n".join(file.read_text(errors="replace") for file in files)
 
 
-def _of_others(registry: Registry[Thing]) -> Iterator[Thing]:
-    """Yield the things that other installed packages bring."""
+def _of_others(registry: Registry[Thing]) -> Iterator[tuple[Thing, str]]:
+    """Yield the things that other installed packages bring, and where each is declared."""
     for entry in _entry_points(registry.package):
         where = f"{entry.dist.name if entry.dist else 'a package'}, {registry.package}: {entry.name} = {entry.value}"
-        fix = "Mend or uninstall the package."
         try:
             thing = entry.load()
         except Exception as error:  # its code may raise anything
             what = f"this {registry.word} cannot be imported: {type(error).__name__}: {error}"
-            raise UserError(what, where=where, fix=fix) from error
+            raise UserError(what, where=where, fix=_FIX) from error
         if not isinstance(thing, registry.kind) or thing.name != entry.name:
-            raise UserError(f"it is no {registry.kind.__name__} called {entry.name}", where=where, fix=fix)
-        yield thing
+            raise UserError(f"it is no {registry.kind.__name__} called {entry.name}", where=where, fix=_FIX)
+        yield thing, where

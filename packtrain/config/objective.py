@@ -94,7 +94,7 @@ class Objective:
     @property
     def token_loss(self) -> str:
         """The output head's loss for each token, the negative log-likelihood for all but documents."""
-        return self.losses[0] if self.spec.examples == "documents" else "nll"
+        return self.losses[0] if self.spec.examples == "documents" and self.losses else "nll"
 
     def option(self, name: str) -> Any:
         """Return the value of an option, by default TRL's."""

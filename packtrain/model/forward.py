@@ -76,7 +76,7 @@ def patch_forward(
     """
     head = None
     if token_objective is not None:
-        noise = token_objective.option("neftune_noise_alpha")
+        noise = token_objective.options.get("neftune_noise_alpha")  # documents of another package may lack it
         head = add_loss_sum(model, loss=token_objective.token_loss, neftune_alpha=noise)
     if answer_outputs:
         add_answer_scores(model, answer_outputs)

@@ -1,4 +1,4 @@
-"""The declaration of an objective: what others need to know of it. It needs no torch."""
+"""Declaration of an objective: names, options and rules. It needs no torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def _no_rules(config: RunConfig, given: Set[str]) -> Iterable[Fault]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """An objective.
+    """Declaration of an objective.
 
-    It is the constant SPEC of a module `spec` in a folder of its own. The module `run` there trains it.
+    A built-in objective is a folder of objectives/: its module `spec` has it as the constant SPEC, its module `run` trains it.
     """
 
     name: str
@@ -38,19 +38,19 @@ class Spec:
     losses: tuple[str, ...] = ()
     """Values of objective.loss, the default first."""
     adds_losses: bool = False
-    """Whether objective.loss may be a list, to add several up."""
+    """Whether objective.loss may be a list of losses, which are added up."""
     sorting_losses: tuple[str, ...] = ()
     """Losses that sort all examples of a step. With them a step is one micro-batch of one process."""
     options: Mapping[str, Option] = field(default_factory=dict[str, Option])
-    """Entries of objective.options."""
+    """Entries of objective.options, by name."""
     rules: Callable[[RunConfig, Set[str]], Iterable[Fault]] = _no_rules
-    """Return faults of a config whose keys in the set are not at their defaults."""
+    """Return faults of a config. The set has the keys that are not at their defaults, such as "packing.mode"."""
     reference: bool = False
-    """Whether the model is held to a reference (objective.beta, objective.reference)."""
+    """Whether the loss compares the model with a reference (objective.beta, objective.reference)."""
     scores: bool = False
     """Whether the model has a score in place of the output head."""
     margins: bool = False
-    """Whether it reads the margins of pairs."""
+    """Whether pairs may have a margin (column `margin` of the data)."""
     order: int = 100
     """Objectives with a lower number are listed first."""
 
@@ -61,5 +61,5 @@ class Spec:
 
     @property
     def documents(self) -> int:
-        """Documents of an example."""
+        """Number of documents in an example."""
         return 2 if self.pairs else 1

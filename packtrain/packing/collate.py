@@ -1,10 +1,11 @@
-"""Turn documents or preference pairs into the arguments of one forward pass.
+"""Turn documents, answers or preference pairs into the arguments of one forward pass.
 
 The arguments hold padded rows or one flattened row. Labels are shifted here, document by document: no label crosses a border and the
-model's own shift is not used. `shift_labels[t]` is the token that position t has to predict, or IGNORE.
-Answers (pairs, or answers with labels) also come with the places of their targets, answer by answer: all chosen ones first, then all
-rejected ones. With shared prompts a pair is three segments: the prompt without its last token, then for each answer that last token (it
-predicts the answer) and the answer.
+model's own shift is not used. `shift_labels[t]` is the token that position t has to predict, or IGNORE. A target is a token to predict.
+
+Answers also come with the places of their targets in the batch, answer by answer; of pairs, all chosen answers come first, then all
+rejected ones. A pair with a shared prompt is three segments: the prompt without its last token, then for each answer that last token
+(which predicts the answer's first) and the answer.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from packtrain.packing.prefixes import SharedRow
 from packtrain.packing.segments import Segments, SplitSegments, own_tokens, split_row
 
 RowLayout = Literal["padding", "flat", "shared"]
-"""Input of the model: the padded batch, a flattened row, or a flattened row with shared prompts (for documents: shared prefixes)."""
+"""Input of the model: a padded batch, a flattened row, or a flattened row whose documents share equal beginnings."""
 IGNORE = -100
 FILLER = Document(input_ids=np.zeros(2, dtype=np.int32), loss_mask=np.zeros(2, dtype=bool))
 FILLER_PAIR = Preference(chosen=FILLER, rejected=FILLER, prompt=0)
-"""Fillers of an empty micro-batch (a step with fewer documents than ranks): their forward passes train nothing."""
+"""Stand in for no examples, where a rank has none in a step but must take part. They have no targets."""
 
 
 def shifted_labels(document: Document) -> torch.Tensor:
-    """Return the next token at each position where it is trained, else IGNORE: int64 [length]. The last position has IGNORE."""
+    """Return for each position the next token if it is trained, else IGNORE: int64 [length]. The last one is IGNORE."""
     labels = np.full(len(document.input_ids), IGNORE, dtype=np.int64)
     trained = document.loss_mask[1:]
     labels[:-1][trained] = document.input_ids[1:][trained]
@@ -62,8 +63,9 @@ def collate_flat(documents: Sequence[Document]) -> dict[str, Any]:
 
 
 def collate_shared(documents: Sequence[Document], row: SharedRow) -> dict[str, Any]:
-    """Collate the documents of `row` (in its order) with each shared beginning once. Like `collate_flat` otherwise.
-    `label_places` int64 [n] lists a token's place once for each document that trains it.
+    """Collate a row with each shared beginning once. Otherwise like `collate_flat`.
+
+    `documents` are in the order of `row`. `label_places` int64 [n] also comes: a token's place once for each document that trains it.
     """
     ids = np.concatenate([document.input_ids for document in documents])[row.sources].astype(np.int64)
     labels = torch.full((row.segments.tokens,), IGNORE)
@@ -79,8 +81,10 @@ def collate_shared(documents: Sequence[Document], row: SharedRow) -> dict[str, A
 
 
 def row_arguments(segments: Segments) -> dict[str, Any]:
-    """Return the model's arguments for a flattened row besides its tokens: `segments` and `position_ids`. Also takes a part of a row.
-    A row that is neither split nor shares prefixes also gets the arguments of flash kernels."""
+    """Return the arguments for a flattened row, or a part of it, besides its tokens.
+
+    They are `segments` and `position_ids`. A row that is neither split nor shares prefixes also gets the arguments of flash kernels.
+    """
     arguments = {"position_ids": segments.position_ids()[:, own_tokens(segments)], "segments": segments}
     if not any(segments.prefix_lengths) and not isinstance(segments, SplitSegments):
         borders, longest = segments.cumulative_lengths(), max(segments.lengths)
@@ -102,17 +106,21 @@ def part_of(batch: dict[str, Any], part: int, parts: int) -> dict[str, Any]:
 
 
 def label_positions(labels: torch.Tensor) -> np.ndarray:
-    """Return flat positions of the labels in `labels` [rows, T]: int64 [n]. The CPU finds them, so that no device is waited for."""
+    """Return the places of labels other than IGNORE in the flattened `labels`, int64 [n].
+
+    The CPU finds them: on a GPU, their number would have to be waited for.
+    """
     return np.flatnonzero(labels.cpu().numpy() != IGNORE)
 
 
 def collate_answers(
     documents: Sequence[Document], pad_token_id: int, rows: RowLayout, pairs: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Collate answers, each with its prompt. `pairs`: the prompt's tokens of each pair; all chosen documents come first.
+    """Collate answers, each a document with its prompt.
 
-    Returns what `collate_padded` or `collate_flat` return, `label_places`, and of the targets `target_places` int64 [targets], their
-    places in the flattened batch answer by answer, and `target_counts` int64 [answers].
+    `pairs`: for pairs, the number of tokens of each prompt; `documents` has all chosen ones first. Returns the arguments of `collate_padded` or
+    `collate_flat` and: `label_places`; `target_places` int64 [targets], the places of targets in the flattened batch, answer by answer;
+    `target_counts` int64 [answers]. A token that both answers of a pair train is two targets.
     """
     labels = [shifted_labels(document) for document in documents]
     if rows == "padding":
@@ -149,10 +157,10 @@ def collate_unpaired(documents: Sequence[Document], pad_token_id: int, rows: Row
 def collate_scored(
     pairs: Sequence[Preference], margins: Sequence[float] | np.ndarray, pad_token_id: int, rows: RowLayout
 ) -> dict[str, Any]:
-    """Collate pairs for a reward model: `input_ids`, `margin` float32 [B], all chosen documents first.
+    """Collate B pairs for a reward model, all chosen documents first: `input_ids`, `margin` float32 [B].
 
-    A padded batch has an `attention_mask`. A row has the `row_arguments` and `ends` int64 [2B]: the place of each document's last token that
-    is not padding, which is scored, as in transformers' models.
+    A padded batch has an `attention_mask`. A row has the `row_arguments` and `ends` int64 [2B]: the place of the token of each document
+    that is scored: the last one that is not the padding token, as in transformers' models.
     """
     pairs, margins = (pairs, margins) if len(pairs) else ([FILLER_PAIR], [0.0])
     documents, margin = _list_documents(pairs), torch.tensor(margins, dtype=torch.float32)
@@ -172,10 +180,10 @@ def _list_documents(pairs: Sequence[Preference]) -> list[Document]:
 def _lay_out(
     documents: Sequence[Document], pairs: Sequence[int], *, shared: bool
 ) -> tuple[Segments, np.ndarray, list[np.ndarray]]:
-    """Lay out documents as a row.
+    """Lay out documents as a row of T tokens. The two documents of a pair become neighbours.
 
-    Returns its segments, its ids int64 [T], and the place of each token of each document. `pairs`: tokens of each pair's prompt; the two documents of a pair are neighbours. If `shared`, prompts of two tokens or more are in the
-    row once, without their last token.
+    `pairs` as in `collate_answers`. If `shared`, a prompt of two tokens or more stands in the row once, without its last token. Returns the
+    row's segments, its ids int64 [T], and for each document the places of its tokens in the row.
     """
     groups = [(number, number + len(pairs)) for number in range(len(pairs))] or [(at,) for at in range(len(documents))]
     places: list[np.ndarray] = [np.zeros(0, np.int64)] * len(documents)

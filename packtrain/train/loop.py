@@ -1,7 +1,7 @@
-"""The loop over optimizer steps, from top to bottom (`run_steps`), and its parts (`StepTrainer`).
+"""The loop over optimizer steps (`run_steps`), and its parts (`StepTrainer`).
 
-packtrain runs the loop itself. The objective defines the loss (objectives/loss.py), accelerate spreads the model, and transformers makes the
-optimizer and the schedule (engine.py).
+The objective defines the loss (objectives/loss.py). accelerate spreads the model, transformers makes the optimizer and the schedule (engine.py).
+No trainer of either runs.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from packtrain.train.spikes import Judgement, SpikeJudge
 
 
 def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
-    """Run the steps after `checkpoint` until the last one or a stop request. None: from the start.
+    """Run the steps after `checkpoint`, or all, until a stop request.
 
-    Raises CheckFailed if a spike ends the run. DeepSpeed's engine clips, judges and updates inside the last backward pass of a step: parts 4
-    to 6 then only read the results.
+    Under DeepSpeed, parts 4 to 6 happen inside the last backward pass of a step, in DeepSpeed's engine: their code here only reads the results.
+    Raises CheckFailed if a spike ends the run.
     """
     trainer.prepare(checkpoint)
     trainer.begin_listeners()
@@ -53,13 +53,13 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
     while trainer.should_continue():
         # 1. data: this rank's micro-batches of the step, laid out by packing/schedule.py and collated by loader.py
         micro_batches = trainer.next_batches(upcoming)
-        # 2. counts: trained targets, tokens, slots and examples of the step, summed over ranks before the first forward pass
+        # 2. counts of the whole step: every share of the loss is divided by one, so they are needed before the first forward pass
         counts = trainer.sum_counts(micro_batches)
-        # 3. forward and backward: the loss is the sum over the step's tokens (or examples), divided by their number
+        # 3. forward and backward of each micro-batch; gradients add up
         loss = trainer.forward_and_backward(micro_batches, counts)
         # 4. clip
         norm = trainer.clip()
-        # 5. judge: a step whose loss or gradient norm is a spike gets no update
+        # 5. judge: a step whose loss or gradient norm is a spike gets no update, or takes the run back to a checkpoint
         judgement = trainer.judge(loss, norm, counts)
         if judgement.rollback_to is not None:
             upcoming = trainer.roll_back(*judgement.rollback_to)
@@ -78,7 +78,7 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
 
 
 class StepTrainer:
-    """Trainer of a run by its `settings`, with the `loss` of an objective. It tells `listeners` of steps and lines."""
+    """Trainer of a run. `listeners` are told of its steps, logged lines and evaluations."""
 
     def __init__(self, loss: Loss, settings: LoopSettings, listeners: Sequence[Listener] = ()) -> None:
         self.loss, self.settings = loss, settings
@@ -102,11 +102,13 @@ class StepTrainer:
         loss.report_phase = self.clock.enter
         self.state, self.listeners = RunState(), [*listeners]
         self._steps_watched, self._resumed_from = 0, None
-        self._loss_and_counts: Any = None
-        self._marks: LateCopy | None = None  # sums of Feed.marks over all ranks
+        self._loss_and_counts: Any = None  # of the current step, for `_judge_for_engine`
+        self._marks: LateCopy | None = (
+            None  # of a stream: sums over all ranks of Feed.marks, which show whether ranks read the same rows
+        )
         self._losses_since_log: list[torch.Tensor] = []
         self._forget_step: Callable[[], None] = lambda: None
-        """Removes the figures of the current step from the objective's metrics."""
+        """Removes the current step's figures from the objective's metrics: a skipped step leaves none."""
 
     # Before the first step.
 
@@ -129,14 +131,17 @@ class StepTrainer:
         self.engine.wrapped.zero_grad()
 
     def restore_state(self, checkpoint: Path | None) -> None:
-        """Restore the state of the run from `checkpoint`, if any. This run's log_every, eval_every and length override the saved ones."""
+        """Restore the state of the run from `checkpoint`, if any. The length of the run is this run's."""
         self.state = RunState() if checkpoint is None else RunState.load(checkpoint)
         self.state.last_step = len(self.steps)
         self._losses_since_log = []
         self.source_counts.restore(self.state.lines)
 
     def load_steps(self, checkpoint: Path | None) -> Iterator[list[MicroBatch]]:
-        """Return an iterator over this rank's micro-batches by coming step. Restores the random generators from `checkpoint`."""
+        """Return an iterator over the coming steps: this rank's micro-batches of each.
+
+        Restores the random generators from `checkpoint`.
+        """
         if checkpoint is not None:
             self.checkpoints.restore_random_state(checkpoint, self.state.step)
             if self.steps.feed is not None:
@@ -167,10 +172,10 @@ class StepTrainer:
         return batches
 
     def sum_counts(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
-        """Return int64 [4], counts of the global step: trained targets, tokens, slots, examples.
+        """Return the counts of the global step, int64 [4]: trained targets, tokens, slots, examples.
 
-        The same reduction carries the logged counts, stop requests, and (every EXCHANGE_EVERY steps or more) the ranks' times. The host reads
-        the result once the step's work is queued (`_read_counts`): reading it here would wait for the device.
+        The same reduction carries two numbers of stop requests, at times the ranks' times, and a stream's marks. The host reads the result
+        after the update (`_read_counts`): reading it here would wait for the device.
         """
         counts = [sum(column) for column in zip(*(batch.own_counts for batch in micro_batches), strict=True)]
         self.clock.enter("counts")
@@ -181,15 +186,15 @@ class StepTrainer:
         total = to_device(torch.tensor([*counts, *self.settings.stop.counts(), *times, *marks]), self.loss.device)
         with waiting("the counts of all ranks"):
             total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
-        self.step_metrics.open(total[:6], self.state.step)
+        self.step_metrics.open(total[:6], self.state.step)  # the four counts and the stop requests
         self.times.store(total[6 : 6 + len(times)], timed)
         self._marks = LateCopy(total[-len(marks) :]) if marks else None
         return total[:4]
 
     def forward_and_backward(self, micro_batches: list[MicroBatch], counts: torch.Tensor) -> torch.Tensor:
-        """Run all micro-batches forward and backward. Engine.exchanging_gradients says when ranks exchange gradients.
+        """Run all micro-batches forward and backward. Ranks exchange gradients when Engine.exchanging_gradients says so.
 
-        Returns this rank's part of the loss, scaled so that the mean over ranks is the loss of the global step.
+        Returns this rank's part of the step's loss, float32 scalar. The mean of the parts over ranks is the loss of the global step.
         """
         self._watch_first_steps(micro_batches)
         self.seen_updates.open_step(self.state.step + 1)
@@ -209,7 +214,7 @@ class StepTrainer:
                     self._loss_and_counts = total, counts
                     self.clock.enter("backward", micro=number)
                     self.accelerator.backward(loss)
-        if self.accelerator.num_processes == 1:  # there is no other rank to agree with
+        if self.accelerator.num_processes == 1:  # stop now: with more ranks, `_read_counts` says what all agreed on
             self.settings.stop.agree(*self.settings.stop.counts())
         self.work.end()
         return total
@@ -238,8 +243,10 @@ class StepTrainer:
         return Judgement(None, torch.tensor(self.spikes.recent.last()[1]), back)
 
     def update(self, loss: torch.Tensor | None) -> float:
-        """Update the weights; return the learning rate. `loss` is this rank's part of the step's loss, for the log. None: the step has no
-        gradients, and only the schedule advances."""
+        """Update the weights; return the learning rate.
+
+        `loss` is this rank's part of the step's loss, for the log. None: the step was skipped, has no gradients, and only the schedule advances.
+        """
         self.clock.enter("optimizer")
         if loss is not None:
             self._losses_since_log.append(loss)
@@ -253,16 +260,18 @@ class StepTrainer:
         return rate
 
     def should_log(self) -> bool:
-        """Return whether to log this step. The first, every trainer.log_every, the last, evaluated and saved steps are logged. Because saved
-        steps are logged, a run that resumes from a checkpoint writes the same lines."""
+        """Return whether to log this step.
+
+        It is due after the first, every trainer.log_every, the last, and each evaluated or saved step. A line sums up the steps since the last line. A saved step ends a line, so a run that resumes from it writes the same lines.
+        """
         step = self.state.step
         due = step in (1, self.state.last_step) or step % self.settings.trainer.log_every == 0
         return due or self.should_evaluate() or self.should_save()
 
     def log_step(self, norm: Any, rate: float) -> None:
-        """Log the steps since the last line: mean loss, counts, last `norm` and `rate`.
+        """Log a line on the steps since the last one.
 
-        If all of them were skipped, the loss is the one of the last step before them.
+        It has their mean loss, counts and figures, the last gradient `norm` and learning `rate`. If all of them were skipped, the loss is the one of the last step before them.
         """
         self.clock.enter("step end")
         losses = self._losses_since_log or [torch.tensor(self.spikes.recent.last()[0], device=self.loss.device)]
@@ -291,8 +300,10 @@ class StepTrainer:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Log the objective's metrics over the whole evaluation set and each named one. They depend neither on the layout nor on the number of
-        ranks."""
+        """Log the objective's metrics over all evaluation sets together and over each named one.
+
+        They depend neither on the layout of rows nor on the number of ranks.
+        """
         started = time.perf_counter()
         self.clock.enter("eval", step=self.state.step)
         self.model.eval()
@@ -306,8 +317,10 @@ class StepTrainer:
         self.step_metrics.exclude_time(time.perf_counter() - started)
 
     def should_save(self) -> bool:
-        """Return whether to write a checkpoint after this step. True every trainer.checkpoint_every, for the last and the best, and if the run
-        stops."""
+        """Return whether to write a checkpoint after this step.
+
+        It is due every trainer.checkpoint_every, after the last and the best step, and when the run stops.
+        """
         step = self.state.step
         every = self.settings.trainer.checkpoint_every
         due = every is not None and (step % every == 0 or step >= self.state.last_step)
@@ -333,10 +346,10 @@ class StepTrainer:
             listener.rolled_back(self.state)
         return self.load_steps(folder)
 
-    # Helpers.
+    # Parts of parts.
 
     def _read_counts(self) -> None:
-        """Read the counts of the step: its tokens, and the stop requests."""
+        """Read the step's tokens, stop requests and marks on the host."""
         with waiting("the counts of all ranks"):  # the host waits here if its GPU lags behind
             _, tokens, _, _, *requests = self.step_metrics.take_last()
         if self._marks:
@@ -345,7 +358,7 @@ class StepTrainer:
         self.settings.stop.agree(*requests)
 
     def _watch_first_steps(self, micro_batches: list[MicroBatch]) -> None:
-        """Compare the first packed rows with runs of their single documents. The time for it does not count as training."""
+        """Compare packed rows of the first steps with runs of their single documents. The time does not count as training."""
         rows = [batch.inputs for batch in micro_batches if "segments" in batch.inputs and batch.parts == 1]
         if self.first_step_watch is None or not rows:
             return
@@ -357,15 +370,15 @@ class StepTrainer:
         self.step_metrics.exclude_time(time.perf_counter() - started)
 
     def _judge_for_engine(self, norm: Callable[[], torch.Tensor]) -> bool | None:
-        """Judge a step like `SpikeJudge.judge`, before DeepSpeed's engine updates. None: steps are not judged."""
+        """Judge a step before DeepSpeed's engine updates. Return whether it is a spike. None: steps are not judged."""
         if self.work.tried is not None:  # largest_row.py tries a row: no step runs
-            return True
+            return True  # no update
         loss, counts = self._loss_and_counts
         step, judges = self.state.step + 1, self.spikes.judges_every_step
         return self.spikes.judge(step, loss, norm(), counts) if judges else None
 
     def _newest_checkpoint(self) -> tuple[int, Path] | None:
-        """Return step and folder of the newest checkpoint, as rank 0 finds it. None if there is none, or someone has removed it."""
+        """Return step and folder of the newest checkpoint, as rank 0 finds it. None if there is none, or its folder is gone."""
         self.clock.enter("checkpoint")
         self.writer.wait()
         step, folder = self.writer.outcome.newest, None
@@ -396,13 +409,16 @@ class StepTrainer:
         self.model.train()
         with waiting("the example losses of all ranks"):
             every = gather_object(losses)
-        of_parts: dict[int, float] = {}  # ranks that split a document each have a part of its loss
+        of_parts: dict[int, float] = {}  # each of the ranks that split a document has a part of its loss
         for number, loss in every:
             of_parts[number] = of_parts.get(number, 0.0) + loss
         return list(of_parts.items())
 
     def _raise_if_not_finite(self, loss: float) -> None:
-        """Raise CheckFailed on every process if the loss is not finite. It names the first such step since the last line."""
+        """Raise CheckFailed on every process if `loss` is not finite.
+
+        `loss` is a mean since the last line; the error names the first step with a loss that is not finite.
+        """
         if math.isfinite(loss):
             return
         last, losses = self.state.step, torch.stack(self._losses_since_log)
@@ -414,7 +430,7 @@ class StepTrainer:
         self.spikes.stop_at(step, losses[first], steps.schedule.documents(at).tolist())
 
     def _log(self, line: dict[str, Any]) -> None:
-        """Notify the listeners of a line, and keep it in the state of the run."""
+        """Keep a line in the state of the run, and tell the listeners."""
         line["epoch"] = self.state.epoch
         self.state.lines.append({**line, "step": self.state.step})
         for listener in self.listeners:
@@ -438,8 +454,10 @@ class StepTrainer:
     def _evaluation_batches(
         self, steps: Steps, transform: Callable[[Any], Any] = lambda steps: steps
     ) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches of an evaluation set; `transform` may replace its steps. All ranks synchronise after each step, so
-        that no collective waits longer than one step."""
+        """Yield this rank's micro-batches of an evaluation set; `transform` may replace its steps.
+
+        All ranks wait for each other after each step, so that no collective waits longer than one step takes.
+        """
         for number, batches in enumerate(step_loader(transform(steps))):
             for batch in batches:
                 self.clock.enter("eval", micro=number)

@@ -257,10 +257,10 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
             best = [line for line in lines if early and line["step"] == state.best_step]
             final = (best or lines[-1:])[0]
             moved = f"margin {lines[0][margin]:.2f} → {final[margin]:.2f}"
-            if accuracy in final:
+            if accuracy in final and "eval_pairs" in final:
                 ranked = f"{final[accuracy]:.1%} rank right (chance: 50%)"
                 clauses.append(f"of {final['eval_pairs']:,} held-out pairs {ranked}, {moved}")
-            else:
+            elif {"eval_answers", "eval_rewards/chosen", "eval_rewards/rejected"} <= {*final}:
                 sides = f"{final['eval_rewards/chosen']:.2f} desirable, {final['eval_rewards/rejected']:.2f} not"
                 clauses.append(f"mean rewards of {final['eval_answers']:,} held-out answers: {sides}, {moved}")
     return clauses

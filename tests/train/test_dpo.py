@@ -29,12 +29,14 @@ from trl_batches import trl_batch
 
 from packtrain.config.objective import Objective
 from packtrain.config.rules import check_combinations
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import Batch, Packing, RunConfig
+from packtrain.data.dataset import PairDataset
 from packtrain.errors import UserError
 from packtrain.model.spread import Ranks
 from packtrain.objectives.dpo.run import DPO, FIGURES
 from packtrain.objectives.dpo.spec import SPEC
 from packtrain.packing.collate import RowLayout
+from packtrain.packing.schedule import make_schedule
 from packtrain.train.objectives.pairs import PairSteps
 
 ALONE = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "aot": {"label_smoothing": 0.1}}
@@ -163,6 +165,20 @@ def test_label_smoothing_that_trl_passes_over_is_refused_by_the_config(tmp_path:
         refused = any("takes no label smoothing" in problem.what for problem in check_combinations(config, set()))
         assert refused == (losses[0] == losses[1]), name
     assert uses == {"robust", "aot", "aot_unpaired"}
+
+
+def test_a_loss_that_sorts_finds_the_only_step_in_two_micro_batches_in_a_schedule_and_in_a_stream(
+    tmp_path: Path,
+) -> None:
+    lengths = np.full(400, 20, np.int32)
+    lengths[[5, 6]] = 150  # step 1, which a summary of the schedule passes over
+    schedule = make_schedule(lengths, Packing(), Batch(examples_per_step=4, tokens_per_device=230))
+    assert schedule.summary(1).micro_batches_max == 1
+    objective = DPO(RunConfig(objective=Objective(kind="dpo", loss="aot")))
+    with pytest.raises(UserError, match="2 micro-batches"):
+        objective.steps(cast(PairDataset, None), schedule, 0, Ranks(0, 1, torch.device("cpu")))
+    with pytest.raises(UserError, match=f"{len(SPLITS[1])} micro-batches"):
+        in_parts(ours(tmp_path, "flat", loss_type=["aot"]), SPLITS[1])
 
 
 @pytest.mark.parametrize("loss_type", ["aot", ["sigmoid", "aot_unpaired"]])

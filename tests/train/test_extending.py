@@ -43,7 +43,7 @@ ATTENTION = AttentionFunction("looped_over_borders")
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the page's package, as pip would install it."""
+    """A folder with the page's objectives, as pip would install them (in one package)."""
     folder = tmp_path_factory.mktemp("site")
     pages = "\n".join(page.read_text() for page in PAGES)
     projects = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", pages, re.DOTALL)]
@@ -139,12 +139,67 @@ def test_it_resumes_to_the_same_bits_is_proved_and_reported(package: Path, train
     assert "log_odds" in (trained.folder / "report.html").read_text()
 
 
+def config_of_equal(folder: Path, examples: str) -> str:
+    """A run on documents or answers with labels, two a step."""
+    if examples == "answers":
+        rows = preferences("train", 0, 12)
+        sides = [(row["prompt"], row[side], side == "chosen") for row in rows for side in ("chosen", "rejected")]
+        labelled = [dict(zip(("prompt", "completion", "label"), side, strict=True)) for side in sides]
+        write_jsonl(folder / "data.jsonl", labelled)
+    trainer = {"max_steps": 2, "eval_every": 2}
+    config = base_config(folder, data={"eval": 0.25}, objective={"kind": "equal"}, trainer=trainer)
+    config["batch"]["examples_per_step"] = 2
+    (path := folder / "run.yaml").write_text(yaml.safe_dump(config))
+    return str(path)
+
+
+@pytest.mark.parametrize("examples", ["documents", "answers"])
+def test_single_documents_and_answers_train_alike_in_padded_rows_and_on_three_processes(
+    package: Path, tmp_path: Path, examples: str
+) -> None:
+    shutil.copytree(package, site := tmp_path / "site")
+    spec = site / "equal/spec.py"
+    spec.write_text(spec.read_text().replace('"documents"', f'"{examples}"'))
+    begin, config = partial(with_package, site), config_of_equal(tmp_path, examples)
+    packtrain("equal", config, begin=begin)
+    packed = Run(tmp_path / "run")
+    share = {"documents": 1, "answers": 0.5}[examples]
+    assert packed.evals[-1]["eval_documents"] > 0 and packed.evals[-1]["eval_labelled_true"] == share
+    changes = ["packing.mode=padding", f"trainer.output_dir={tmp_path / 'three'}"]
+    ends = forked.joined(3, "equal", config, *changes, begin=begin)
+    assert [end.returncode for end in ends] == [0, 0, 0], ends[0].stderr
+    assert Run(tmp_path / "three").losses == pytest.approx(packed.losses, rel=1e-5)
+    refused = packtrain("equal", config, "packing.share_prefix=true", expect=2, begin=begin)
+    assert "packing.share_prefix" in refused.stderr
+
+
+def test_a_subclass_of_sft_needs_none_of_its_options_and_figures_may_have_names_of_others(
+    package: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(package, site := tmp_path / "site")
+    run = site / "equal/run.py"
+    run.write_text(run.read_text().replace('"labelled_true"', '"margin"'))  # a reward model has such a figure
+    begin, config = partial(with_package, site), config_of_equal(tmp_path, "documents")
+    assert "done" in packtrain("equal", config, begin=begin).stdout
+    run.write_text("from packtrain.objectives.sft.run import SFT as OBJECTIVE\n")
+    packtrain("equal", config, begin=begin)
+
+
 @pytest.mark.parametrize("fault", ["import nothing_like_this", "SPEC = None"])
 def test_a_package_that_is_broken_is_named(package: Path, tmp_path: Path, fault: str) -> None:
     shutil.copytree(package, tmp_path / "site")
     (tmp_path / "site/orpo/spec.py").write_text(fault)
     ran = fresh(tmp_path / "site", "--help")
     assert ran.returncode == 2 and "packtrain-orpo" in ran.stderr and "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["sft", "plan"])
+def test_an_objective_cannot_take_the_name_of_another_verb(package: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(package, site := tmp_path / "site")
+    for file in (site / "packtrain_orpo-0.1.0.dist-info/entry_points.txt", site / "equal/spec.py"):
+        file.write_text(file.read_text().replace("equal =", f"{name} =").replace('"equal"', f'"{name}"'))
+    ran = fresh(site, "--help")
+    assert ran.returncode == 2 and name in ran.stderr and "packtrain.objectives" in ran.stderr
 
 
 def test_a_backend_of_another_package_plans_proves_trains_and_resumes(package: Path, tmp_path: Path) -> None:

@@ -89,6 +89,8 @@ OF_OTHERS = {
     "sft.py",
     "orpo/spec.py",
     "orpo/run.py",
+    "equal/spec.py",
+    "equal/run.py",
     "looped/spec.py",
     "looped/run.py",
     "acme/norms.py",

@@ -77,7 +77,7 @@ def _options(objective: Objective) -> Iterator[Fault]:
     known = objective.spec.options
     for name in objective.options.keys() - known.keys():
         other = next((kind for kind, spec in OBJECTIVES.all().items() if name in spec.options), None)
-        fix = suggest(name, known, f"It has {', '.join(known)}.")
+        fix = suggest(name, known, f"It has {', '.join(known)}." if known else "Remove it.")
         fix = f"Use packtrain {other} (objective.kind={other})." if other else fix
         yield Fault((f"objective.options.{name}",), f"packtrain {objective.kind} has no such option", fix)
     yield from check_options("objective.options", objective.options, known)
@@ -97,6 +97,8 @@ def _answers(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     if config.packing.share_prefix and config.packing.mode == "padding" and spec.pairs:
         what, fix = "padded batches have a prompt for every answer", "Choose packing.mode=packed or padding_free."
         yield Fault(("packing.share_prefix", "packing.mode"), what, fix, because="packing.mode")
+    if config.packing.share_prefix is not None and spec.examples == "answers":
+        yield Fault(("packing.share_prefix",), "answers with labels do not share prompts", "Remove the key.")
     if config.objective.reference == "adapters_off" and config.peft.kind == "none" and spec.reference:
         fix = "Choose peft=lora, or objective.reference=model."
         yield Fault(("objective.reference",), "there are no adapters to switch off", fix)

@@ -1,8 +1,9 @@
-"""Direct preference optimisation: the losses of pairs over a whole step, and the objective."""
+"""Direct preference optimisation: its loss and its objective. The formulas are in objectives/losses.py."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from packtrain.train.loader import MicroBatch
 from packtrain.train.objectives.loss import Logps, ReferenceLoss, Setup
 from packtrain.train.objectives.pairs import PairObjective, PairSteps
 from packtrain.train.objectives.training_objective import ReferenceObjective
+from packtrain.wording import counted
 
+# in the order of a logged line
 FIGURES = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy", "rewards/chosen", "rewards/rejected")
 FIGURES += ("rewards/accuracies", MARGINS, "logps/chosen", "logps/rejected")
 
@@ -47,13 +50,23 @@ class DPOLoss(ReferenceLoss):
             self.weights[name] = self.weights.get(name, 0.0) + weight
         self.outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
         self.outputs += ("log_sum_sq_probs",) if self.options.use_weighting else ()
+        self._objective = objective
         super().__init__(setup, objective, reference)
+
+    def open_step(self, batches: Sequence[MicroBatch]) -> None:
+        """See Loss. The steps of a stream are known only now."""
+        check_whole(self._objective, 1, len(batches))
 
     def measure(
         self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Sum]]:
-        """See ExampleLoss; the loss `sft` is a mean over the chosen tokens of the step, all others over its pairs."""
-        reference = PairLogps(*self.compared_with(inputs))  # first: later it would run beside held activations
+        """See ExampleLoss.
+
+        The loss sft is a mean over chosen tokens, all others over pairs.
+        """
+        reference = PairLogps(
+            *self.compared_with(inputs)
+        )  # before the model: its activations would take memory meanwhile
         outputs = self.score_tokens(model, inputs)
         targets = self.targets(outputs, inputs)
         pairs = make_pairs(targets, reference, self.options)
@@ -93,19 +106,22 @@ class DPO(PairObjective, ReferenceObjective):
     def steps(
         self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
     ) -> PairSteps:
-        """See PairObjective.
-
-        Raises UserError if a loss that sorts all pairs of a step would get only some."""
-        sorting = self.objective.sorting_losses
-        most = schedule.summary(ranks.world_size).micro_batches_max if sorting else 1
-        if sorting and (ranks.world_size > 1 or most > 1):
-            raise UserError(
-                f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {ranks.world_size} process"
-                f"{'es' if ranks.world_size > 1 else ''} and up to {most} micro-batches",
-                where="objective.loss",
-                fix="use one process and a larger batch.tokens_per_device (and batch.examples_per_device), or another loss",
-            )
+        """See PairObjective. Raises UserError as `check_whole` does."""
+        if self.objective.sorting_losses:
+            layouts = (schedule.layout(step, ranks.world_size) for step in range(schedule.total_steps))
+            check_whole(self.objective, ranks.world_size, max(len(layout[0]) for layout in layouts))
         return super().steps(data, schedule, pad_token_id, ranks, evaluation=evaluation)
+
+
+def check_whole(objective: Objective, processes: int, micro_batches: int) -> None:
+    """Raise UserError if a loss sorts pairs of a step that is spread out."""
+    if (sorting := objective.sorting_losses) and (processes > 1 or micro_batches > 1):
+        raise UserError(
+            f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {counted(processes, 'processes')} "
+            f"and up to {counted(micro_batches, 'micro-batches')}",
+            where="objective.loss",
+            fix="use one process and a larger batch.tokens_per_device (and batch.examples_per_device), or another loss",
+        )
 
 
 OBJECTIVE = DPO

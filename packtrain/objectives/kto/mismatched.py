@@ -1,4 +1,4 @@
-"""Steps of answers with labels, and mismatched pairs, which estimate the divergence from the reference."""
+"""Steps of kto: answers with labels, and mismatched pairs for the KL estimate."""
 
 from __future__ import annotations
 
@@ -6,36 +6,28 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from packtrain.data.dataset import Document
 from packtrain.packing.balance import Layout, parts_of_rank
-from packtrain.packing.collate import collate_unpaired
 from packtrain.packing.split_rows import lay_out_split
-from packtrain.train.loader import ByStep, MicroBatch, Steps
+from packtrain.train.loader import ByStep, MicroBatch
+from packtrain.train.objectives.single_answers import AnswerSteps
 
 
 @dataclass(frozen=True)
-class UnpairedSteps(Steps):
-    """Steps of answers with labels (an UnpairedDataset), in padded or flat rows.
+class UnpairedSteps(AnswerSteps):
+    """Steps of answers with labels, and their mismatched pairs.
 
-    kto estimates the KL over mismatched pairs: the prompt of each document of a step with the completion of the document before it (for the
-    first document: of the last), cut to `max_length` tokens. `estimates`: the loss needs the estimate. `whole`: treat all steps as one, as an
-    evaluation does, and load the mismatched pairs separately (`mismatched`). Precomputed log-probabilities of the reference: `reference`
-    float32 [documents]; `reference_mismatched` for the mismatched pairs in the order of the steps.
+    A mismatched pair is the prompt of a document with the completion of the document before it in the step (for the first document: of the
+    last), cut to `max_length` tokens. `estimates`: the loss needs them; the first micro-batch of each step then has them. `whole`: all steps
+    count as one, as in an evaluation, and `mismatched` loads the pairs apart from the steps. `reference_mismatched`: the reference's
+    log-probabilities of the mismatched pairs in the order of the steps, if precomputed.
     """
 
     max_length: int | None = None
     estimates: bool = True
     whole: bool = False
-    reference: np.ndarray | None = None
     reference_mismatched: np.ndarray | None = None
-
-    def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
-        """Return one forward pass over the documents of these numbers."""
-        numbers = np.asarray(numbers, dtype=np.int64)
-        known = None if self.reference is None else self.reference[numbers]
-        return self._batch([self.data[int(number)] for number in numbers], self.data.labels[numbers], known)
 
     def __getitem__(self, step: int) -> list[MicroBatch]:
         batches = super().__getitem__(step)
@@ -51,7 +43,7 @@ class UnpairedSteps(Steps):
         return replace(self, max_length=longest)
 
     def complete(self, batches: Sequence[MicroBatch], step: int) -> list[MicroBatch]:
-        """See Steps: the mismatched pairs."""
+        """Return `batches` of `step` with the step's mismatched pairs, in the first one."""
         return [replace(batches[0], mismatched=tuple(self.mismatched()[step])), *batches[1:]]
 
     def mismatched(self) -> MismatchedSteps:
@@ -67,30 +59,17 @@ class UnpairedSteps(Steps):
         return np.stack([documents, before], axis=1)
 
     def collate_mismatched(self, pairs: np.ndarray, known: np.ndarray | None) -> MicroBatch:
-        """Return one forward pass over mismatched `pairs`, int64 [n, 2]. `known`, float32 [n]: precomputed, by the reference."""
+        """Return one forward pass over mismatched `pairs`, int64 [n, 2].
+
+        `known`: their log-probabilities by the reference, float32 [n], if precomputed.
+        """
         documents = []
         for prompt, completion in ((self.data[int(asked)], self.data[int(other)]) for asked, other in pairs):
             asked = len(prompt.input_ids) - int(prompt.loss_mask.sum())
             ids = np.concatenate([prompt.input_ids[:asked], completion.input_ids[completion.loss_mask]])
             ids = ids[: self.max_length]
             documents.append(Document(ids, np.arange(len(ids)) >= asked))
-        return self._batch(documents, np.ones(len(documents), bool), known)
-
-    def _batch(self, documents: list[Document], labels: np.ndarray, known: np.ndarray | None) -> MicroBatch:
-        inputs = collate_unpaired(documents, self.pad_token_id, self.layout)
-        inputs["label"] = torch.from_numpy(labels if len(labels) else np.ones(1, bool))
-        if known is not None:
-            inputs["ref_logps"] = torch.from_numpy(known if len(known) else np.zeros(1, np.float32))
-        targets = np.array([int(document.loss_mask[1:].sum()) for document in documents], np.int64)
-        tokens = sum(len(document.input_ids) for document in documents)
-        return MicroBatch(
-            inputs=inputs,
-            trained=int(targets[labels].sum()),
-            tokens=tokens,
-            slots=inputs["input_ids"].numel() if self.layout == "padding" else tokens,
-            examples=len(documents),
-            rejected=int(targets[~labels].sum()),
-        )
+        return self.collate_documents(documents, np.ones(len(documents), bool), known)
 
     def with_reference_by(
         self, logps: Callable[[MicroBatch], np.ndarray], random: np.random.Generator, off: float
@@ -99,8 +78,7 @@ class UnpairedSteps(Steps):
 
         For mismatched pairs the noise is negative, so that the estimate of the divergence stays above 0.
         """
-        known = logps(self.collate(range(len(self.data))))
-        known = known + random.normal(0, off, known.shape).astype(np.float32)
+        known = super().with_reference_by(logps, random, off).reference
         (order,), (pairs,) = self.mismatched().layout(0)[0], self.mismatched()[0]
         mismatched = np.empty(len(self.data), np.float32)
         mismatched[order] = logps(pairs)
@@ -143,7 +121,10 @@ class MismatchedSteps(ByStep):
         return lengths if self.steps.max_length is None else np.minimum(lengths, self.steps.max_length)
 
     def layout(self, step: int) -> Layout:
-        """Return `[rank][micro-batch]` arrays of places in the step's pairs, like lay_out. Every rank has the same number of micro-batches."""
+        """Deal a step's pairs to ranks and micro-batches: `[rank][micro-batch]` arrays of places in `pairs_of(step)`.
+
+        Every rank has the same number of micro-batches.
+        """
         schedule = self.steps.schedule
         return lay_out_split(
             self._lengths(step),

@@ -1,7 +1,8 @@
-"""Kahneman-Tversky optimisation: the losses of answers with labels over a whole step, and the objective.
+"""Kahneman-Tversky optimisation: its loss and its objective. The formulas are in objectives/losses.py.
 
-The loss `kto` needs an estimate of the KL divergence over the global step. It is computed before the first micro-batch, without
-gradients, over mismatched pairs of prompt and completion (mismatched.py). An evaluation is one step over the whole set.
+The loss `kto` needs an estimate of the KL divergence of the model from the reference. It is made for each global step, before the first
+micro-batch, without gradients, from mismatched pairs of prompt and completion (mismatched.py). An evaluation has one estimate for the whole set.
+The loss `apo_zero_unpaired` needs none.
 """
 
 from __future__ import annotations
@@ -54,22 +55,22 @@ class KTOLoss(ReferenceLoss):
         (name,) = objective.losses
         self._values, self.estimates = UNPAIRED_LOSSES[name], name == "kto"
         self._kl = torch.zeros((), device=self.device)
-        # mismatched pairs are as long as the answers: one more pass by the model, one by the reference
+        # mismatched pairs are as long as the answers: one more pass by the model, and one by a reference that is not precomputed
         if self.estimates:
             self.extra_forwards = 1 + 2 * self.extra_forwards
 
     def open_step(self, batches: Sequence[MicroBatch]) -> None:
-        """Estimates the divergence of the model from the reference, over the mismatched pairs of the global step."""
+        """Estimate the divergence over the mismatched pairs of the global step."""
         if self.estimates:
             self._kl = self._divergence(batches[0].mismatched)
 
     def open_evaluation(self, batches: EvaluationBatches) -> None:
-        """Estimates the divergence over the mismatched pairs of an evaluation set."""
+        """Estimate the divergence over the mismatched pairs of an evaluation set."""
         if self.estimates:
             self._kl = self._divergence(batches(UnpairedSteps.mismatched))
 
     def prepare_standalone(self, batch: MicroBatch, *, estimated: bool) -> None:
-        """Estimates the divergence over the batch's own mismatched pairs; it is 0 if not `estimated`."""
+        """Estimate the divergence over the mismatched pairs in `batch`. If not `estimated`, set it to 0."""
         self._kl = torch.zeros_like(self._kl)
         if estimated:
             self.open_step([batch])
@@ -78,7 +79,7 @@ class KTOLoss(ReferenceLoss):
         self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Sum]]:
         """See ExampleLoss; the loss is a mean over the answers of the step."""
-        (reference,) = self.compared_with(inputs)  # first: later it would run beside held activations
+        (reference,) = self.compared_with(inputs)  # before the model: its activations would take memory meanwhile
         outputs = self.score_tokens(model, inputs)
         targets, desirable = self.targets(outputs, inputs), inputs["label"].bool()
         answers = LabelledAnswers(targets.logps, reference, desirable)
@@ -97,7 +98,7 @@ class KTOLoss(ReferenceLoss):
         return 0.5 * (desirable * self.options.desirable_weight + (1 - desirable) * self.options.undesirable_weight)
 
     def pop_metrics(self) -> dict[str, Any]:
-        """See Loss; the margin is a difference of two means."""
+        """See Loss; adds the margin, a difference of two means."""
         means = super().pop_metrics()
         return means | unpaired_margins(means)
 
@@ -106,14 +107,15 @@ class KTOLoss(ReferenceLoss):
         """Estimate the divergence of the model from the reference over the mismatched pairs of all processes, float32 scalar."""
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for number, batch in enumerate(batches, start=1):
-            if not (batch.examples or self.settings.sharded):  # sharded weights take as many calls on every rank
+            if not (
+                batch.examples or self.settings.sharded
+            ):  # ranks with sharded weights must all call the model equally often
                 continue
             self.report_phase("forward" if self.model.training else "eval", micro=number)
             (policy,), (reference,) = self.policy_logps(batch), self.reference_logps(batch)
             margin = (policy - reference).double()
-            total += torch.stack([margin.sum(), torch.ones_like(margin).sum()]) * bool(
-                batch.examples and batch.part == 0
-            )
+            counts = bool(batch.examples and batch.part == 0)  # a filler counts nothing, and a split row once
+            total += torch.stack([margin.sum(), torch.ones_like(margin).sum()]) * counts
         with waiting("the KL estimate of all ranks"):
             total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
         return estimate_kl(Sum(*total)).float()
@@ -136,7 +138,7 @@ class KTO(ReferenceObjective):
         return self.objective.losses[0] + " (desirable × {:g}, undesirable × {:g})".format(*weights)
 
     def longest_document(self, data: UnpairedDataset) -> int:
-        """Tokens of the longest prompt with an answer, its own or another one's."""
+        """Return the tokens of the longest answer, or mismatched pair, with its prompt."""
         longest = int(data.lengths.max())
         if not self._estimates:
             return longest
@@ -144,7 +146,10 @@ class KTO(ReferenceObjective):
         return max(longest, mismatched if self._max_length is None else min(mismatched, self._max_length))
 
     def slots(self, data: UnpairedDataset) -> np.ndarray:
-        """int32 [documents]: token slots of each. Raises UserError if one, or a mismatched pair, exceeds a micro-batch."""
+        """Return the token slots of each document, int32 [documents].
+
+        Raises UserError if a document or a mismatched pair exceeds a micro-batch.
+        """
         longest, (_, most) = self.longest_document(data), self.batch.limits(self.packing.mode)
         if most is not None and longest > (most := most * self.ranks_per_row):
             what = f"a prompt with an answer (for the KL estimate with another one's) takes {longest} token slots, a micro-batch has {most}"
@@ -155,13 +160,13 @@ class KTO(ReferenceObjective):
     def steps(
         self, data: UnpairedDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
     ) -> UnpairedSteps:
-        """The optimizer steps over `data`."""
+        """See TrainingObjective. An evaluation is one step: its mismatched pairs cross the steps."""
         shape: Any = (self.layout, pad_token_id, ranks.rank, ranks.world_size)
         options: Any = {"max_length": self._max_length, "estimates": self._estimates, "whole": evaluation}
         return UnpairedSteps(data, schedule, *shape, **options)
 
     def prove(self, trainer: StepTrainer, log: Log, attention: str, **options: Any) -> None:
-        """See ReferenceObjective. Raises UserError as `check_sizes` does."""
+        """See ReferenceObjective. Raises UserError if a step or an evaluation has too few answers for an estimate."""
         if self._estimates:
             check_sizes(trainer.settings)
         super().prove(trainer, log, attention, **options)
@@ -169,7 +174,10 @@ class KTO(ReferenceObjective):
     def with_reference(
         self, steps: UnpairedSteps, trainer: StepTrainer, ranks: Ranks, precision: Precision
     ) -> UnpairedSteps:
-        """See ReferenceObjective. The mismatched pairs differ from step to step, so they are computed for all steps of the run."""
+        """See ReferenceObjective.
+
+        Each pass has other mismatched pairs. All steps of the run are computed.
+        """
         steps = super().with_reference(steps, trainer, ranks, precision)
         if not self._estimates:
             return steps
@@ -181,7 +189,10 @@ class KTO(ReferenceObjective):
 
 
 def check_sizes(settings: LoopSettings) -> None:
-    """Raises UserError where a single answer makes a step (if known), or the evaluation: its KL estimate would be its own reward."""
+    """Raise UserError if a step or an evaluation set has a single answer.
+
+    Its only mismatched pair would be its own prompt and completion, so the KL estimate would be its own reward.
+    """
     schedule, count = settings.steps.schedule, len(settings.steps.data)
     each, whole_pass = schedule.examples_per_step, len(settings.steps) >= schedule.steps_per_epoch(0)
     where = what = ""

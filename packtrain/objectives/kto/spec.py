@@ -19,8 +19,6 @@ def _rules(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     objective = config.objective
     if all(objective.option(name) == 0 for name in _OPTIONS):
         yield Fault(("objective.options",), "both weights are 0, which trains nothing", "Set one above 0.")
-    if config.packing.share_prefix is not None:
-        yield Fault(("packing.share_prefix",), "answers with labels do not share prompts", "Remove the key.")
     if config.data.streaming:
         what = "the last step may have a single answer, which gives no KL estimate"
         yield Fault(("objective.kind", "data.streaming"), what, "Change objective.kind, or leave data.streaming out.")

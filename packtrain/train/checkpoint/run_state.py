@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 RUN_STATE = "trainer_state.json"
-"""File of a checkpoint, with the name and the fields of transformers' TrainerState: other tools read it."""
+"""File of a checkpoint. Other tools read it, so transformers' TrainerState gives it its name and fields."""
+# our field: theirs
 _FIELDS = {
     "step": "global_step",
     "last_step": "max_steps",
@@ -22,24 +23,25 @@ _FIELDS = {
 
 @dataclass(slots=True)
 class RunState:
-    """Progress of a run."""
+    """Progress of a run, equal on all ranks."""
 
     step: int = 0
     """Steps done."""
     last_step: int = 0
-    """Steps of the whole run."""
+    """Number of the last step, where the run ends."""
     epoch: float = 0.0
+    """Passes over the data, with a fraction."""
     tokens: int = 0
     """Tokens trained on, padding and virtual tokens excluded."""
     lines: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """Logged lines, each with its `step`."""
+    """Logged lines, each with its `step`, the evaluations' too."""
     best_loss: float | None = None
-    """The lowest evaluation loss, with trainer.early_stop_patience; None before the first evaluation."""
+    """The lowest evaluation loss. None: no evaluation yet, or trainer.early_stop_patience is not set."""
     best_step: int | None = None
     stops: bool = False
     """Whether no further step follows."""
     saves: bool = False
-    """Whether this step gets a checkpoint, due or not."""
+    """Whether this step gets a checkpoint even if none is due."""
 
     def save(self, folder: Path) -> None:
         """Write the state into a checkpoint."""

@@ -1,4 +1,4 @@
-"""Metrics: figures of the steps, metrics.jsonl, terminal lines, early stopping. Nothing here changes the weights."""
+"""Figures of logged lines, and listeners: metrics.jsonl, the terminal, early stopping. No weight changes here."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from packtrain.train.log.listener import Listener
 _WIDE = 112
 """Columns of a terminal with room for a bar and all figures beside the step and the time left."""
 SOURCES = ("source_examples", "source_tokens")
-"""Prefixes of the keys for the sums of each source."""
+"""Keys of a source's sums in a line begin with one of these: source_tokens/NAME."""
 
 
 class LateCopy:
-    """A tensor on its way to the CPU. Reading it waits for the copy, but not for later work of the device."""
+    """Copy of a tensor on the CPU, made behind the device's queued work. Reading waits for it, but not for later work."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._here, self._arrived = tensor, None
@@ -56,8 +56,8 @@ class StepMetrics:
     def __init__(
         self, accelerator: Accelerator, model: torch.nn.Module, dtype: torch.dtype, steps: Steps, *, forwards: int
     ) -> None:
-        """`dtype` is the compute dtype; `forwards` are a step's forward passes beside the trained one."""
-        self._sum = torch.zeros(6, dtype=torch.int64, device=accelerator.device)
+        """`dtype`: the compute dtype. `forwards`: a step's forward passes besides the trained one (Loss.extra_forwards)."""
+        self._sum = torch.zeros(6, dtype=torch.int64, device=accelerator.device)  # of the counts of `open`
         self.forget()
         named = str(dtype).removeprefix("torch.")
         self.peak = get_peak_flops_per_device(accelerator, named) if accelerator.device.type == "cuda" else None
@@ -66,10 +66,10 @@ class StepMetrics:
         self._flops = training_flops(model, forwards=forwards) if self.peak else None
 
     def open(self, counts: torch.Tensor, step: int) -> None:
-        """Begin `step` with these counts: trained targets, tokens, slots, examples, SIGINTs, SIGTERMs."""
+        """Begin `step` with its global counts: trained targets, tokens, slots, examples, SIGINTs, SIGTERMs."""
         self._last, self._sum = LateCopy(counts), self._sum + counts
         if self._flops is not None:
-            self._made += self._flops.of(*self._steps.documents_of(step))
+            self._flops_made += self._flops.of(*self._steps.documents_of(step))
         self._since = time.perf_counter() if self._since is None else self._since
 
     def take_last(self) -> list[int]:
@@ -78,7 +78,7 @@ class StepMetrics:
         return self._last.tolist()
 
     def add_waiting(self, seconds: float) -> None:
-        """Add the time that a step waited for its data. The clock of a line starts with its first wait."""
+        """Add the seconds that a step waited for its data. The time of a line begins with its first wait."""
         self._waited += seconds
         self._since = time.perf_counter() - seconds if self._since is None else self._since
 
@@ -90,14 +90,14 @@ class StepMetrics:
         """Drop the figures since the last line."""
         self._last: LateCopy | None = None
         self._since = cast("float | None", None)
-        self._made, self._waited = 0.0, 0.0
+        self._flops_made, self._waited = 0.0, 0.0
         self._sum = torch.zeros_like(self._sum)
 
     def close(self) -> dict[str, Any]:
-        """Return the figures of the line that is logged now, and reset the sums."""
+        """Return the figures of the steps since the last line, and begin the next line."""
         _, tokens, slots, examples, _, _ = self._sum.tolist()
         seconds = max(time.perf_counter() - (self._since or time.perf_counter()), 1e-9)
-        device, made, waited = self._sum.device, self._made, self._waited
+        device, made, waited = self._sum.device, self._flops_made, self._waited
         self.forget()
         # peak memory of torch on this GPU so far, or the resident memory of this process
         on_gpu = device.type == "cuda"
@@ -113,7 +113,7 @@ class StepMetrics:
 
 
 class SourceCounts:
-    """Examples and tokens trained from each source, if there are several. Counted over global steps, equal on all ranks."""
+    """Examples and tokens trained from each source, if there are several. All ranks count the global steps."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names if len(names) > 1 else ()
@@ -138,7 +138,7 @@ class SourceCounts:
         }
 
     def restore(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the sums in the last of these lines that has them."""
+        """Continue from the last of these logged lines that has sums."""
         last = next((line for line in reversed(lines) if f"{SOURCES[0]}/{next(iter(self._names), '')}" in line), {})
         self._counts = np.array([[last.get(f"{kind}/{name}", 0) for name in self._names] for kind in SOURCES], np.int64)
 
@@ -151,8 +151,8 @@ class SourceCounts:
 class MetricsFile(Listener):
     """Writer of metrics.jsonl, a line for every logged step and evaluation, on the main process.
 
-    A run that resumes first removes the lines of steps and evaluations that it repeats. `seconds` of a line is the training time
-    of the run until then, over all its attempts, evaluations included.
+    A run that resumes first removes the lines of steps and evaluations that it will repeat. `seconds` of a line is the time of the run until
+    then, evaluations included; a resumed run continues from the last kept line.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
@@ -195,7 +195,7 @@ class MetricsFile(Listener):
 
 
 def _place_of(line: str) -> tuple[float, bool]:
-    """Return the step of a line, and whether it is of an evaluation."""
+    """Return the step of a line, and whether it is an evaluation's. Half a line comes last: (∞, False)."""
     try:
         figures = json.loads(line)
         return float(figures["step"]), "eval_loss" in figures
@@ -229,7 +229,7 @@ class TerminalProgress(Listener):
             self._bar.update(task, completed=state.step)
 
     def log(self, state: RunState, line: dict[str, Any]) -> None:
-        """Show the figures of the steps since the last line."""
+        """Show the figures of a logged step or of an evaluation."""
         place = f"step {state.step}/{state.last_step}"
         if "eval_loss" in line:
             of_sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses_of_sets(line).items())
@@ -245,7 +245,10 @@ class TerminalProgress(Listener):
 
 
 def _preference_words(logs: dict[str, Any]) -> str:
-    """Say the share of held-out pairs ranked right, if any. At a zero margin none is."""
+    """Say which share of held-out pairs is ranked right, if the line has one.
+
+    A policy that still equals its reference ranks no pair: nothing is said.
+    """
     accuracy = logs.get("eval_accuracy")  # a reward model has this one
     if accuracy is None and logs.get("eval_rewards/margins"):
         accuracy = logs.get("eval_rewards/accuracies")
@@ -259,11 +262,11 @@ class EarlyStop(Listener):
     """
 
     def __init__(self, patience: int, every: int, log: Log) -> None:
-        """`every` is trainer.eval_every."""
+        """`patience` is trainer.early_stop_patience, `every` is trainer.eval_every."""
         self._patience, self._every, self._log = patience, every, log
 
     def evaluate(self, state: RunState, figures: dict[str, float]) -> None:
-        """Compare with the best evaluation so far."""
+        """Keep a new best, or stop the run if the best is too long ago."""
         if state.step == 0:
             return
         if state.best_loss is None or figures["eval_loss"] < state.best_loss:

@@ -1,8 +1,8 @@
-"""The checks of dpo and kto before step 1, on the first real pairs or answers.
+"""Checks of losses of answers before step 1, on the first real pairs or answers.
 
-(1) The packed forward gives every answer the log-probability that the padded one gives, and the fused output head that of
-the full logits. (2) Where the model starts as its own reference, the first loss is that of a zero margin: ln 2 for the sigmoid
-loss of dpo, half of the weights for kto, for other losses what TRL's code gives for the same log-probabilities on both sides.
+(1) Answers have the same log-probabilities from packed rows and the fused output head as from padded batches and full logits.
+(2) If the model starts as its own reference, the first loss has a known value: ln 2 for the sigmoid loss of dpo, half of the mean weight for
+kto. For other losses it is computed from the model's log-probabilities on both sides.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from packtrain.train.objectives.loss import AnswerLoss, ReferenceLoss
 
 @torch.no_grad()
 def check_answer_forward(loss: AnswerLoss, steps: Steps, first_step: int, attention: str) -> None:
-    """Compares log-probabilities of the first answers as training computes them with those of a padded batch and the model's logits.
+    """Compare log-probabilities of the first answers with a padded batch and full logits.
 
-    Those of COMPARED_PAIRS pairs and at most CHECKED_LOGITS logits: of all tokens of short answers, of every n-th of long ones.
-    `attention` is the model's original implementation. Raises CheckFailed if they differ.
+    It compares at most COMPARED_PAIRS pairs (or twice as many answers), and for long answers only every n-th token: at most CHECKED_LOGITS
+    logits. `attention` is the model's original implementation. Raises CheckFailed if they differ.
     """
     model, base = loss.model, base_model(loss.model)
     numbers, sides = steps.first_examples(first_step), len(loss.answers)
@@ -70,7 +70,7 @@ def check_answer_forward(loss: AnswerLoss, steps: Steps, first_step: int, attent
 
 @dataclass(frozen=True, slots=True)
 class FirstLoss:
-    """The `loss` of the first pairs, that of a zero margin, the rounding `tolerance`, and a problem if they differ by more."""
+    """First loss, the loss at a zero margin, their tolerance, a problem if they differ."""
 
     loss: float
     zero_margin: float
@@ -79,7 +79,7 @@ class FirstLoss:
 
 
 def check_first_loss(loss: ReferenceLoss, batch: MicroBatch) -> float:
-    """The loss of the first pairs; raises CheckFailed unless it is that of a zero margin."""
+    """Return the loss of the first pairs or answers. Raises CheckFailed unless it is the one of a zero margin."""
     first = measure_first_loss(loss, batch)
     if first.problems:
         raise CheckFailed(list(first.problems))
@@ -88,15 +88,15 @@ def check_first_loss(loss: ReferenceLoss, batch: MicroBatch) -> float:
 
 @torch.no_grad()
 def measure_first_loss(loss: ReferenceLoss, batch: MicroBatch) -> FirstLoss:
-    """Measures the first loss of a model that is its own reference, as it trains. Called on all processes together."""
+    """Measure the first loss of a model that is its own reference. Called on all processes together."""
     model: Any = loss.model
     training = model.training
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-        model.eval()  # dropout would make two calls differ
+        model.eval()  # the value to expect has no dropout
         zero_margin = loss.zero_margin_loss(batch)
         if zero_margin is None:
             zero_margin = loss.standalone_loss(batch, reference=loss.policy_logps(batch))
-        model.train()
+        model.train()  # dropout that training would have shows as a wrong first loss
         policy, reference = loss.policy_logps(batch), loss.reference_logps(batch)
         first = loss.standalone_loss(batch)
     model.train(training)
@@ -104,7 +104,7 @@ def measure_first_loss(loss: ReferenceLoss, batch: MicroBatch) -> FirstLoss:
     tolerance = max(1e-6, rounding * loss.beta) * max(1.0, abs(zero_margin))
     if abs(first - zero_margin) <= tolerance:
         return FirstLoss(first, zero_margin, tolerance)
-    ours, theirs = (torch.stack(logps).float() for logps in (policy, reference))
+    ours, theirs = (torch.stack(logps).float() for logps in (policy, reference))  # [answers of an example, examples]
     side, number = divmod(int((ours - theirs).abs().argmax()), ours.shape[1])
     what = (
         f"the first loss is {first:.7g}, but {zero_margin:.7g} while the model is its own reference: {loss.answers[side]} "
@@ -122,11 +122,11 @@ def measure_first_loss(loss: ReferenceLoss, batch: MicroBatch) -> FirstLoss:
 
 
 def _rounding(loss: ReferenceLoss, batch: MicroBatch, largest: float) -> float:
-    """Nats by which the two log-probabilities of an answer may differ by rounding alone; `largest` is the largest of any.
+    """Return the tolerance in nats between the two log-probabilities of an answer.
 
-    In 16 bits, two calls of the model on a row show its noise. Precomputed values come from the same row, and get 1/100 of the
-    allowance for a different one. Only adapters merged into the reference's weights need all of it: some units in the last place
-    for each token (0.64 nats over 358 tokens of SmolLM2-135M in bfloat16, where that is 0.0078).
+    `largest` is the largest absolute log-probability. In 16 bits, two calls of the model on one row show its noise. A reference whose weights
+    have the adapters merged in also rounds each token differently: it gets an allowance of 16 units in the last place times √tokens (measured:
+    0.64 nats over 358 tokens of SmolLM2-135M in bfloat16, whose unit is 0.0078). Precomputed values come from the same rows: 1/100 of it.
     """
     rounding = 4 * torch.finfo(torch.float32).eps * largest
     if loss.compute_dtype.itemsize > 2:

@@ -1,7 +1,7 @@
-"""Losses: of an objective (`Loss`), over a step's examples (`ExampleLoss`), against a reference (`ReferenceLoss`).
+"""Bases of losses, each built on the one before: `Loss`, `ExampleLoss`, `AnswerLoss`, `ReferenceLoss`.
 
-The formulas are in packtrain/objectives. Losses are means
-over the examples or tokens of the global step, and each logged figure is a mean over its own units.
+`ExampleLoss` is a mean over the examples of a step, `AnswerLoss` reads log-probabilities of answers, `ReferenceLoss` compares them with a
+reference. Losses are means over the global step: all ranks, all micro-batches. Formulas are in packtrain/objectives.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.patches import hold_trainer
 from packtrain.train.settings import LoopSettings
 
-BESIDE = ("target_places", "target_counts", "label", "ref_logps", "ref_chosen_logps", "ref_rejected_logps")
-"""Inputs of a micro-batch of answers that do not go to the model."""
+_NOT_FOR_MODEL = ("target_places", "target_counts", "label", "ref_logps", "ref_chosen_logps", "ref_rejected_logps")
+"""Inputs of a micro-batch of answers that the loss reads and the model does not take."""
 Logps = tuple[torch.Tensor, ...]
 """Log-probabilities, float32. Pairs: two tensors [pairs], chosen and rejected. Answers with labels: one tensor [answers]."""
 EvaluationBatches = Callable[..., Iterator[MicroBatch]]
-"""Yields this rank's micro-batches of an evaluation set. A function may replace its steps first (kto: by their mismatched pairs)."""
+"""Yields this rank's micro-batches of an evaluation set. An argument, a function of its Steps, replaces them (kto: by their mismatched pairs)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Model, tokenizer and settings of the loop, for a loss to be made from them."""
+    """Everything that a loss is made from: the model, the tokenizer, settings."""
 
     model: Any
     arguments: TrainingArguments
@@ -54,11 +54,11 @@ class Setup:
 class Loss:
     """The loss of a micro-batch on `model`.
 
-    A subclass defines `compute` and `evaluate`, and patches the forward of the model.
+    A subclass defines `compute` and `evaluate`. Its `__init__` patches the forward of the model (model/forward.py).
     """
 
     extra_forwards = 0
-    """Forward passes of a step besides the trained one: for the reference and for kto's KL estimate."""
+    """Forward passes over a step besides the trained one, for the count of FLOPs: by the reference, for kto's KL estimate."""
 
     def __init__(self, setup: Setup) -> None:
         self.held: Any = hold_trainer(setup.model, setup.arguments, setup.tokenizer)
@@ -66,24 +66,26 @@ class Loss:
         self.settings, self.model = setup.settings, setup.model
         self.accelerator, self.device = self.held.accelerator, setup.arguments.device
         self.compute_dtype: torch.dtype = self.settings.autocast or base_model(self.model).dtype
-        """Number format of computation."""
+        """Number format that the model computes in."""
         self.strategy = STRATEGIES[self.settings.strategy]
-        # accelerate wraps the forward in autocast, except in another's engine
+        # accelerate puts autocast around the forward, except in another's engine: then patch_forward gets it from here
         self.autocast = self.settings.autocast if self.strategy.steps_in_backward else None
         self.changes: list[str] = []
         """Names of the changes made to how the model computes (packtrain/changes)."""
         self.report_phase: Callable[..., object] = lambda phase, **_: None
-        """Called with each new phase by losses that run the model more than once (set by loop.py)."""
+        """Losses that run the model more than once call it with each phase, for the heartbeat (loop.py sets it)."""
 
     def compute(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """Return a scalar: the micro-batch's share of the step's loss, times the number of processes. Gradients are averaged over processes.
+        """Return a scalar: the micro-batch's share of the step's loss, times the number of processes.
+
+        The factor is there because gradients are averaged over processes.
 
         `counts` int64 [4] cover the whole step: trained targets, tokens, slots, examples.
         """
         raise NotImplementedError
 
     def of_rows(self, batch: MicroBatch) -> torch.Tensor:
-        """Return a scalar loss of a micro-batch that needs no reference. Proofs of changes to the model use it."""
+        """Return a scalar loss of a micro-batch alone, without a reference. Proofs of changes to the model use it."""
         return self.compute(self.model, batch, torch.tensor(batch.counts, device=self.device))
 
     def choose_head(self, steps: Steps) -> Head | None:
@@ -91,9 +93,9 @@ class Loss:
         return None
 
     def definition(self, documents: Sequence[Document]) -> Iterator[Callable[[], torch.Tensor]] | None:
-        """Return the parts of the loss, of each document alone by the model's own forward.
+        """Return the loss of `documents` in parts: a function for each document.
 
-        `packtrain verify` compares the modes with their sum. None: it compares with padded micro-batches of one example.
+        It runs the document alone, by the model's own forward. `packtrain verify` compares the packing modes with the sum of the parts. None: it compares with padded micro-batches of one example.
         """
         return None
 
@@ -105,31 +107,34 @@ class Loss:
         return {}
 
     def mark_metrics(self) -> Callable[[], None]:
-        """Return a function that resets the metrics to their current values."""
+        """Return a function that sets the metrics back to their values at this call."""
         return lambda: None
 
     def evaluate(self, sets: Mapping[str, EvaluationBatches]) -> dict[str, float]:
-        """Return metrics, `loss` among them, over all evaluation sets and each named set (NAME_metric). Every rank calls it, in eval mode."""
+        """Return metrics over all evaluation `sets` (`loss`, …), and of each named one (`NAME_loss`, …).
+
+        Every rank calls it, with the model in eval mode. The set without a name is "".
+        """
         raise NotImplementedError
 
     @contextmanager
     def keeping_metrics(self) -> Iterator[None]:
-        """Keep the metrics of the step unchanged inside the block."""
+        """Keep the metrics of the training steps unchanged by the forward passes inside the block."""
         yield
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
-        """Return the inputs of a micro-batch on this device, bit for bit."""
+        """Return the inputs of a micro-batch, copied to this device."""
         return on_device(batch.inputs, self.device)
 
 
 class ExampleLoss(Loss):
-    """A loss averaged over the examples of a step: pairs, or answers with labels.
+    """A loss averaged over the examples of a step: pairs, answers with labels, or documents.
 
     A subclass defines `measure` and `zero`, and the names of its figures.
     """
 
     example_unit = "pairs"
-    """Name of the examples in the metrics of an evaluation."""
+    """Name of the number of examples in the metrics of an evaluation."""
     figures: tuple[str, ...]
     """Names of the logged figures, in the order of a logged line."""
 
@@ -145,7 +150,11 @@ class ExampleLoss(Loss):
     def measure(
         self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Sum]]:
-        """Return the micro-batch's share of the loss, and its figures. `counts` cover the whole step."""
+        """Return the micro-batch's share of the loss, and its figures by name.
+
+        `counts` as in `Loss.compute`. In an evaluation they are int64 [4, 2], for all sets together and for this set; the loss then has two
+        values, [2].
+        """
         raise NotImplementedError
 
     def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
@@ -153,25 +162,25 @@ class ExampleLoss(Loss):
         raise NotImplementedError
 
     def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """Return the micro-batch's share of the loss, and add up its figures. `counts` cover the whole step."""
+        """Return the micro-batch's share of the loss, and add up its figures. `counts` as in `measure`."""
         inputs = self.inputs(batch)
         if not batch.examples:
             return self.zero(model, inputs)
         with self.accelerator.autocast():
             loss, figures = self.measure(model, inputs, counts)
-        self._metrics.add(figures, counted=batch.part == 0)  # ranks that split a row all have its figures
+        self._metrics.add(figures, counted=batch.part == 0)  # else counted by each rank that has a part of the row
         return loss
 
     def open_evaluation(self, batches: EvaluationBatches) -> None:
-        """Prepare for the losses of an evaluation."""
+        """Prepare for the losses of one evaluation set."""
 
     def compute(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """See Loss."""
-        # ranks that split a row all have its whole loss
+        # each of the ranks that split a row has the whole row's loss
         return self.part(model, batch, counts) * (self.accelerator.num_processes / batch.parts)
 
     def pop_metrics(self) -> dict[str, Any]:
-        """Return the figures of all processes since the last call."""
+        """Return the means of the figures since the last call, over all processes."""
         return self._metrics.values(self.accelerator)
 
     def mark_metrics(self) -> Callable[[], None]:
@@ -188,7 +197,7 @@ class ExampleLoss(Loss):
             self._metrics = kept
 
     def evaluate(self, sets: Mapping[str, EvaluationBatches]) -> dict[str, float]:
-        """Return the loss and all metrics."""
+        """See Loss; adds the number of examples."""
         counts = torch.zeros(4, len(sets), dtype=torch.int64, device=self.device)
         for own, batches in zip(counts.T, sets.values(), strict=True):
             for batch in batches():
@@ -216,14 +225,14 @@ class ExampleLoss(Loss):
 
 
 class AnswerLoss(ExampleLoss):
-    """A loss of log-probabilities of answers: pairs, or answers with labels.
+    """A loss of log-probabilities of answers: in pairs, with labels, or documents as answers.
 
     A subclass defines `measure`, and the per-token `outputs` that it reads from the output head (the names of TRL's add_fused_lm_head).
     """
 
     outputs: tuple[str, ...] = ("log_probs",)
     answers: tuple[str, ...] = ("the chosen answer of pair", "the rejected answer of pair")
-    """Names of the answers in each part of a batch (first_loss.py)."""
+    """Words of messages (first_loss.py): for an answer in the first half of a batch and in the second, or one for all."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -233,7 +242,9 @@ class AnswerLoss(ExampleLoss):
 
     def score_tokens(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Return the head's outputs for each token of a batch, [rows, T]."""
-        return model(**{name: value for name, value in inputs.items() if name not in BESIDE}, answer_scores=True)
+        return model(
+            **{name: value for name, value in inputs.items() if name not in _NOT_FOR_MODEL}, answer_scores=True
+        )
 
     def targets_of(self, outputs: Any, inputs: dict[str, Any], name: str = "log_probs") -> torch.Tensor:
         """Return the output `name` at the targets, answer by answer: [targets]."""
@@ -246,7 +257,7 @@ class AnswerLoss(ExampleLoss):
         return Targets(self.targets_of(outputs, inputs), inputs["target_counts"], squares)
 
     def of_rows(self, batch: MicroBatch) -> torch.Tensor:
-        """See Loss: minus the mean log-probability of the answers' tokens."""
+        """See Loss; this one is minus the mean log-probability of the answers' tokens."""
         inputs = self.inputs(batch)
         log_probs = self.targets_of(self.score_tokens(self.model, inputs), inputs)
         return -log_probs.sum() / max(1, batch.trained + batch.rejected)
@@ -259,21 +270,21 @@ class AnswerLoss(ExampleLoss):
 class ReferenceLoss(AnswerLoss):
     """A loss of answers that compares the model with a reference.
 
-    The reference is a separate model, or `model` with its adapters off (or with its adapters named `ref`), or log-probabilities that come with
-    the batches. A subclass defines `measure`, `logps_of` and `zero_margin_loss`.
+    The reference is one of these: another model, `model` with its adapters off, `model` with the adapters named `ref`, or log-probabilities
+    that were precomputed and come with the batches. A subclass defines `measure`, `logps_of` and `zero_margin_loss`.
     """
 
     reference_names: tuple[str, ...]
-    """Names of the reference's log-probabilities in a batch."""
+    """Names of precomputed log-probabilities among the inputs of a batch, in the order of Logps."""
 
     def __init__(self, setup: Setup, objective: Objective, reference: PreTrainedModel | None) -> None:
         super().__init__(setup)
         self.reference: Any = reference and self._prepare_reference(reference)
-        """The reference model, ready to be called; None if there is none."""
+        """The other model that is the reference, ready to be called. None for the other kinds of reference."""
         if reference is not None:
             if is_compiled(
                 base_model(self.model)
-            ):  # else it would round differently, and the first margins would not be zero
+            ):  # a reference that rounds differently would have first margins other than 0
                 compile_layers(reference)
             backend = self.settings.backend
             patch_forward(reference, answer_outputs=("log_probs",), autocast=self.autocast, backend=backend)
@@ -291,22 +302,22 @@ class ReferenceLoss(AnswerLoss):
         return self.logps(self.model, self.inputs(batch))
 
     def reference_logps(self, batch: MicroBatch) -> Logps:
-        """Return log-probabilities by the reference. Precomputed ones come with the batch."""
+        """Return log-probabilities of a micro-batch's answers by the reference."""
         return self.compared_with(self.inputs(batch))
 
     def logps_of(self, outputs: Any, inputs: dict[str, Any]) -> Logps:
-        """Sum the head's per-token `outputs` to log-probabilities of answers."""
+        """Sum the head's `outputs` of each token to log-probabilities of answers."""
         raise NotImplementedError
 
     @torch.no_grad()
     def logps(self, model: Any, inputs: dict[str, Any]) -> Logps:
-        """Return log-probabilities by `model`, without gradient checkpointing."""
+        """Return log-probabilities of answers by `model`, without gradients."""
         options = self.held.args.activation_checkpointing_kwargs
         with disable_gradient_checkpointing(self.model, options), self.accelerator.autocast():
             return self.logps_of(self.score_tokens(model, inputs), inputs)
 
     def compared_with(self, inputs: dict[str, Any]) -> Logps:
-        """Return the reference's log-probabilities, computed unless they come with the `inputs`."""
+        """Return the reference's log-probabilities of answers. Compute them unless they come with the `inputs`."""
         if self.reference_names[0] in inputs:
             return tuple(inputs[name] for name in self.reference_names)
         if self.reference is not None:
@@ -316,14 +327,17 @@ class ReferenceLoss(AnswerLoss):
             return self.logps(self.model, inputs)
 
     def zero_margin_loss(self, batch: MicroBatch) -> float | None:
-        """Return the loss of a micro-batch at a zero margin, by its formula. None if the formula is not known here."""
+        """Return the loss of a micro-batch if the model equals the reference, by a formula.
+
+        None: first_loss.py computes it, with the model's log-probabilities on both sides.
+        """
         raise NotImplementedError
 
     def prepare_standalone(self, batch: MicroBatch, *, estimated: bool) -> None:
-        """Prepare for `standalone_loss`."""
+        """Prepare for `standalone_loss`, as `open_step` does. `estimated`: make the estimates that the loss needs; else they are 0."""
 
     def standalone_loss(self, batch: MicroBatch, *, reference: Logps | None = None) -> float:
-        """Return the loss of one micro-batch as if it were a step. Compare with the `reference` log-probabilities if given."""
+        """Return the loss of one micro-batch as if it were a step. Given log-probabilities replace the reference's."""
         inputs = self.inputs(batch)
         if reference is not None:
             inputs |= dict(zip(self.reference_names, reference, strict=True))
@@ -342,9 +356,10 @@ class ReferenceLoss(AnswerLoss):
 
 
 def at_places(values: torch.Tensor, inputs: dict[str, Any], places: str) -> torch.Tensor:
-    """Return `values` [rows, T, …] at places of the flattened batch; `places` names them in the inputs.
+    """Return `values` [rows, T, …] at inputs[places], places in the flattened batch.
 
-    For a split row the values come from all its ranks."""
+    Each rank has its part of a split row, and gets the values of the whole row.
+    """
     segments, flat = inputs.get("segments"), values.flatten(0, 1)
     if isinstance(segments, SplitSegments):
         own = segments.own
@@ -354,9 +369,10 @@ def at_places(values: torch.Tensor, inputs: dict[str, Any], places: str) -> torc
 
 
 def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge `figures` into one mapping; a named set's keys begin with its name.
+    """Merge `figures`: first those over all `sets` together, then a mapping for each set.
 
-    `figures` begins with the figures over all `sets` together; one mapping for each set follows."""
+    A set's name comes before its keys. The set "" has no name, and is left out.
+    """
     whole, *own = figures
     return {
         **whole,
@@ -365,9 +381,9 @@ def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 class MeanFigures:
-    """Totals and weights of logged figures, float64 on the device.
+    """Means of logged figures: totals and weights, float64.
 
-    They are read when a line is logged.
+    They stay on the device until a line is logged, so that no step waits for them.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -375,26 +391,26 @@ class MeanFigures:
         self._sums: torch.Tensor | None = None
 
     def add(self, figures: Mapping[str, Sum], *, counted: bool) -> None:
-        """Add the figures of a micro-batch, unless another rank has `counted` the same row."""
+        """Add the figures of a micro-batch. If not `counted`, add zeros: another rank adds the same row."""
         part = torch.stack([torch.stack(figures[name]) for name in self.names]).double() * counted
         self._sums = part if self._sums is None else self._sums + part
 
     def add_sums(self, other: Any) -> None:
-        """Add the sums of `other`, which keeps them."""
+        """Add the sums of `other`, and leave `other` unchanged."""
         if other._sums is not None:
             self._sums = other._sums if self._sums is None else self._sums + other._sums
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that resets the sums to their current values."""
+        """Return a function that sets the sums back to their values at this call."""
         sums = self._sums
 
-        def take_back() -> None:
+        def set_back() -> None:
             self._sums = sums
 
-        return take_back
+        return set_back
 
     def values(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return the mean of each figure that any process has, and reset the sums."""
+        """Return the mean of each figure over all processes, and reset the sums. A figure without weight has none."""
         sums, self._sums = self._sums, None
         if sums is None:
             sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=accelerator.device)

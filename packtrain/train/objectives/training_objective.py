@@ -1,4 +1,4 @@
-"""Interface of an objective to a run, and the base of objectives with a reference."""
+"""Bases of objectives: the interface to a run, and objectives with a reference."""
 
 from __future__ import annotations
 
@@ -35,34 +35,41 @@ from packtrain.train.preflight import choose_on_all_ranks, same_everywhere
 
 
 class TrainingObjective:
-    """The parts of a run that depend on the objective, in the order of use; the base class is for documents without a reference."""
+    """Parts of a run that depend on the objective, in the order of use.
+
+    A subclass defines `loss`. Everything else fits documents without a reference.
+    """
 
     why_not_shared = ""
-    """Why prompts of pairs and prefixes of documents are not computed once, where they are not."""
+    """Why equal beginnings (prompts of pairs, prefixes of documents) are not computed once. Empty if they are."""
     shares_unless_told = False
-    """Whether what can be shared is, if packing.share_prefix is not set."""
+    """Whether rows share beginnings if packing.share_prefix is not set."""
     ranks_per_row = 1
-    """The most ranks that split a row."""
+    """Ranks that split a row, at most (strategy.sequence_parallel)."""
 
     def __init__(self, config: RunConfig) -> None:
         self.objective, self.packing, self.batch = config.objective, config.packing, config.batch
         self.layout: RowLayout = "padding" if config.packing.mode == "padding" else "flat"
 
     def longest_document(self, data: Any) -> int:
-        """Tokens of the longest document of a data set, for the check of the model's positions."""
+        """Return the tokens of the longest document. The model must have as many positions."""
         return int(data.lengths.max())
 
     def take_reference(
         self, model: Any, tokenizer: Any, ranks: Ranks, precision: Precision, *, seed: int
     ) -> dict[str, Any]:
-        """Loads the reference, if any, before `model` is sharded; returns the facts about it that a resumed run must share."""
+        """Load the reference, if any, before `model` is sharded.
+
+        Returns facts about it by config key. They must be equal in a run that resumes.
+        """
         return {}
 
     def decide_attention(
         self, wanted: str, model: PreTrainedModel, ranks: Ranks, precision: Precision, *, prove: bool
     ) -> AttentionChoice:
-        """The backend for packed rows of `model`, and whether what documents or pairs begin with alike is computed once; `wanted` is
-        model.attention. Raises CheckFailed if packing.share_prefix is true and the backend cannot share.
+        """Choose the backend for packed rows of `model`, and decide whether rows share beginnings (`layout`).
+
+        `wanted` is model.attention. Raises CheckFailed if packing.share_prefix is true and the backend cannot share.
         """
         share = self.packing.share_prefix
         share = self.shares_unless_told if share is None else share
@@ -81,34 +88,37 @@ class TrainingObjective:
         return choice
 
     def slots(self, data: Any) -> np.ndarray:
-        """int [examples]: token slots that each example takes in a row. Raises UserError if one exceeds a micro-batch."""
+        """Return the token slots of each example in a row, int [examples].
+
+        A subclass raises UserError if one exceeds a micro-batch.
+        """
         return data.lengths
 
     def steps(
         self, data: Any, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
     ) -> Steps:
-        """The optimizer steps over a data set, or those of an `evaluation`."""
+        """Return the optimizer steps over a data set. `evaluation`: the steps evaluate, and train nothing."""
         return Steps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
 
     def loss(self, setup: Setup) -> Loss:
-        """Return the loss on the model, whose forward it patches."""
+        """Make the loss. It patches the forward of the model."""
         raise NotImplementedError
 
     def prove(
         self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, ranks: Ranks, precision: Precision
     ) -> None:
-        """Check the trainer before step 1, fully with `preflight`; `attention` is the model's original implementation.
+        """Check the trainer before step 1. `attention` is the model's original implementation.
 
-        The base class checks the forward of losses of answers.
+        `preflight` is verify.preflight: without it only steps that training needs run. The base class checks the forward of an AnswerLoss.
         """
         if preflight and isinstance(trainer.loss, AnswerLoss):
             check_answer_forward(trainer.loss, trainer.steps, trainer.settings.first_step, attention)
 
 
 class ReferenceObjective(TrainingObjective):
-    """The parts of an objective with a reference: how it is loaded, and when its log-probabilities are computed.
+    """Base of objectives with a reference: loads it, and precomputes its log-probabilities.
 
-    `identity` is the part of the reference that its precomputed log-probabilities depend on.
+    `identity` names the reference in the cache of precomputed log-probabilities.
     """
 
     loss_class: ClassVar[Callable[..., ReferenceLoss]]
@@ -123,13 +133,16 @@ class ReferenceObjective(TrainingObjective):
 
     @property
     def losses_in_words(self) -> str:
-        """The losses with their weights, for the log."""
-        return " + ".join(self.objective.losses)
+        """Name the losses, with their weights, for the log."""
+        return " + ".join(self.objective.losses) or self.objective.kind
 
     def take_reference(
         self, model: Any, tokenizer: Any, ranks: Ranks, precision: Precision, *, seed: int
     ) -> dict[str, Any]:
-        """See TrainingObjective. Raises UserError if `model` asks for a loss of its routers, which is not defined over answers."""
+        """See TrainingObjective.
+
+        Raises UserError if `model` asks for a loss of its routers: answers have none.
+        """
         if getattr(base_model(model).config.get_text_config(), "output_router_logits", False):
             raise UserError(
                 f"packtrain {self.objective.kind} adds no load-balancing loss of routers, which the model asks for",
@@ -151,9 +164,10 @@ class ReferenceObjective(TrainingObjective):
         return type(self).loss_class(setup, self.objective, self._reference_model)
 
     def with_reference(self, steps: Any, trainer: StepTrainer, ranks: Ranks, precision: Precision) -> Any:
-        """`steps` with the reference's log-probabilities of every example, by the model of `trainer` before step 1.
+        """Return `steps` with the reference's log-probabilities of every example.
 
-        They are computed in the rows of the first pass: in 16 bits an answer's log-probability depends on the row it is in.
+        The model of `trainer`, before step 1, is the reference. It runs the rows of the first pass: in 16 bits an answer's log-probability depends
+        on the row it is in.
         """
         shape = (len(steps.data), 2)[: len(cast(ReferenceLoss, trainer.loss).answers)]
         parts = steps.first_pass()
@@ -169,7 +183,10 @@ class ReferenceObjective(TrainingObjective):
         parts: Iterable[tuple[np.ndarray, MicroBatch]],
         *depends_on: object,
     ) -> np.ndarray:
-        """float32 of this `shape`: log-probabilities of `parts` of `steps`, from the cache or computed, see model/reference.py."""
+        """Return the log-probabilities of `parts`, float32 of this `shape`, from the cache or computed (model/reference.py).
+
+        `parts` are micro-batches of `steps`, each with the places of its examples in the result. The cache key has `depends_on`, too.
+        """
         loss, rows = cast(ReferenceLoss, trainer.loss), None
         if loss.compute_dtype.itemsize == 2:
             backend, device = trainer.settings.backend, computer(ranks.device)
@@ -188,7 +205,7 @@ class ReferenceObjective(TrainingObjective):
     def prove(
         self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, ranks: Ranks, precision: Precision
     ) -> None:
-        """Precomputes the reference's log-probabilities if configured, then checks the forward and the first loss."""
+        """Precompute the reference's log-probabilities if configured. Then check the forward and the first loss."""
         console.log_loss(log, self.losses_in_words, self.objective, self.reference, self._peft.dropout)
         if self.reference.kind == "precomputed":
             trainer.steps = self.with_reference(trainer.steps, trainer, ranks, precision)
@@ -201,7 +218,10 @@ class ReferenceObjective(TrainingObjective):
 
 
 def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> str:
-    """The part of the cache key that depends on `model`: the hash of its `weights`, and its settings."""
+    """Return the part of the cache key that names the reference.
+
+    It has the hash of its `weights`, the settings of `model`, and LoRA's scale.
+    """
     settings = base_model(model).config.to_dict()
     kept = {name: value for name, value in settings.items() if name not in ("_name_or_path", "transformers_version")}
     scale = f"{peft.alpha / peft.r} {peft.options or ''}".strip() if peft.kind == "lora" else 1
