@@ -146,9 +146,10 @@ def load(run: Prepared) -> None:
         check_tiles(run.model)
 
 
-def check_model(run: Prepared, *, padded: bool) -> None:
-    """Raise UserError if the model cannot be trained. Also if not on documents this long, `padded` or flat."""
-    check_trainable(run.model)
+def check_model(run: Prepared, *, padded: bool, trains: bool) -> None:
+    """Raise UserError if the model cannot be trained (`trains`), or cannot take documents this long, `padded` or flat."""
+    if trains:
+        check_trainable(run.model)
     check_positions(run.model, run.longest, padded=padded)
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from here import run_here
-from running import LLAMA, base_config, train, write_jsonl
+from running import LLAMA, Run, base_config, packtrain, train, write_jsonl
 from safetensors.torch import load_file, save_file
 from test_eval import PAIRS
+from test_eval import config_of as evaluated_config
+from tiny_served import save_model
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -97,6 +99,39 @@ def test_a_model_that_comes_in_four_bits_trains_adapters_and_nothing_else(tmp_pa
     assert run_here(tmp_path, config, name="saved-run").losses == pytest.approx(loaded.losses, rel=1e-6)
     with pytest.raises(UserError, match="weights quantised by bitsandbytes cannot be trained"):
         run_here(tmp_path, config, "peft=none", name="full")
+
+
+@pytest.fixture(scope="module", params=["nf4", "int8"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `base`, the same as a saved model in few bits (`few`), and `run`, which trained adapters on that."""
+    if find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    (folder := tmp_path_factory.mktemp("few") / request.param).mkdir()
+    base = Model(path=str(save_model(folder / "base")), quantize=request.param)
+    load_model(base, Peft(), tokenizer := load_tokenizer(base), seed=0).save_pretrained(folder / "few")
+    tokenizer.save_pretrained(folder / "few")
+    config = evaluated_config(folder, model={"path": str(folder / "few")}, peft={"kind": "lora"})
+    run_here(folder, config)
+    return folder
+
+
+def test_a_model_that_comes_in_few_bits_is_evaluated_without_adapters(saved: Path) -> None:
+    run, path = Run(saved / "run"), str(saved / "run.yaml")
+    told = packtrain("eval", path, f"model.path={saved / 'few'}", "--json", "--generate", "1", "--max-tokens", "2")
+    report = json.loads(told.stdout)
+    assert report["figures"]["eval_loss"] == pytest.approx(run.evals[0]["eval_loss"], rel=1e-6)
+    assert report["generated"]["rows"] == 1 and "MatMul8bitLt" not in told.stderr
+    report = json.loads(packtrain("eval", str(saved / "run"), "--json").stdout)
+    assert report["figures"]["eval_loss"] == pytest.approx(run.evals[-1]["eval_loss"], rel=1e-6)
+
+
+def test_a_whole_model_is_evaluated_as_it_is_though_the_config_quantises_bases(saved: Path) -> None:
+    path, base = str(saved / "run.yaml"), f"model.path={saved / 'base'}"
+    plain, same = (
+        json.loads(packtrain("eval", path, base, *more, "--json").stdout)["figures"]["eval_loss"]
+        for more in ([], [f"model.quantize={saved.name}"])
+    )
+    assert plain != same == pytest.approx(Run(saved / "run").evals[0]["eval_loss"], rel=1e-6)
 
 
 def test_a_model_in_mxfp4_trains_as_what_its_weights_stand_for(tmp_path: Path) -> None:
