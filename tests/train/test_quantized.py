@@ -24,6 +24,8 @@ from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
 from packtrain.model.load import load_model
+from packtrain.serve.export import merge
+from packtrain.serve.trained import find_trained, load_trained
 
 PACKAGES = {"nf4": "bitsandbytes", "int8": "bitsandbytes", "fp8": "torchao"}
 
@@ -110,7 +112,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     base = Model(path=str(save_model(folder / "base")), quantize=request.param)
     load_model(base, Peft(), tokenizer := load_tokenizer(base), seed=0).save_pretrained(folder / "few")
     tokenizer.save_pretrained(folder / "few")
-    config = evaluated_config(folder, model={"path": str(folder / "few")}, peft={"kind": "lora"})
+    config = evaluated_config(folder, model={"path": str(folder / "few")}, peft={"kind": "lora", "merge": True})
     run_here(folder, config)
     return folder
 
@@ -123,6 +125,43 @@ def test_a_model_that_comes_in_few_bits_is_evaluated_without_adapters(saved: Pat
     assert report["generated"]["rows"] == 1 and "MatMul8bitLt" not in told.stderr
     report = json.loads(packtrain("eval", str(saved / "run"), "--json").stdout)
     assert report["figures"]["eval_loss"] == pytest.approx(run.evals[-1]["eval_loss"], rel=1e-6)
+
+
+def test_adapters_on_few_bits_are_merged_into_what_the_bits_stand_for(saved: Path) -> None:
+    command = ["merge"] if saved.name == "nf4" else ["export", "--to", "merged"]
+    done = packtrain(*command, str(saved / "run"), "--output", str(saved / "merged"))
+    assert done.stdout == f"{saved / 'merged'}\n" and "converted back to float32" in done.stderr
+    model: Any = AutoModelForCausalLM.from_pretrained(saved / "merged", dtype="auto")
+    assert model.dtype == torch.float32 and not hasattr(model.config, "quantization_config")
+    first, second = (load_file(place / "model.safetensors") for place in (saved / "merged", saved / "run/final-merged"))
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+    adapted, _ = load_trained(find_trained(str(saved / "run")))
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        expected, found = adapted(ids).logits, model(ids).logits
+    allowed = 1e-5 if saved.name == "nf4" else 0.05  # int8 rounds the inputs of its layers, too
+    assert (found - expected).norm() <= allowed * expected.norm()
+
+
+def test_bits_that_cannot_be_converted_back_are_named_before_anything_is_written(tmp_path: Path) -> None:
+    if find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    config = evaluated_config(tmp_path, model={"path": str(save_model(tmp_path / "base", "gpt2")), "quantize": "nf4"})
+    config["peft"] = {"kind": "lora", "merge": True}
+    with pytest.raises(UserError, match="cannot be converted back"):  # Conv1D: transposed, bitsandbytes forgets that
+        run_here(tmp_path, config)
+    assert not [*(tmp_path / "run").glob("final*")]
+    few = Model(path=str(tmp_path / "base"), quantize="nf4")
+    load_model(few, Peft(), tokenizer := load_tokenizer(few), seed=0).save_pretrained(tmp_path / "few")
+    tokenizer.save_pretrained(tmp_path / "few")
+    (tmp_path / "adapters").mkdir()
+    named = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "few")}
+    (tmp_path / "adapters/adapter_config.json").write_text(json.dumps(named))
+    save_file({"none": torch.zeros(1)}, tmp_path / "adapters/adapter_model.safetensors")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="cannot be converted back"):
+        merge(str(tmp_path / "adapters"), None, None)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_whole_model_is_evaluated_as_it_is_though_the_config_quantises_bases(saved: Path) -> None:
