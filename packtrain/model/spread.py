@@ -198,6 +198,9 @@ def _fully_shard(model: PreTrainedModel, mesh: DeviceMesh, autocast: torch.dtype
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         type(part).__name__, type(part).__module__ = own.__name__, own.__module__  # libraries look classes up by name
     put_slices(model, slices)
+    for module in model.modules():
+        if state := getattr(module, "quant_state", None):  # the shard of a packed weight does not know its real shape
+            cast(Any, module).weight.packed_numbers = state.shape.numel()
     if embedding is not None:
         embedding.set_unshard_in_backward(False)
     base._is_fsdp_managed_module = True  # makes transformers generate on all processes together
@@ -242,8 +245,10 @@ def loading_whole() -> AbstractContextManager[None]:
 
 
 def elements(parameter: torch.Tensor) -> int:
-    """Return the number of elements of the whole parameter. This process may hold only a part of it."""
-    return getattr(parameter, "ds_numel", parameter.numel())
+    """Return the number of elements of the whole parameter. This process may hold only a part of it, or it is packed in 4 bits."""
+    if packed := getattr(parameter, "quant_state", None):
+        return packed.shape.numel()
+    return getattr(parameter, "packed_numbers", getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def max_over_ranks(number: int, device: torch.device) -> int:

@@ -159,10 +159,11 @@ class _Model:
 
     `width` is the bytes of a weight. Numbers of weights: `all`, in the `linear` layers and experts of its blocks, in the largest
     `block`, outside of blocks (`rest`, with any untied `embedding`), in the `largest` tensor, and `trained`.
-    `sizes` are the known values of its own config.
+    `sizes` are the known values of its own config. `packed`: bytes of a number in the linear layers if they are quantised.
     """
 
     width: int
+    packed: float | None
     all: int
     linear: int
     block: int
@@ -233,6 +234,7 @@ def _measure(config: RunConfig) -> _Model:
     rest = blocks.pop("", 0)
     return _Model(
         width=BYTES.get(config.model.dtype, weights.stored),
+        packed=QUANTIZED_BYTES.get(config.model.quantize, weights.packed),
         all=rest + sum(blocks.values()),
         linear=linear,
         block=max(blocks.values(), default=0),
@@ -255,7 +257,7 @@ def _count(config: RunConfig, model: _Model, processes: int, machines: int, *, g
     shards = processes // machines if copied else processes
     rounded = name in STAGES and model.width == 2  # DeepSpeed's bf16 applies to all weights
     trained_width = model.width if full or rounded else ADAPTER_BYTES
-    saved = model.linear * (model.width - QUANTIZED_BYTES.get(config.model.quantize, model.width))
+    saved = model.linear * (model.width - (model.packed or model.width))
     parts = {
         "weights": math.ceil(model.all * model.width - saved) + (0 if full else model.trained * trained_width),
         "gradients": model.trained * (4 if rounded else trained_width),  # DeepSpeed sums them in float32
@@ -363,7 +365,7 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
     """Return the bytes that the strategy and autocast hold during the backward pass."""
     name, full, width = config.strategy.name, config.peft.kind == "none", model.width
     copies, mixed = 0, config.trainer.mixed_precision == "bf16"
-    if mixed and width == 4 and config.model.quantize == "no":
+    if mixed and width == 4 and model.packed is None:
         # autocast keeps copies of trained weights until the step ends, copies of frozen weights as long as activations
         every = period(config.trainer.gradient_checkpointing)
         copies = 2 * model.linear if full or not every else 2 * model.linear * (every - 1) // every
@@ -372,7 +374,7 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
     if name == "fsdp2":
         # a layer, the buffer that it was gathered in, and the next layer; other weights stay gathered, but not the embedding (model/spread.py)
         compute = 2 if mixed else width
-        gathered = 3 * model.block * QUANTIZED_BYTES.get(config.model.quantize, compute)
+        gathered = 3 * model.block * (model.packed or compute)
         gathered += (model.rest - model.embedding) * compute
         made, reduced = (model.block + model.rest, model.block) if full else (0, 0)  # gradients, reduced in float32
         return math.ceil(gathered) + made * min(compute, trained_width) + reduced * 4

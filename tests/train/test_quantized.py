@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ def test_two_processes_train_as_one_and_adapters_stay_float32(tmp_path: Path, qu
     alone = train(tmp_path, config, f"model.quantize={quantize}", name="alone")
     how = [f"model.quantize={quantize}", f"strategy={strategy}", f"peft.merge={strategy != 'fsdp2'}".lower()]
     two = train(tmp_path, config, *how, name="two", processes=2)
+    counted = [re.search(r"\(LlamaForCausalLM, .*", run.log) for run in (alone, two)]
+    assert counted[0] and counted[1] and counted[0][0] == counted[1][0]
     assert two.losses == pytest.approx(alone.losses, rel=1e-4 if quantize == "int8" else 1e-5)
     plain = train(tmp_path, config, name="plain")
     assert plain.losses[0] != alone.losses[0] == pytest.approx(plain.losses[0], rel=2e-2)
@@ -115,6 +118,20 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     config = evaluated_config(folder, model={"path": str(folder / "few")}, peft={"kind": "lora", "merge": True})
     run_here(folder, config)
     return folder
+
+
+def test_a_model_in_few_bits_counts_as_many_weights_as_before(saved: Path) -> None:
+    def planned(*more: str) -> dict[str, Any]:
+        return json.loads(packtrain("plan", str(saved / "run.yaml"), *more, "--json").stdout)["memory"]
+
+    base = f"model.path={saved / 'base'}"
+    plain, base_in_few, few = planned(base), planned(base, f"model.quantize={saved.name}"), planned()
+    assert [few[key] for key in ("parameters", "trained")] == [plain[key] for key in ("parameters", "trained")]
+    assert plain["weights"] > few["weights"] == pytest.approx(base_in_few["weights"], rel=0.06)
+    whole = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(saved / "base").parameters())
+    log = Run(saved / "run").log
+    assert whole == plain["parameters"] and f"{whole + plain['trained']:,} parameters" in log  # adapters included
+    assert "100% of the weights in layers" in log
 
 
 def test_a_model_that_comes_in_few_bits_is_evaluated_without_adapters(saved: Path) -> None:
