@@ -584,7 +584,7 @@ def prepared(folder: Path | None) -> Iterator[Path]:
         library = compiled(place)
         os.environ[LIBRARY] = str(library)
         os.environ["LD_PRELOAD"] = str(library)  # of the process that all runs are forked from
-        forked._CONTEXT.set_forkserver_preload([*forked.WARM, "benchmarks.crash"])
+        forked._CONTEXT.set_forkserver_preload([forked.PRIMED, "benchmarks.crash"])
         make_inputs(place / "inputs")
         yield place
 

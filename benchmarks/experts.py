@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from packtrain.model.layers.experts import group_experts
+from packtrain.changes.experts import group_experts
 
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 400, "head_dim": 32}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "num_experts_per_tok": 4, "norm_topk_prob": True}

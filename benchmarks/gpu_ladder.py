@@ -25,10 +25,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from packtrain.attention import flash
-from packtrain.attention.backends import attend_when_packed, attention_of
-from packtrain.attention.kernels.selection import KernelChoice, LayerFeatures
-from packtrain.attention.kernels.varlen import Kernel
+from packtrain.attention.backends import attention_by, attention_of
+from packtrain.attention.flash import run as flash
+from packtrain.attention.flash.selection import KernelChoice, LayerFeatures
+from packtrain.attention.flash.varlen import Kernel
+from packtrain.changes.liger import fuse_by_liger, why_no_liger
+from packtrain.changes.residual import carry_in
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Model, Packing, Peft
 from packtrain.data.dataset import Document, Preference
@@ -36,9 +38,8 @@ from packtrain.model.adapters import add_adapters
 from packtrain.model.flops import training_flops
 from packtrain.model.forward import patch_forward
 from packtrain.model.heads import summed
-from packtrain.model.kernels import fuse_by_liger, why_no_liger
 from packtrain.model.load import base_model
-from packtrain.model.precision import carry_in, settle_kernels, weights_cast_once
+from packtrain.model.precision import settle_kernels, weights_cast_once
 from packtrain.model.recomputation import recompute
 from packtrain.packing.collate import collate_flat, collate_padded, label_positions, on_device
 from packtrain.plan.surroundings import lack_of_compiler
@@ -470,7 +471,7 @@ def preferences(note: Note, tiny: bool) -> None:
     setup = Setup(policy, settings, load_tokenizer(Model(tokenizer="quickstart")), of_loop)
     loss = DPOLoss(setup, Objective(kind="dpo"), reference)
     for model in (policy, reference):
-        attend_when_packed(base_model(model), "flash" if at.type == "cuda" else "segmented")
+        attention_by("flash" if at.type == "cuda" else "segmented").install_when_packed(base_model(model))
     policy.train()
     tokens = int(lengths.sum())
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from packtrain.attention.backends import attending_by
-from packtrain.model.layers.tiled_mlp import tile_mlps
+from packtrain.changes.tiles import tile_mlps
 from packtrain.model.recomputation import recompute
 from packtrain.packing.collate import row_arguments
 from packtrain.packing.segments import Segments

@@ -71,12 +71,13 @@ class ConfigVerb(Verb):
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        from packtrain.config.help import help_text
+        from packtrain.config.help import ALL, help_text
         from packtrain.config.keys import keys
         from packtrain.config.schema import groups
 
         asked = [name for name in ctx.meta["arguments"] if name in groups() or name in keys()]
-        if not asked:
+        asked += [name for name in ctx.meta["arguments"] if name == ALL and not asked]
+        if asked in ([], [ALL]):
             super().format_help(ctx, formatter)
         formatter.write("\n" + help_text(min(shutil.get_terminal_size().columns, 120), asked) + "\n")
 

@@ -7,15 +7,20 @@ the package's name: `packtrain.objectives` for objectives. Nothing else lists th
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from packtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+_NO_THINGS = ("spec", "registry")
 
 
 class Named(Protocol):
@@ -40,7 +45,8 @@ class Registry(Generic[Thing]):
     """All things of one kind.
 
     `package`: the folder of ours, such as "packtrain.objectives", which is also the group of entry points. `attribute` of the module
-    `module` in each folder (of the file itself if it is "") is the thing. `kind` is its type, `word` its name in messages.
+    `module` in each folder (of the file itself if it is "") is the thing, or a tuple of several. `kind` is its type, `word` its name in
+    messages.
     """
 
     kind: type[Thing]
@@ -63,22 +69,37 @@ def _find(registry: Registry[Thing]) -> dict[str, Thing]:
     package = import_module(registry.package)
     found: list[Thing] = []
     for item in iter_modules(package.__path__):
-        if item.ispkg or not registry.module:
+        if item.ispkg if registry.module else item.name not in _NO_THINGS:
             path = ".".join(filter(None, (registry.package, item.name, registry.module)))
-            found.append(getattr(import_module(path), registry.attribute))
+            own = getattr(import_module(path), registry.attribute)
+            found += own if isinstance(own, tuple) else [own]
     by_name = {thing.name: thing for thing in [*found, *_of_others(registry)]}
     return dict(sorted(by_name.items(), key=lambda item: (item[1].order, item[0])))
 
 
-def _of_others(registry: Registry[Thing]) -> Iterator[Thing]:
-    """Yield the things that other installed packages bring."""
+def names_of_others(group: str) -> list[str]:
+    """Return the names of things that other installed packages bring, without their code."""
+    return sorted(entry.name for entry in _entry_points(group))
+
+
+def _entry_points(group: str) -> Iterable[EntryPoint]:
     # importlib.metadata takes 60 ms to import, and most people have no such package
-    listed = (file for folder in sys.path for file in Path(folder).glob("*-info/entry_points.txt"))
-    if not any(f"[{registry.package}]" in file.read_text(errors="replace") for file in listed):
-        return
+    if f"[{group}]" not in _declared_in(tuple(sys.path)):
+        return ()
     from importlib.metadata import entry_points
 
-    for entry in entry_points(group=registry.package):
+    return entry_points(group=group)
+
+
+@cache
+def _declared_in(folders: tuple[str, ...]) -> str:
+    files = (file for folder in folders for file in Path(folder).glob("*-info/entry_points.txt"))
+    return "\n".join(file.read_text(errors="replace") for file in files)
+
+
+def _of_others(registry: Registry[Thing]) -> Iterator[Thing]:
+    """Yield the things that other installed packages bring."""
+    for entry in _entry_points(registry.package):
         where = f"{entry.dist.name if entry.dist else 'a package'}, {registry.package}: {entry.name} = {entry.value}"
         fix = "Mend or uninstall the package."
         try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import subprocess
 import sys
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -13,8 +13,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.train import forked
+
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
+gc.disable()  # until all tests are imported, which halves the time of that in each worker
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -22,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        subprocess.run([sys.executable, "-c", "import packtrain.train.verify.measure"], check=False)
+        forked.serve()
     # Tiny models gain nothing from a second thread, which costs a third more: it spins while it waits.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.addinivalue_line("markers", 'slow: takes more than a few seconds; left out by -m "not slow"')
@@ -38,6 +41,12 @@ class ByServer(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
     return ByServer(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_finish() -> None:
+    """Leave imported objects out of later collections: each trainer collects garbage at its end."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,6 +7,8 @@
 | per_document | taken apart | the model once per length of documents, with layers of any kind | kernels on fewer tokens |
 | sdpa_mask | flattened | one dense mask | O(T²): the plain reference, for tests and small rows |
 
+Each is a folder, or part of another package: `spec` declares it (spec.py), `run` attends by it, as an `Attention`.
+
 Models with their own attention code (bloom, mpt, falcon, remote code) do not look up their attention function in
 transformers' AttentionInterface: for them there is only per_document. Padded batches keep the model's own attention under
 per_document; a replaced attention function takes flattened rows only: see `attention_of`.
@@ -16,41 +18,137 @@ from __future__ import annotations
 
 import functools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from packtrain.attention import flash, segmented
 from packtrain.attention.forwards import (
     kept_for_recomputation,
     replace_forward,
     rotate_by_document,
     uses_attention_interface,
 )
-from packtrain.attention.per_document import run_one_document_at_a_time
-from packtrain.attention.segmented import as_mask, attention_function, registered
-from packtrain.errors import CheckFailed
+from packtrain.attention.registry import BACKENDS
+from packtrain.attention.spec import Backend
+from packtrain.errors import CheckFailed, UserError
 from packtrain.packing.segments import Segments
 
-PER_DOCUMENT = "per_document"
-_DENSE_MASK = "packtrain_dense_mask"
-IMPLEMENTATIONS = {"flash": flash.NAME, "segmented": segmented.NAME, "sdpa_mask": _DENSE_MASK}
-"""Names in transformers' AttentionInterface of the backends that are attention functions."""
+_PER_DOCUMENT = "per_document"
 OWN_CODE = "its attention function cannot be replaced"
 """Why a model that does not use the AttentionInterface has only per_document."""
+Undo = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
-    """A backend: its `name` as in model.attention, and `why` it was chosen."""
+class Service:
+    """Answer of a backend to a model.
 
-    name: str
+    `kernel` is the kernel's name, "" if it needs none, None if the backend cannot serve the model. `why` is a line for the log.
+    """
+
+    kernel: str | None
     why: str
+
+
+class Attention(ABC):
+    """A backend at work.
+
+    It is the constant ATTENTION of the module that the declaration names as `run`.
+    """
+
+    def why_not(self, model: PreTrainedModel) -> str:
+        """Return why it serves no model of this type, "" if it does."""
+        return ""
+
+    def serve(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> Service:
+        """Choose the kernel for `model`, whose layers compute in `dtype` on `device`. The declaration allows both."""
+        return Service("", "it needs no kernel")
+
+    @abstractmethod
+    def install(self, model: PreTrainedModel) -> Undo:
+        """Make it serve flattened rows of `model`. Return the undo function."""
+
+    def install_when_packed(self, model: PreTrainedModel) -> Undo:
+        """Do the same, and do not touch calls without `segments`: padded batches, and generation."""
+        return self.install(model)
+
+
+@dataclass(frozen=True)
+class AttentionFunction(Attention):
+    """A backend that replaces the attention function of every layer.
+
+    `implementation` is its name in transformers' AttentionInterface (attention/flattened.py::registered).
+    """
+
+    implementation: str
+
+    def why_not(self, model: PreTrainedModel) -> str:
+        """See Attention."""
+        return "" if uses_attention_interface(model) else OWN_CODE
+
+    def install(self, model: PreTrainedModel) -> Undo:
+        """See Attention."""
+        undo = ExitStack()
+        undo.callback(_replace_attention_function(model, self.implementation))
+        undo.callback(rotate_by_document(model))
+        return undo.close
+
+    def install_when_packed(self, model: PreTrainedModel) -> Undo:
+        """See Attention."""
+        inner = model.forward
+        ours = _switch(model, self.implementation)
+
+        @functools.wraps(type(model).forward)
+        def forward(_: PreTrainedModel, *args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
+            if segments is None:
+                return inner(*args, **kwargs)
+            with ours(), kept_for_recomputation(model, ours):
+                return inner(*args, segments=segments, **kwargs)
+
+        undo = ExitStack()
+        undo.callback(replace_forward(model, forward))
+        undo.callback(rotate_by_document(model))
+        return undo.close
+
+
+def attention_by(name: str) -> Attention:
+    """Return what the backend `name` does. Raises UserError if another package's cannot be imported."""
+    module = BACKENDS[name].run
+    try:
+        attention = import_module(module).ATTENTION
+        if not isinstance(attention, Attention):
+            raise TypeError("ATTENTION is no packtrain.attention.backends.Attention")
+    except Exception as error:  # the code of others may raise anything
+        what = f"the backend {name} cannot be imported: {type(error).__name__}: {error}"
+        raise UserError(what, where=module, fix="Mend or uninstall its package.") from error
+    return attention
+
+
+def attention_functions() -> list[str]:
+    """Return the names of all backends' attention functions in transformers' AttentionInterface."""
+    every = map(attention_by, BACKENDS.all())
+    return [attention.implementation for attention in every if isinstance(attention, AttentionFunction)]
+
+
+def serve(backend: Backend, model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None = None) -> Service:
+    """Return whether `backend` can serve `model` on `device`, before any proof.
+
+    `dtype` is the compute dtype there: autocast's, by default the format of the weights.
+    """
+    attention, dtype = attention_by(backend.name), dtype or model.dtype
+    if why := attention.why_not(model):
+        return Service(None, why)
+    if backend.devices and device.type not in backend.devices:
+        return Service(None, f"the device is {device.type}")
+    if backend.formats and str(dtype).removeprefix("torch.") not in backend.formats:
+        return Service(None, f"the layers compute in {dtype}, the kernels in {' and '.join(backend.formats)}")
+    return attention.serve(model, device, dtype)
 
 
 def own_attention(model: PreTrainedModel) -> str:
@@ -58,37 +156,13 @@ def own_attention(model: PreTrainedModel) -> str:
     return str(model.config._attn_implementation)
 
 
-def attend_by(model: PreTrainedModel, name: str) -> Callable[[], None]:
+def attend_by(model: PreTrainedModel, name: str) -> Undo:
     """Make the backend `name` serve flattened rows of `model`. Returns the undo function. Raises CheckFailed if it cannot serve
     this model."""
-    if name == PER_DOCUMENT:
-        return run_one_document_at_a_time(model)
-    if not uses_attention_interface(model):
-        raise CheckFailed(f"{type(model).__name__}: {OWN_CODE}", fix=f"set model.attention to {PER_DOCUMENT}")
-    undo = ExitStack()
-    undo.callback(_replace_attention_function(model, IMPLEMENTATIONS[name]))
-    undo.callback(rotate_by_document(model))
-    return undo.close
-
-
-def attend_when_packed(model: PreTrainedModel, name: str) -> Callable[[], None]:
-    """Do the same as `attend_by`, but only for packed rows. All other calls, padded ones and generation, keep the model's own attention."""
-    if name == PER_DOCUMENT:
-        return attend_by(model, name)
-    inner = model.forward
-    ours = _switch(model, IMPLEMENTATIONS[name])
-
-    @functools.wraps(type(model).forward)
-    def forward(_: PreTrainedModel, *args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
-        if segments is None:
-            return inner(*args, **kwargs)
-        with ours(), kept_for_recomputation(model, ours):
-            return inner(*args, segments=segments, **kwargs)
-
-    undo = ExitStack()
-    undo.callback(replace_forward(model, forward))
-    undo.callback(rotate_by_document(model))
-    return undo.close
+    attention = attention_by(name)
+    if why := attention.why_not(model):
+        raise CheckFailed(f"{type(model).__name__}: {why}", fix=f"set model.attention to {_PER_DOCUMENT}")
+    return attention.install(model)
 
 
 def _switch(model: PreTrainedModel, implementation: str) -> Callable[[], Any]:
@@ -111,7 +185,7 @@ def _switch(model: PreTrainedModel, implementation: str) -> Callable[[], Any]:
     return switched
 
 
-def _replace_attention_function(model: PreTrainedModel, implementation: str) -> Callable[[], None]:
+def _replace_attention_function(model: PreTrainedModel, implementation: str) -> Undo:
     own = own_attention(model)
     model.set_attn_implementation(implementation)
     return lambda: model.set_attn_implementation(own)
@@ -127,6 +201,11 @@ def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
         undo()
 
 
+def documents_alone(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Run each document of a row in a call without others inside the block."""
+    return attending_by(model, _PER_DOCUMENT)
+
+
 @contextmanager
 def attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """Give `model` another attention implementation inside the block, by transformers' name."""
@@ -135,28 +214,6 @@ def attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
         yield
     finally:
         undo()
-
-
-@registered(_DENSE_MASK)
-def dense_mask_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: Segments,
-    window: int | None,
-    **kwargs,
-) -> torch.Tensor:
-    """Attend with sdpa under the mask `Segments.visible`, over one flattened row. It is the reference for the keys that a query may see."""
-    attend = attention_function(module, kwargs)
-    mask = as_mask(attend, _visible(segments, window, query.device), query.dtype)
-    kwargs["is_causal"] = False  # causality is in the mask
-    return attend(module, query, key, value, mask, sliding_window=window, **kwargs)[0]
-
-
-@lru_cache(maxsize=2)  # a row has two kinds of layers at most; each takes T² bytes
-def _visible(segments: Segments, window: int | None, device: torch.device) -> torch.Tensor:
-    return segments.visible(window).to(device)
 
 
 NEEDED = "does not have a deterministic implementation"

@@ -45,7 +45,7 @@ def measure_attention_cost(trainer: StepTrainer) -> AttentionCost | None:
     )  # memory has sufficed for these
     tokens = min(tokens, schedule.limits.tokens, max_positions(model) or tokens)  # a row that ranks split is longer
     tokens = int(tokens) // _CUTS[-1] * _CUTS[-1]
-    if tokens < _FEWEST or engine.deepspeed or trainer.steps.layout == "padding":
+    if tokens < _FEWEST or engine.spec.steps_in_backward or trainer.steps.layout == "padding":
         return None
     ids = np.random.default_rng(0).integers(0, vocabulary_size(model), tokens, dtype=np.int32)
     taken = np.full(len(_CUTS), np.inf)

@@ -38,21 +38,34 @@ The grammar is Hydra's: `key=value` sets, `+group=choice` adds, `~key` takes awa
 Relative paths start at the folder where packtrain is started. If a change on the command line makes a key of the file
 useless, the key is dropped, and a line says so: `data.eval=null` takes `trainer.eval_every` with it.
 
+The tables of advanced keys hold what `packtrain sft -h` leaves out; `packtrain sft -h all` shows these too.
+
 This page is generated: `python -m packtrain.config.help > docs/config.md`.
 """
 
 
+ALL = "all"
+"""Word after -h for the advanced keys too."""
+
+
 def help_text(width: int, asked: Sequence[str] = ()) -> str:
-    """Return all keys with defaults, for a terminal of `width` columns. Groups and keys `asked` for get every sentence."""
+    """Return keys with defaults, for a terminal of `width` columns. Groups and keys `asked` for get every sentence."""
     lead = "Config keys by group, with their defaults; group=choice selects a file of configs/."
+    if ALL not in asked:
+        hidden = sum(key.advanced for _, _, _, rows in _sections() for key in rows)
+        lead += f" packtrain sft -h {ALL} shows {hidden} more."
     lead += " packtrain sft -h GROUP or -h GROUP.KEY explains them, and docs/config.md all."
-    lines = [] if asked else textwrap.wrap(lead, width)
+    explained = {*asked} - {ALL}
+    lines = [] if explained else textwrap.wrap(lead, width)
     for group, doc, names, rows in _sections():
-        if asked:
-            for key in [key for key in rows if group in asked or key.path in asked]:
+        if explained:
+            for key in [key for key in rows if group in explained or key.path in explained]:
                 takes = describe(key).replace("|", " | ")
                 lines += textwrap.wrap(f"{key.path}  {takes} [{_default(key.default)}]", width)
                 lines += textwrap.wrap(key.doc, width, initial_indent="    ", subsequent_indent="    ")
+            continue
+        rows = [key for key in rows if ALL in asked or not key.advanced]
+        if not rows:
             continue
         head = f"{group}: {doc.rstrip('.')}"
         lines += textwrap.wrap(head + (f"; {group}={'|'.join(names)}" if names else ""), width, subsequent_indent="  ")
@@ -70,11 +83,13 @@ def markdown() -> str:
         parts.append(f"## {group}\n\n{doc}")
         if names:
             parts.append(f"Choices (`{group}=…`): {', '.join(f'`{name}`' for name in names)}.")
-        lines = ["| key | takes | default | |", "|---|---|---|---|"]
-        for key in rows:
-            takes = describe(key).replace("|", " \\| ")
-            lines.append(f"| `{key.path}` | {takes} | `{_default(key.default)}` | {key.doc} |")
-        parts.append("\n".join(lines))
+        for advanced in (False, True):
+            if own := [key for key in rows if key.advanced == advanced]:
+                lines = [f"| {'advanced ' * advanced}key | takes | default | |", "|---|---|---|---|"]
+                for key in own:
+                    takes = describe(key).replace("|", " \\| ")
+                    lines.append(f"| `{key.path}` | {takes} | `{_default(key.default)}` | {key.doc} |")
+                parts.append("\n".join(lines))
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 

@@ -7,7 +7,6 @@ other groups, and similar spellings.
 from __future__ import annotations
 
 import difflib
-import re
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -16,8 +15,10 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 from packtrain.config.fault import Fault
+from packtrain.config.objective import Resume
 from packtrain.config.schema import DataSource, Stage, groups
 from packtrain.objectives.registry import OBJECTIVES
+from packtrain.optimizers.spec import REFUSED
 
 _OF_SBATCH = {"cpus_per_node": "cpus-per-task", "job_name": "job-name", "memory": "mem"}
 _OF_SBATCH |= {name: name for name in ("account", "constraint", "gres", "partition", "qos")}
@@ -25,15 +26,8 @@ ELSEWHERE = {
     **{f"topology.{name}": f"Add a line to topology.sbatch: --{to}=…" for name, to in _OF_SBATCH.items()},
 }
 """Key that other tools have → its place here."""
-_NO_OPTIMIZERS = {
-    "galore_adamw galore_adafactor apollo_adamw": "Its states hold Python objects, which a checkpoint cannot store: reading one never runs code.",
-    "lomo adalomo": "It updates in the backward pass, before the gradients of a step are summed, clipped and judged.",
-    "schedule_free_adamw schedule_free_sgd schedule_free_radam": "Its weights in training differ from the weights that it saves.",
-    "stable_adamw": "It counts its steps in its settings, which a resumed run would reset.",
-    "paged_ademamix_8bit": "bitsandbytes fails to make its states; take ademamix_8bit.",
-}
 OTHER_VALUES = {
-    **{("optim.name", name): why for names, why in _NO_OPTIMIZERS.items() for name in names.split()},
+    **{("optim.name", name): why for name, why in REFUSED.items()},
     ("trainer.gradient_checkpointing", False): "Set none.",
     ("trainer.gradient_checkpointing", True): "Set full, or auto to take what fits.",
 }
@@ -61,19 +55,13 @@ _OTHER_NAMES = {  # names in TRL, transformers and axolotl that are spelt unlike
     "sequence_len": "data.max_length",
     "use_liger_kernel": "model.kernels",
 }
-RECORDED = ("model", "data", "packing", "objective", "optim", "batch", "trainer", "peft", "strategy")
-"""The groups that a checkpoint records. A run resumes with a changed key only if the key is free, or named in resume_despite and not
-fixed. A new key of objective, optim or peft is neither free nor fixed. A new key of model, data or trainer is free unless _FREE excludes it."""
-WEIGHTS = ("model", "model.weights")
-"""Facts about the model that a checkpoint records beside its keys."""
-_FREE = re.compile(
-    r"model\.(?!config\.|dtype|weights).*|data\.(?!train$|shuffle$|stages|streaming).*|packing\.(mode|share_prefix|attention_cost)"
-    r"|batch\.(examples|tokens)_per_device|trainer\.(?!seed|mixed_precision|max_steps).*|peft\.merge"
-    r"|strategy\.(name|shard_within|sequence_parallel)|[^.]+"  # versions, processes, and the like
-)
-_FIXED = re.compile(
-    r"checkpoint\.format|model|peft\.(kind|r|target_modules|modules_to_save|options)|optim\.(name|groups|dither)|objective\.kind"
-)
+OTHER_FACTS: dict[str, Resume] = {
+    "model": "fixed",
+    "model.weights": "decisive",
+    "checkpoint.format": "fixed",
+    "data.day": "free",
+}
+"""Facts that a checkpoint records beside its keys. Facts without a group (versions, processes) are free too."""
 ADVICE = {
     "deepspeed": "The strategy is chosen by name: strategy=zero2, strategy=zero3 …",
     "fsdp": "The strategy is chosen by name: strategy=fsdp2.",
@@ -88,7 +76,8 @@ ADVICE = {
 class Key:
     """One config key; `path` is "optim.learning_rate".
 
-    Bounds are `>= minimum`, `> above`, `< below` and `<= maximum`. Only `objectives` use the key, () means all.
+    Bounds are `>= minimum`, `> above`, `< below` and `<= maximum`. Only `objectives` use the key, () means all. config/objective.py::key
+    explains `resume` and `advanced`.
     """
 
     path: str
@@ -96,6 +85,8 @@ class Key:
     default: Any
     doc: str
     objectives: tuple[str, ...]
+    resume: Resume | None = "free"
+    advanced: bool = False
     minimum: float | None = None
     above: float | None = None
     below: float | None = None
@@ -174,22 +165,32 @@ def advice_for(path: str) -> str:
         return f"Did you mean {' or '.join(meant)}?"
     if in_group:
         return f"The keys of {group} are {', '.join(in_group)}."
-    return f"The groups are {', '.join(groups())}; `packtrain sft -h` lists all keys."
+    return f"The groups are {', '.join(groups())}; `packtrain sft -h all` lists all keys."
 
 
 def is_free(name: str) -> bool:
-    """Return whether a resumed run may change this fact unasked. Documents and losses stay the same then."""
-    return name not in WEIGHTS and _FREE.fullmatch(name) is not None
+    """Return whether a resumed run may change this fact unasked."""
+    return _resume_of(name) in ("free", None)
 
 
 def is_fixed(name: str) -> bool:
-    """Return whether no resumed run may change this fact. The checkpoint's weights or optimizer states would not fit."""
-    return _FIXED.fullmatch(name) is not None
+    """Return whether no resumed run may change this fact."""
+    return _resume_of(name) == "fixed"
+
+
+def _resume_of(name: str) -> Resume | None:
+    """Return what a resumed run may change. A fact that this version does not know is decisive."""
+    if name in OTHER_FACTS or "." not in name:
+        return OTHER_FACTS.get(name, "free")
+    if name in keys():
+        return keys()[name].resume
+    of_mapping = ".".join(name.split(".")[:2])  # the path of data.train may change: its documents are a fact too
+    return "free" if of_mapping in keys() and of_mapping != "model.config" else "decisive"
 
 
 def check_resume_despite(names: list[str]) -> Iterator[Fault]:
     """Yield the faults of trainer.resume_despite."""
-    where, known = ("trainer.resume_despite",), [*keys(), *WEIGHTS]
+    where, known = ("trainer.resume_despite",), [*keys(), *(name for name in OTHER_FACTS if not is_free(name))]
     for name in names:
         if is_fixed(name):
             what = f"{name} cannot change: the weights or optimizer states of the checkpoint would not fit"

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from packtrain.objectives.registry import OBJECTIVES, losses
 from packtrain.objectives.spec import Spec
+
+Resume = Literal["free", "decisive", "fixed"]
+"""Whether a resumed run may change a key: unasked (documents and losses stay the same), if trainer.resume_despite names it, or never (the
+checkpoint's weights or optimizer states would not fit)."""
 
 
 def key(
     default: Any,
     doc: str,
     *,
+    resume: Resume | None = "free",
+    advanced: bool = False,
     of: Callable[[Spec], bool] | None = None,
     among: Callable[[], Iterable[str]] | None = None,
     **bounds: float,
 ) -> Any:
     """Declare a config field: its default and a sentence.
 
-    Only the objectives for which `of` is true use it (None: all). Text has to be one of `among`. Bounds are minimum, above, below and
-    maximum, as in config/keys.py::Key.
+    `resume` says whether a resumed run may change it; None: checkpoints do not record the key. `packtrain sft -h` leaves out `advanced` keys.
+    Only objectives that `of` accepts use it (None: all). Text has to be one of `among`. Bounds are minimum, above, below and maximum, as in
+    config/keys.py::Key.
     """
-    metadata = {"doc": doc, "of": of, "among": among, **bounds}
+    metadata = {"doc": doc, "resume": resume, "advanced": advanced, "of": of, "among": among, **bounds}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
+advanced = partial(key, advanced=True)
+"""Declare a config field that `packtrain sft -h` leaves out."""
 REFERENCES = ("auto", "model", "adapters_off", "precomputed")
 """Values of objective.reference that are not paths."""
 
@@ -41,23 +51,32 @@ def _has_reference(spec: Spec) -> bool:
 class Objective:
     """The loss."""
 
-    kind: str = key("sft", "Training method; each has a verb of its name (packtrain dpo).", among=OBJECTIVES.all)
+    kind: str = key(
+        "sft", "Training method; each has a verb of its name (packtrain dpo).", among=OBJECTIVES.all, resume="fixed"
+    )
     loss: str | list[str] | None = key(
         None,
         "Loss of the kind, by TRL's name: nll or dft (arXiv 2508.05629) of sft, kto or apo_zero_unpaired (arXiv 2408.06266) of "
         "kto, all others of dpo, a list to add several up; none for nll, sigmoid and kto.",
         among=losses,
+        resume="decisive",
     )
     options: dict[str, Any] = key(
-        {}, "Rarely used arguments of TRL's config for the kind (docs/preferences.md, kto.md, …)."
+        {},
+        "Rarely used arguments of TRL's config for the kind (docs/preferences.md, kto.md, …).",
+        resume="decisive",
+        advanced=True,
     )
-    beta: float = key(0.1, "how strongly the model is held to the reference.", above=0, of=_has_reference)
+    beta: float = key(
+        0.1, "how strongly the model is held to the reference.", above=0, of=_has_reference, resume="decisive"
+    )
     reference: str = key(
         "auto",
         "model (a second copy of model.path), adapters_off (LoRA), precomputed (its log-probabilities, once), or the "
         "path of another model or of earlier adapters (with LoRA on the same base, no second copy of it); auto is the start "
         "of training: adapters_off with new adapters, the same adapters if model.path names adapters, else model.",
         of=_has_reference,
+        resume="decisive",
     )
 
     @property
@@ -78,7 +97,7 @@ class Objective:
         return self.losses[0] if self.spec.examples == "documents" else "nll"
 
     def option(self, name: str) -> Any:
-        """Return the value of an option of the kind; TRL's default if it is not set."""
+        """Return the value of an option, by default TRL's."""
         return self.options.get(name, self.spec.options[name].default)
 
     @property

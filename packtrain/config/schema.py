@@ -13,27 +13,23 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-from packtrain.config.objective import Objective, key
+from packtrain.attention.registry import BACKENDS
+from packtrain.attention.spec import Backend
+from packtrain.config.objective import Objective, advanced, key
+from packtrain.config.place import Topology, Tracking, Verify
+from packtrain.optimizers.spec import OPTIMIZERS, OptimizerSpec
+from packtrain.registry import names_of_others
+from packtrain.strategies.registry import DEFAULT, STRATEGIES
+from packtrain.strategies.spec import StrategySpec
 
 PackingMode = Literal["padding", "padding_free", "packed"]
 Split = Literal["train", "eval"]
 Format = Literal["messages", "prompt_completion", "text", "preference", "sharegpt", "alpaca", "xlam", "tokenised"]
 Checkpointing = Literal["auto", "none", "every_4", "every_3", "selective", "every_2", "full"]
-Rounding = Literal["auto", "never", "final", "stochastic"]
-Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]
+Rounding = Literal["auto", "never", "final", "stochastic", "undithered"]
 Quantize = Literal["no", "nf4", "int8", "fp8"]
 Shuffle = bool | Literal["by_prefix"]
-_Plain = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "muon"]
-_Torchao = Literal["adamw_torch_8bit", "adamw_torch_4bit"]
-_AdamWs = Literal["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
-_AdEMAMixes = Literal["ademamix", "ademamix_8bit", "paged_ademamix_32bit"]
-_Lions = Literal["lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"]
-_RMSprops = Literal["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"]
-Bitsandbytes = Literal[_AdamWs, _AdEMAMixes, _Lions, _RMSprops]
-OptimizerName = Literal[_Plain, _Torchao, Bitsandbytes]
 SplitText = Literal["document", "line", "paragraph"]
-SHARDED_WEIGHTS = ("zero3", "zero3_offload", "fsdp2")
-"""Strategies without the whole model in any process. All processes must call it the same number of times."""
 LISTED = "lf:"
 """Prefix of a data set's name in LLaMA-Factory's dataset_info.json."""
 _ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w\[\]:%+-]+))?")
@@ -51,34 +47,44 @@ class Model:
         "Hub id, folder, or .gguf file of the model; none for one made from model.config. A folder of adapters means their base "
         "model with the adapters: peft=lora trains them further, else they are merged.",
     )
-    init: Literal["pretrained", "random"] = key("pretrained", "Load the weights, or start from random ones.")
-    config: dict[str, Any] = key({}, "Values set on the model's own config; with model_type it needs no model.path.")
-    tokenizer: str | None = key(
+    init: Literal["pretrained", "random"] = advanced("pretrained", "Load the weights, or start from random ones.")
+    config: dict[str, Any] = advanced(
+        {}, "Values set on the model's own config; with model_type it needs no model.path."
+    )
+    tokenizer: str | None = advanced(
         None, "Hub id or folder of the tokenizer (model.path if none), or quickstart (built in)."
     )
-    revision: str | None = key(None, "Branch, tag or commit of a hub model.")
-    trust_remote_code: bool = key(False, "Run model code that comes with the model.")
+    revision: str | None = advanced(None, "Branch, tag or commit of a hub model.")
+    trust_remote_code: bool = advanced(False, "Run model code that comes with the model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "float32", "Number format of the weights; auto keeps the file's format."
+        "float32", "Number format of the weights; auto keeps the file's format.", resume="decisive"
     )
     quantize: Quantize = key(
         "no",
         "Load the layers in 4 bits (nf4) or 8 (int8, fp8), to train adapters on them: less memory, somewhat slower "
         "(docs/precision.md).",
     )
-    attention: Literal["auto", "flash", "segmented", "per_document", "sdpa_mask"] = key(
-        "auto", "Attention of packed rows; auto takes the fastest that proves exact on the loaded model."
+    attention: str = key(
+        "auto",
+        "Attention of packed rows; auto takes the fastest that proves exact on the loaded model.",
+        among=lambda: ("auto", *BACKENDS.all()),
     )
-    kernels: Literal["auto", "liger", "none"] = key(
+    kernels: str = advanced(
         "auto",
         "Fused norms, rotation and activations by liger-kernel; auto takes them on a GPU where they are installed and prove exact "
         "on the loaded model (docs/speed.md).",
+        among=lambda: ("auto", "liger", "none", *names_of_others("packtrain.changes")),
     )
-    experts: Literal["auto", "grouped", "loop"] = key(
+    experts: Literal["auto", "grouped", "loop"] = advanced(
         "auto",
         "Compute the experts of a layer one after the other (loop), or all in one product (grouped); auto: grouped if a proof finds that "
         "it trains the same (docs/speed.md).",
     )
+
+    @property
+    def backend(self) -> Backend | None:
+        """The declaration of the attention backend, None for auto."""
+        return None if self.attention == "auto" else BACKENDS[self.attention]
 
     @property
     def is_base_for_adapters(self) -> bool:
@@ -90,7 +96,7 @@ class Model:
 class DataSource:
     """One source of documents."""
 
-    name: str | None = key(None, "Name in data.stages and in the figures; none for its path.")
+    name: str | None = advanced(None, "Name in data.stages and in the figures; none for its path.")
     path: str = key(
         "",
         "Hub id (owner/name:subset@split), or a .jsonl/.json/.parquet/.arrow/.csv/.tsv/.txt file (text also .gz or .zst), a glob or a "
@@ -99,17 +105,17 @@ class DataSource:
     split: str = key(
         "train", "Split of a hub data set, of a saved DatasetDict, or of a folder with the split in its file names."
     )
-    subset: str | None = key(None, "Configuration name of a hub data set.")
+    subset: str | None = advanced(None, "Configuration name of a hub data set.")
     weight: float = key(
         1.0, "Times that each document appears in an epoch; 0.5 takes a random half.", above=0, maximum=10**4
     )
-    repeat: bool = key(False, "With data.streaming: begin it again at its end, so that it never ends.")
-    samples: int | None = key(
+    repeat: bool = advanced(False, "With data.streaming: begin it again at its end, so that it never ends.")
+    samples: int | None = advanced(
         None,
         "In place of weight: number of its documents (pairs) in an epoch; above its size, documents repeat.",
         minimum=1,
     )
-    columns: dict[str, str] = key({}, "Its own column names, in place of data.columns.")
+    columns: dict[str, str] = advanced({}, "Its own column names, in place of data.columns.")
 
 
 Sources = str | DataSource | list[str | DataSource]
@@ -119,8 +125,8 @@ Sources = str | DataSource | list[str | DataSource]
 class Stage:
     """The shares of sources in some of the steps."""
 
-    until: int | None = key(None, "Its last step; none for the last stage, which lasts to the end.", minimum=1)
-    weights: dict[str, Any] = key(
+    until: int | None = advanced(None, "Its last step; none for the last stage, which lasts to the end.", minimum=1)
+    weights: dict[str, Any] = advanced(
         {}, "Name of a source: its share of the examples, in any unit; 0 where it is not named."
     )
 
@@ -129,7 +135,7 @@ class Stage:
 class Data:
     """The documents, and how they become tokens."""
 
-    train: Sources | None = key(None, "Training documents: a path or a list of sources.")
+    train: Sources | None = key(None, "Training documents: a path or a list of sources.", resume="decisive")
     eval: float | dict[str, Sources] | Sources | None = key(
         None,
         "Held-out documents: sources, the fraction of data.train to hold out (0 to 1), or sets by name, each with figures of its own "
@@ -140,7 +146,7 @@ class Data:
     chat_template: str | None = key(
         None, "Jinja file, or a name from chatml, llama3, qwen3 …; the tokenizer's own if none. Saved with the model."
     )
-    system: str | None = key(None, "System prompt of conversations that have none of their own.")
+    system: str | None = advanced(None, "System prompt of conversations that have none of their own.")
     loss_on: Literal["auto", "assistant", "completion", "all"] = key(
         "auto",
         "Tokens that are trained: every assistant turn, only the last answer, or all; auto is assistant for "
@@ -152,36 +158,46 @@ class Data:
         "Treatment of a document longer than data.max_length; auto splits running text, and truncates all else. "
         "Preference pairs are never split.",
     )
-    split_text: SplitText = key(
+    split_text: SplitText = advanced(
         "document",
         "unit that becomes a row of a .txt file: the whole file, each line, or each part between blank lines.",
         of=lambda spec: spec.examples == "documents",
     )
-    bad_rows: Literal["error", "skip"] = key("error", "Stop at the first unreadable row, or count and skip them.")
+    bad_rows: Literal["error", "skip"] = advanced("error", "Stop at the first unreadable row, or count and skip them.")
     shuffle: Shuffle = key(
         True,
         "New order of the documents in every epoch, from trainer.seed. by_prefix: a new order of families, whose documents begin alike and "
         "are then in the same step (sft; docs/modes.md).",
+        resume="decisive",
     )
-    temperature: float = key(
+    temperature: float = advanced(
         1.0,
         "Sources share an epoch by their documents × weight, to the power of 1 / temperature: above 1, small ones are repeated "
         "(docs/data.md).",
         minimum=1,
         maximum=1000,
     )
-    streaming: bool = key(
+    streaming: bool = advanced(
         False,
         "Read and tokenise data.train while the run trains on it, in order, for data larger than memory and disk; files may be in a "
         "bucket (docs/data.md).",
+        resume="decisive",
     )
-    shuffle_buffer: int = key(
-        10_000, "With data.streaming: number of rows that are shuffled among each other.", minimum=1, maximum=10**7
+    shuffle_buffer: int = advanced(
+        10_000,
+        "With data.streaming: number of rows that are shuffled among each other.",
+        resume=None,
+        minimum=1,
+        maximum=10**7,
     )
-    stages: list[Stage] = key(
-        [], "Shares of the sources from step to step, in place of their weights ([{until: 1000, weights: {a: 1}}, …])."
+    stages: list[Stage] = advanced(
+        [],
+        "Shares of the sources from step to step, in place of their weights ([{until: 1000, weights: {a: 1}}, …]).",
+        resume="decisive",
     )
-    cache_dir: str | None = key(None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE).")
+    cache_dir: str | None = advanced(
+        None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE)."
+    )
 
 
 def sources(value: object, role: Split = "train") -> list[DataSource]:
@@ -225,15 +241,17 @@ class Packing:
     mode: PackingMode = key(
         "packed", "Padded batches, batches flattened into one row, or rows filled to batch.tokens_per_device."
     )
-    strategy: Literal["best_fit", "in_order"] = key(
-        "best_fit", "Fill rows with the longest documents first (fuller rows), or with the documents in their order."
+    strategy: Literal["best_fit", "in_order"] = advanced(
+        "best_fit",
+        "Fill rows with the longest documents first (fuller rows), or with the documents in their order.",
+        resume="decisive",
     )
     share_prefix: bool | None = key(
         None,
         "Compute a beginning that documents of a micro-batch have in common, or the prompt of a preference pair, only once. none: for pairs, "
         "if a proof finds it exact, and not for other documents (docs/modes.md).",
     )
-    attention_cost: float | None = key(
+    attention_cost: float | None = advanced(
         None,
         "Work is spread over devices as if a document of l tokens took l + attention_cost · l²; none: by counting operations "
         "(packtrain bench measures it).",
@@ -245,24 +263,28 @@ class Packing:
 class WeightGroup:
     """Weights with a learning rate or weight decay of their own."""
 
-    match: str = key("", "Regular expression, searched in the names of the trained weights.")
-    lr_scale: float = key(1.0, "Their learning rate, as a multiple of the run's; 0: they are frozen.", minimum=0)
-    weight_decay: float | None = key(None, "Their weight decay; none for the run's.", minimum=0)
+    match: str = advanced("", "Regular expression, searched in the names of the trained weights.")
+    lr_scale: float = advanced(1.0, "Their learning rate, as a multiple of the run's; 0: they are frozen.", minimum=0)
+    weight_decay: float | None = advanced(None, "Their weight decay; none for the run's.", minimum=0)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Optim:
     """Optimizer and learning rate."""
 
-    name: OptimizerName = key(
-        "adamw_torch_fused", "Optimizer, by its transformers name, or muon of torch (docs/fitting.md)."
+    name: str = key(
+        "adamw_torch_fused",
+        "Optimizer, by its transformers name, or muon of torch (docs/fitting.md).",
+        resume="fixed",
+        among=lambda: OPTIMIZERS,
     )
-    groups: list[WeightGroup] = key(
+    groups: list[WeightGroup] = advanced(
         [],
         "Weights by name with a learning rate of their own, or frozen; the first that matches decides (docs/fitting.md). LoRA+ is "
         "[{match: lora_B, lr_scale: 16}].",
+        resume="fixed",
     )
-    learning_rate: float = key(2e-5, "Peak learning rate.", minimum=0)
+    learning_rate: float = key(2e-5, "Peak learning rate.", minimum=0, resume="decisive")
     schedule: Literal[
         "constant",
         "constant_with_warmup",
@@ -273,30 +295,42 @@ class Optim:
         "polynomial",
         "inverse_sqrt",
         "warmup_stable_decay",
-    ] = key("cosine", "Learning-rate schedule, by its transformers name.")
-    schedule_options: dict[str, Any] = key({}, "Arguments of the schedule (e.g. {min_lr_rate: 0.1}).")
-    warmup_steps: float = key(0, "Steps of linear warm-up; below 1 a fraction of all steps.", minimum=0)
-    weight_decay: float = key(0.0, "Decoupled weight decay, not on biases and norms.", minimum=0)
-    beta1: float = key(0.9, "AdamW's first decay rate.", minimum=0, below=1)
-    beta2: float = key(0.999, "AdamW's second decay rate.", minimum=0, below=1)
-    max_grad_norm: float = key(1.0, "Gradients are clipped to this global norm; 0 for no clipping.", minimum=0)
-    bf16_rounding: Rounding = key(
+    ] = key("cosine", "Learning-rate schedule, by its transformers name.", resume="decisive")
+    schedule_options: dict[str, Any] = advanced(
+        {}, "Arguments of the schedule (e.g. {min_lr_rate: 0.1}).", resume="decisive"
+    )
+    warmup_steps: float = key(
+        0, "Steps of linear warm-up; below 1 a fraction of all steps.", minimum=0, resume="decisive"
+    )
+    weight_decay: float = key(0.0, "Decoupled weight decay, not on biases and norms.", minimum=0, resume="decisive")
+    beta1: float = advanced(0.9, "AdamW's first decay rate.", minimum=0, below=1, resume="decisive")
+    beta2: float = advanced(0.999, "AdamW's second decay rate.", minimum=0, below=1, resume="decisive")
+    max_grad_norm: float = key(
+        1.0, "Gradients are clipped to this global norm; 0 for no clipping.", minimum=0, resume="decisive"
+    )
+    bf16_rounding: Rounding = advanced(
         "auto",
         "Where numbers are rounded to bfloat16 (docs/precision.md). auto: bfloat16 weights have float32 masters that take the "
         "updates, and final/ is in the format of the model; never: final/ is float32; final: final/ is bfloat16; stochastic: there are no "
-        "masters, and each update is rounded up or down by chance, so that it is right on average.",
+        "masters, and each update is rounded up or down by chance, so that it is right on average; undithered: as never, and masters do "
+        "not start at random places of their rounding cells, so small updates are not seen at once.",
+        resume="decisive",
     )
 
-    dither: Literal["auto", "no"] = key(
-        "auto",
-        "Float32 masters of bfloat16 weights start at random places of their rounding cells, so that every update is seen "
-        "(docs/precision.md). auto: where weights are computed in bfloat16; no (or false): none.",
-    )
+    @property
+    def spec(self) -> OptimizerSpec:
+        """The declaration of the optimizer."""
+        return OPTIMIZERS[self.name]
 
     @property
     def keeps_masters(self) -> bool:
         """Whether trained bfloat16 weights have float32 masters. DeepSpeed keeps its own in any case."""
         return self.bf16_rounding != "stochastic"
+
+    @property
+    def dithers(self) -> bool:
+        """Whether masters start at random places of their rounding cells."""
+        return self.bf16_rounding not in ("stochastic", "undithered")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -304,10 +338,13 @@ class Batch:
     """Size of an optimizer step over all devices, and of a micro-batch on one device."""
 
     examples_per_step: int | None = key(
-        None, "Documents of an optimizer step over all devices.", minimum=1, maximum=10**7
+        None, "Documents of an optimizer step over all devices.", minimum=1, maximum=10**7, resume="decisive"
     )
     tokens_per_step: int | None = key(
-        None, "Tokens of an optimizer step over all devices (rows packed over the whole epoch).", minimum=2
+        None,
+        "Tokens of an optimizer step over all devices (rows packed over the whole epoch).",
+        minimum=2,
+        resume="decisive",
     )
     examples_per_device: int | None = key(
         None, "Most documents of a micro-batch (8 if none); packed rows are limited by tokens alone.", minimum=1
@@ -330,30 +367,34 @@ class Batch:
 class Trainer:
     """Length, precision and memory of the training; checkpoints, evaluations and logs."""
 
-    output_dir: str = key("runs/sft", "Run folder.")
-    max_steps: int | None = key(None, "Optimizer steps, in place of trainer.epochs.", minimum=1)
-    epochs: float = key(1.0, "Passes over the data.", above=0, maximum=10**6)
-    seed: int = key(0, "Seed of data order, dropout and new weights.", minimum=0, maximum=2**32 - 1)
+    output_dir: str = key("runs/sft", "Run folder.", resume=None)
+    max_steps: int | None = key(None, "Optimizer steps, in place of trainer.epochs.", minimum=1, resume="decisive")
+    epochs: float = key(1.0, "Passes over the data.", resume=None, above=0, maximum=10**6)
+    seed: int = key(0, "Seed of data order, dropout and new weights.", minimum=0, maximum=2**32 - 1, resume="decisive")
     resume: str = key(
-        "auto", "auto continues an unfinished run in output_dir, never starts anew, or a checkpoint folder."
+        "auto",
+        "auto continues an unfinished run in output_dir, never starts anew, or a checkpoint folder.",
+        resume=None,
     )
-    resume_despite: list[str] = key([], "Keys that may have changed since the checkpoint (docs/resume.md).")
+    resume_despite: list[str] = advanced([], "Keys that may have changed since the checkpoint (docs/resume.md).")
     checkpoint_every: int | None = key(None, "Steps between checkpoints; none for none.", minimum=1)
     keep_checkpoints: int | None = key(2, "Newest checkpoints that are kept, and the best; none for all.", minimum=1)
-    mirror: str | None = key(
+    mirror: str | None = advanced(
         None,
         "URL of a folder in a bucket (s3://…, gs://…, any protocol of fsspec). It gets a copy of the run, from which a fresh machine can "
         "resume (docs/resume.md).",
     )
-    on_spike: Literal["stop", "skip", "rollback"] = key(
+    on_spike: Literal["stop", "skip", "rollback"] = advanced(
         "stop", "Reaction to a spike, before its update is made: stop, skip the update, or roll back (docs/resume.md)."
     )
-    spike_factor: float | None = key(None, "A loss or gradient norm above this × its median is a spike too.", above=1)
-    restarts: int = key(
+    spike_factor: float | None = advanced(
+        None, "A loss or gradient norm above this × its median is a spike too.", above=1
+    )
+    restarts: int = advanced(
         0, "Most times to start again after a dead or hung process, or a lost machine (docs/resume.md).", minimum=0
     )
     eval_every: int | None = key(None, "Steps between evaluations; none for only before and after training.", minimum=1)
-    early_stop_patience: int | None = key(
+    early_stop_patience: int | None = advanced(
         None, "Stop after this many evaluations without a lower eval loss; the best weights are kept.", minimum=1
     )
     log_every: int = key(
@@ -363,8 +404,9 @@ class Trainer:
         "auto",
         "Compute in bfloat16 over weights in model.dtype. auto: on GPUs that have it; fast: also on a CPU where a measurement finds it "
         "faster; fp8: products of layers in 8 bits (docs/precision.md).",
+        resume="decisive",
     )
-    deterministic: bool = key(
+    deterministic: bool = advanced(
         False,
         "Use only operations that give the same bits every time, on GPUs too; slower. A model that needs other operations is refused.",
     )
@@ -373,22 +415,22 @@ class Trainer:
         "Layers that compute their activations again in the backward pass, to save memory: none, every fourth to every second, all (full), "
         "or all but their costliest results (selective). auto: the fewest with which the plan fits the GPU (docs/planning.md).",
     )
-    activation_offload: bool = key(
+    activation_offload: bool = advanced(
         False,
         "Keep the inputs of layers in the host's memory until the backward pass (docs/long-documents.md); needs a GPU, and "
         "trainer.gradient_checkpointing=full.",
     )
-    tokens_per_mlp_tile: int | None = key(
+    tokens_per_mlp_tile: int | None = advanced(
         None,
         "Tokens that an MLP runs on at a time, again in the backward pass, so that the inner activations of a whole row never exist at once "
         "(docs/long-documents.md); none for all tokens at once.",
         minimum=1,
     )
-    torch_compile: bool = key(
+    torch_compile: bool = advanced(
         False,
         "Compile the parts of the layers, except attention, at the first step (docs/planning.md); needs a C++ compiler.",
     )
-    ema: float = key(
+    ema: float = advanced(
         0.0,
         "Decay of an average of the trained weights over the steps, such as 0.999, written to final-ema/; 0 for none (docs/fitting.md).",
         minimum=0,
@@ -401,17 +443,18 @@ class Trainer:
 class Peft:
     """Train adapters in place of all weights."""
 
-    kind: Literal["none", "lora"] = key("none", "Full fine-tuning, or LoRA adapters.")
-    r: int = key(16, "Rank of the adapters.", minimum=1)
-    alpha: int = key(32, "Scale of the adapters (alpha / r).", minimum=1)
-    dropout: float = key(0.0, "Dropout in front of the adapters.", minimum=0, below=1)
+    kind: Literal["none", "lora"] = key("none", "Full fine-tuning, or LoRA adapters.", resume="fixed")
+    r: int = key(16, "Rank of the adapters.", minimum=1, resume="fixed")
+    alpha: int = key(32, "Scale of the adapters (alpha / r).", minimum=1, resume="decisive")
+    dropout: float = advanced(0.0, "Dropout in front of the adapters.", minimum=0, below=1, resume="decisive")
     target_modules: str | list[str] = key(
         "all-linear",
         "Names of the layers that get adapters, in a list; a text is a regular expression for whole names.",
+        resume="fixed",
     )
-    modules_to_save: list[str] = key([], "Layers trained in full beside the adapters.")
-    options: dict[str, Any] = key(
-        {}, "Further arguments of PEFT's LoraConfig, such as {use_dora: true} (docs/fitting.md)."
+    modules_to_save: list[str] = advanced([], "Layers trained in full beside the adapters.", resume="fixed")
+    options: dict[str, Any] = advanced(
+        {}, "Further arguments of PEFT's LoraConfig, such as {use_dora: true} (docs/fitting.md).", resume="fixed"
     )
     merge: bool = key(False, "Also write final-merged/, with the adapters merged into the model.")
 
@@ -420,17 +463,18 @@ class Peft:
 class Strategy:
     """How model and optimizer are spread over processes."""
 
-    name: Literal["ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2"] = key(
-        "ddp",
+    name: str = key(
+        DEFAULT,
         "How much each process keeps of weights, gradients and optimizer states: ddp everything, zero1 to zero3 and fsdp2 less and less "
         "(docs/strategies.md).",
+        among=STRATEGIES.all,
     )
-    shard_within: Literal["all", "machine"] = key(
+    shard_within: Literal["all", "machine"] = advanced(
         "all",
         "fsdp2: spread one copy of the model over all processes, or (machine) over the processes of each machine: every machine then has a "
         "whole copy, which takes more memory, and only gradients travel between machines (docs/strategies.md).",
     )
-    sequence_parallel: int | Literal["auto"] = key(
+    sequence_parallel: int | Literal["auto"] = advanced(
         1,
         "Number of neighbouring processes that split a document, if it exceeds batch.tokens_per_device or is more work than a process's "
         "share of the step; auto: as few as the longest document needs (docs/long-documents.md).",
@@ -438,88 +482,10 @@ class Strategy:
         maximum=1024,
     )
 
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Topology:
-    """Processes and machines of the run, and options of its Slurm job."""
-
-    kind: Literal["auto", "single", "local", "slurm", "env", "manual", "ray"] = key(
-        "auto",
-        "auto: join a running launch, else all machines of a Slurm job, else all GPUs of this machine, else one CPU process; "
-        "manual: the same command once on every machine, each with its topology.node_rank; ray: the machines of a Ray cluster.",
-    )
-    nodes: int | None = key(None, "Machines; none for all of the Slurm job, else 1.", minimum=1, maximum=20_000)
-    min_nodes: int | None = key(
-        None, "Fewest machines that a restart may continue with; none waits for all.", minimum=1
-    )
-    gpus_per_node: int | None = key(None, "Processes per machine; none for one per GPU.", minimum=1, maximum=1024)
-    main_address: str | None = key(None, "Host name or address of the first machine.")
-    main_port: int | None = key(
-        None,
-        "Free TCP port on the first machine; none for a free one (29500 with topology=manual).",
-        minimum=1,
-        maximum=65535,
-    )
-    node_rank: int | None = key(None, "manual: number of this machine, from 0.", minimum=0)
-    join_timeout: int = key(300, "Seconds to wait for all processes at start.", minimum=1)
-    step_timeout: int = key(
-        600,
-        "Most seconds that a collective operation may take. If the other processes wait for one without progress, the run "
-        "ends with a diagnosis after nine tenths of this time; a checkpoint may take three times as long.",
-        minimum=10,
-    )
-    grace: int | None = key(
-        None,
-        "Seconds from SIGTERM to the end of the processes, on machines that can be taken away (Kubernetes: 30, spot machines of AWS: 120). No "
-        "checkpoint begins then if the last one took longer (docs/resume.md); none for no limit.",
-        minimum=1,
-    )
-    environment: dict[str, Any] = key(
-        {}, "Environment variables of every process; they win over the ones that packtrain sets."
-    )
-    time: str | None = key(
-        None, 'Slurm: time limit, in quotes in a YAML (e.g. "12:00:00" or "2-00:00:00"); none for the partition\'s.'
-    )
-    signal_before: int = key(
-        120,
-        "Slurm: write a checkpoint and stop this many seconds before the time limit.",
-        minimum=1,
-        maximum=65535,
-    )
-    requeue: bool = key(False, "Slurm: put a job back into the queue after its time limit, or a lost machine.")
-    command: str | None = key(
-        None,
-        "Slurm, deploy: bash command (after srun) that starts packtrain on a machine: VENV/bin/packtrain, or a container; none for the "
-        "packtrain that writes the script, or the one in the image.",
-    )
-    setup: list[str] = key(
-        [], "Slurm, deploy: shell lines before the run (e.g. module load cuda); Slurm's on the first machine."
-    )
-    sbatch: list[str] = key([], "Slurm: options of sbatch (e.g. --account=lab, --mem=0); --gres=none for no GPUs.")
-
     @property
-    def variables(self) -> dict[str, str]:
-        """`environment` for processes: numbers become text."""
-        return {name: str(value) for name, value in self.environment.items()}
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Tracking:
-    """Where metrics go beside metrics.jsonl."""
-
-    report_to: list[Tracker] = key([], "Trackers, through transformers' integrations.")
-    run_name: str | None = key(None, "Name of the run in the trackers; the run folder's name if none.")
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Verify:
-    """Proofs on the loaded model."""
-
-    preflight: bool = key(
-        True,
-        "Prove before step 1 that documents in a row cannot see each other, and compare the first losses with losses of "
-        "padded batches; model.attention=auto is always proved.",
-    )
+    def spec(self) -> StrategySpec:
+        """The declaration of this strategy."""
+        return STRATEGIES[self.name]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -544,6 +510,10 @@ class RunConfig:
         """Whether it matters which documents begin alike."""
         shares = bool(self.packing.share_prefix) or self.data.shuffle == "by_prefix"
         return self.objective.spec.examples == "documents" and shares
+
+
+PLACE = ("topology", "tracking", "verify")
+"""Groups that no checkpoint records. They say where a run takes place and who watches it."""
 
 
 @cache

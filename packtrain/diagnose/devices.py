@@ -15,11 +15,14 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
 
+from packtrain.attention.registry import BACKENDS, tried_by_auto
+from packtrain.attention.spec import Backend
 from packtrain.diagnose.facts import GIB, MIB, Check, Driver, Facts, Gpu, PlannedRun, Torch, ask_python
 from packtrain.wording import first_line, size, whole
 
@@ -120,18 +123,18 @@ def accelerate_config() -> dict[str, Any] | None:
         return {"error": first_line(error)}
 
 
-def _try_kernels(dtype: str) -> dict[str, str]:
-    """Try the flash kernels in order, down to the first right one. Return each with its lack ("" for the right one)."""
+def _try_kernels(dtype: str) -> dict[str, dict[str, str]]:
+    """Try the kernels of each backend that needs some. Return them with their lacks ("" for the right one)."""
     import torch
 
-    try:
-        from packtrain.attention.kernels.selection import LayerFeatures, choose_kernel
-
-        features = LayerFeatures(getattr(torch, dtype), 4, 128, 128)
-        choice = choose_kernel(features, torch.device("cuda", 0))
-    except Exception as error:  # the GPU itself may be broken, or full
-        return {"all": first_line(error)}
-    return {**dict(choice.lacks), **({choice.kernel.name: ""} if choice.kernel else {})}
+    tried: dict[str, dict[str, str]] = {}
+    for backend in BACKENDS.all().values():
+        if backend.kernels:
+            try:
+                tried[backend.name] = import_module(backend.kernels).try_kernels(getattr(torch, dtype))
+            except Exception as error:  # the GPU itself may be broken, or full
+                tried[backend.name] = {"all": first_line(error)}
+    return tried
 
 
 def check_driver(facts: Facts, run: PlannedRun) -> Iterator[Check]:
@@ -197,39 +200,49 @@ def select_gpus(facts: Facts, run: PlannedRun) -> tuple[Gpu, ...]:
 
 def check_attention(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     """Check the backend that model.attention selects for most models. The loaded model decides."""
-    kernel, why = flash_kernel(facts, run)
     asked, mode = run.config.model.attention, run.config.packing.mode
-    if mode == "padding" or asked not in ("auto", "flash"):
+    backend = run.config.model.backend or tried_by_auto()[0]
+    kernel, why = _kernel(backend, facts, run)
+    if mode == "padding" or not backend.kernels:
         yield Check("attention", "ok", f"no flash kernel is needed: packing.mode={mode}, model.attention={asked}")
     elif kernel:
-        yield Check("attention", "ok", f"flash: {kernel}{f' ({why})' if why else ''}")
-    elif asked == "flash":
-        yield Check("attention", "fail", f"model.attention=flash is not available: {why}", "model.attention=auto")
+        yield Check("attention", "ok", f"{backend.name}: {kernel}{f' ({why})' if why else ''}")
+    elif asked == backend.name:
+        yield Check("attention", "fail", f"model.attention={asked} is not available: {why}", "model.attention=auto")
     else:
-        fix = "pip install 'packtrain[flash]'; docs/modes.md names the flash kernels for each GPU"
-        words = f"no flash kernel serves packed rows, they take slower ways: {why}"
-        yield Check("attention", "ok" if facts.torch.kernels is None else "warn", words, fix)
+        words = f"no {backend.name} kernel serves packed rows, they take slower ways: {why}"
+        yield Check("attention", "ok" if facts.torch.kernels is None else "warn", words, backend.get_kernels)
 
 
-def flash_kernel(facts: Facts, run: PlannedRun) -> tuple[str | None, str]:
-    """Return the flash kernel for the run's layers, with the lacks of better ones. Without a kernel return None and the reason."""
-    torch, kernels = facts.torch, facts.torch.kernels or {}
-    if torch.available is False:
+def _kernel(backend: Backend, facts: Facts, run: PlannedRun) -> tuple[str | None, str]:
+    """Return the backend's kernel for the run's layers, and the lacks of better ones.
+
+    Without a right kernel return None and the reason. The kernel is "" if the backend needs none.
+    """
+    torch = facts.torch
+    if backend.devices == ("cuda",) and torch.available is False:
         return None, "the device is no GPU of CUDA"
-    if run.dtype not in ("bfloat16", "float16"):
-        return None, f"the layers compute in {run.dtype}, the kernels in 16 bits (trainer.mixed_precision=bf16)"
+    if backend.formats and run.dtype not in backend.formats:
+        formats = " and ".join(backend.formats)
+        return None, f"the layers compute in {run.dtype}, the kernels in {formats} (trainer.mixed_precision=bf16)"
+    if not backend.kernels:
+        return "", "it needs no kernel"
     if torch.kernels is None:
         return None, f"the kernels were not tried ({torch.error or 'no time'})"
-    lacking = "; ".join(f"{name}: {lack}" for name, lack in kernels.items() if lack)
-    return next((name for name, lack in kernels.items() if not lack), None), lacking
+    tried = torch.kernels.get(backend.name, {})
+    lacking = "; ".join(f"{name}: {lack}" for name, lack in tried.items() if lack)
+    return next((name for name, lack in tried.items() if not lack), None), lacking
 
 
 def attention_json(facts: Facts, run: PlannedRun) -> dict[str, dict[str, object]]:
     """Return for each backend whether it can serve packed rows here, and why."""
-    kernel, why = flash_kernel(facts, run)
-    flash = {"available": kernel is not None, "why": kernel or why, "kernels": dict(facts.torch.kernels or {})}
-    others = ("segmented", "per_document", "sdpa_mask")
-    return {"flash": flash, **{name: {"available": True, "why": "it needs no kernel"} for name in others}}
+    found: dict[str, dict[str, object]] = {}
+    for name, backend in BACKENDS.all().items():
+        kernel, why = _kernel(backend, facts, run)
+        found[name] = {"available": kernel is not None, "why": kernel or why}
+        if backend.kernels:
+            found[name]["kernels"] = dict((facts.torch.kernels or {}).get(name, {}))
+    return found
 
 
 CHECKS = (check_torch, check_driver, check_gpus, check_attention)

@@ -38,7 +38,7 @@ class Torch:
     accelerators: Sequence[str] = ()  # names as `trl env` prints them, also of other makers' devices
     accelerate: Mapping[str, Any] | None = None  # written by `accelerate config`
     warning: str = ""
-    kernels: Mapping[str, str] | None = None  # tried flash kernels, each with its lack ("": it is right)
+    kernels: Mapping[str, Mapping[str, str]] | None = None  # backend → kernels that were tried → lack ("": it is right)
 
 
 @dataclass(frozen=True, slots=True)

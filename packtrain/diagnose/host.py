@@ -15,7 +15,6 @@ import psutil
 
 from packtrain.diagnose.facts import GIB, Check, Facts, Folder, Host, PlannedRun
 from packtrain.monitor.processes import free_memory
-from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.network_settings import FIX, LOOPBACK, silence_for
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.run_folder import installed_version
@@ -96,12 +95,12 @@ def check_run(facts: Facts, run: PlannedRun) -> Iterator[Check]:
 
 def check_packages(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     """Check that packtrain's requirements are met, and DeepSpeed is there if needed."""
-    host, deepspeed, strategy = facts.host, facts.host.packages.get("deepspeed"), run.config.strategy.name
+    host, deepspeed, strategy = facts.host, facts.host.packages.get("deepspeed"), run.config.strategy.spec
     words = "; ".join(f"packtrain needs {wanted}, found {version}" for wanted, version in host.conflicts)
     fix = "pip install " + " ".join(f"'{wanted}'" for wanted, _ in host.conflicts)
     yield Check("packages", "fail" if words else "ok", words or "packtrain's requirements are met", fix)
-    missing = strategy in STAGES and deepspeed is None
-    what = deepspeed or f"not installed, {'but needed by strategy=' + strategy if missing else 'and not needed'}"
+    missing = strategy.package == "deepspeed" and deepspeed is None
+    what = deepspeed or f"not installed, {'but needed by strategy=' + strategy.name if missing else 'and not needed'}"
     yield Check("deepspeed", "fail" if missing else "ok", what, "pip install 'packtrain[deepspeed]'")
 
 

@@ -7,11 +7,12 @@ system has locks (NFS, Lustre and local ones do)."""
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ from packtrain.run_folder import RunFolder, environment, object_of, write_json
 
 LOCK = "lock"
 _TAKE_S = 1  # to wait for the lock: a process that only checks it holds it for a moment
-_CHECK_S = 0.3  # to wait in a check: all machines of a run check when they start
 
 
 @contextmanager
@@ -43,23 +43,34 @@ def locked(folder: Path, wait_s: float = 0) -> Iterator[None]:
     try:
         held = lock.acquire(timeout=wait_s)
     except Timeout as error:
-        what, shown = "a run", str(folder)
-        host = str(object_of(folder / "logs" / PUBLISHED).get("host", ""))
-        if host and host != socket.gethostname():
-            what, shown = "a run of another machine", f"{folder} ({host})"
-        fix = "Wait for its end, or name another folder."
-        raise UserError(f"{what} is going on in {shown}", where="trainer.output_dir", fix=fix) from error
+        raise _in_use(folder) from error
     except (OSError, NotImplementedError):  # a read-only folder, or a file system without locks
         pass
     with held:
         yield
 
 
+def _in_use(folder: Path) -> UserError:
+    what, shown = "a run", str(folder)
+    host = str(object_of(folder / "logs" / PUBLISHED).get("host", ""))
+    if host and host != socket.gethostname():
+        what, shown = "a run of another machine", f"{folder} ({host})"
+    fix = "Wait for its end, or name another folder."
+    return UserError(f"{what} is going on in {shown}", where="trainer.output_dir", fix=fix)
+
+
 def check_free(folder: Path) -> None:
     """Raise UserError if a run is going on in `folder`."""
     # an unmarked folder may hold a user's file of that name, which a lock would empty
-    if os.path.exists(folder / "logs" / LOCK) and os.path.exists(RunFolder(folder).mark):
-        with locked(folder, _CHECK_S):
+    if not os.path.exists(RunFolder(folder).mark):
+        return
+    # all machines of a run check when they start: a shared lock lets them all in
+    with suppress(FileNotFoundError, PermissionError), open(folder / "logs" / LOCK, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _in_use(folder) from error
+        except OSError:  # a file system without locks
             pass
 
 

@@ -25,8 +25,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel, TrainerCallback
 from trl.models.utils import add_hooks, remove_hooks
 
-from packtrain.attention.backends import PER_DOCUMENT, attend_when_packed
+from packtrain.attention.backends import attention_by
 from packtrain.attention.forwards import replace_forward
+from packtrain.attention.registry import BACKENDS, tried_by_auto
 from packtrain.boundary import holding
 from packtrain.errors import CheckFailed, UserError
 from packtrain.library.padded import (
@@ -43,7 +44,7 @@ from packtrain.model.forward import name_backbone
 from packtrain.model.load import base_model
 from packtrain.packing.collate import to_device
 from packtrain.packing.segments import Segments
-from packtrain.proof.choice import AUTO, AttentionChoice, choose_attention
+from packtrain.proof.choice import AttentionChoice, choose_attention
 from packtrain.proof.comparison import difference, evaluating, model_refusals, tolerance_of
 from packtrain.proof.isolation import random_ids
 
@@ -206,7 +207,7 @@ class _PackedModel:
         CheckFailed if none is exact, or if processes would have to gather weights a different number of times."""
         choice = self._agreed()
         sharded = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in self.model.parameters())
-        if sharded and (self.tokens_per_row is not None or choice.backend.name == PER_DOCUMENT):
+        if sharded and (self.tokens_per_row is not None or choice.backend.by_document):
             rows = f"{type(self.model).__name__}: rows one after the other"
             what = f"{rows} would have processes gather the sharded weights a different number of times"
             fix = "use DDP or ZeRO-2; with other strategies leave tokens_per_row away, and models that run per document"
@@ -223,7 +224,7 @@ class _PackedModel:
             remove_hooks(engine)
             add_hooks(engine)
         self.backend = choice.backend.name
-        self._undo.callback(attend_when_packed(self._backbone, self.backend))
+        self._undo.callback(attention_by(self.backend).install_when_packed(self._backbone))
         self._undo.callback(_replaced(self._backbone, self._forward_of_backbone()))
         if self.model is not self._backbone:
             self._undo.callback(_replaced(self.model, self._forward_of_model()))
@@ -239,7 +240,7 @@ class _PackedModel:
         choose = functools.partial(choose_attention, model=subject, device=self.model.device, autocast=self.autocast)
         agreed: Any = None
         try:
-            for name in ("auto",) if self.proof else AUTO:
+            for name in ["auto"] if self.proof else [backend.name for backend in tried_by_auto()]:
                 with suppress(UserError):  # not available
                     agreed = agreed or choose(name, prove=self.proof, pairs=self.proof and self.share is not False)
         except CheckFailed as refusal:
@@ -335,7 +336,8 @@ class _PackedModel:
 
     def _layout(self, call: Mapping[str, Any]) -> Layout:
         check_call(call)
-        if self.backend == PER_DOCUMENT and (call.get("output_hidden_states") or call.get("output_router_logits")):
+        all_layers = call.get("output_hidden_states") or call.get("output_router_logits")
+        if all_layers and BACKENDS[self.backend].by_document:
             raise NotPacked("hidden states of all layers, of a model that runs document by document")
         noise = self.share == "auto" and self.model.training and any(map(_has_dropout, self.model.modules()))
         shares = bool(self.share) and not noise

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from packtrain.attention.backends import IMPLEMENTATIONS, OWN_CODE
+from packtrain.attention.backends import OWN_CODE, attention_functions
 from packtrain.attention.forwards import uses_attention_interface
 from packtrain.errors import UserError
 
@@ -39,7 +39,7 @@ def compile_layers(model: PreTrainedModel) -> int:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if why := _why_not(model, layers):
         raise UserError(f"{type(model).__name__} cannot be compiled: {why}", where=KEY, fix=f"set {KEY}=false")
-    for name in IMPLEMENTATIONS.values():
+    for name in attention_functions():
         AttentionInterface.register(name, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name]))
     inductor.fallback_random = True  # dropout draws the same numbers as without compiling
     dynamo.recompile_limit = MAX_VARIANTS

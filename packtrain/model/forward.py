@@ -1,8 +1,7 @@
 """All wrappers that packtrain puts around `model.forward`, in order (`patch_forward`): for documents and for pairs.
 
-`model(**batch, loss_sum=True)` returns the sum of the trained tokens' losses of documents. `model(**padded, layout=…, labels=…,
-fused_lm_head=True)`, the call of all TRL trainers, runs the flattened row. It returns per-token outputs at their places in the padded batch
-[rows, L - 1], so that TRL's loss code runs unmodified.
+`model(**batch, loss_sum=True)` returns the sum of the trained tokens' losses of documents. `model(**batch, answer_scores=True)` returns
+log-probabilities and other outputs for each token of a batch of answers, [rows, T].
 
 Both run TRL's fused LM head (no full logits) at the labelled places only. The CPU finds these places, and they come with the batch: TRL would
 read them from the device, and wait for it. If the head is a plain linear layer, the loss of documents is summed by a head that makes its
@@ -29,19 +28,17 @@ from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from packtrain.attention.backends import attend_by
-from packtrain.attention.over_ranks import sum_over_parts
 from packtrain.config.objective import Objective
 from packtrain.errors import CheckFailed
 from packtrain.model.heads.score import add_scores
 from packtrain.model.heads.summed import compare_gradients, sum_losses
 from packtrain.model.precision import compute_in
 from packtrain.objectives.losses import TOKEN_LOSSES
-from packtrain.packing.collate import IGNORE, AnswerLayout, label_positions, on_device, row_arguments, to_device
-from packtrain.packing.segments import SplitSegments, own_tokens
+from packtrain.packing.collate import IGNORE, label_positions, to_device
+from packtrain.packing.segments import own_tokens
 from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of
 
 _TOKEN_FACTOR = 20  # tolerance of single tokens, as a multiple of the sum's tolerance; errors cancel in the sum
-_PADDED_ARGUMENTS = ("input_ids", "attention_mask", "labels", "fused_lm_head")
 _HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
 
@@ -70,7 +67,8 @@ def patch_forward(
     """Wrap the forward of `model`, innermost first.
 
     1. TRL's fused LM head: TRL's trainers have added it (with the per-token outputs named by `answer_outputs`)
-    2. the objective's own call: `loss_sum=True` for `token_objective`, `layout=` for `answer_outputs` and `scores` (heads/score.py)
+    2. the objective's own call: `loss_sum=True` for `token_objective`, `answer_scores=True` for `answer_outputs`, `every_token=True` for
+       `scores` (heads/score.py)
     3. `autocast`, if the trainer does not apply it (DeepSpeed)
     4. attention by segments, by the chosen `backend` (attention/backends.py); None keeps the model's attention
 
@@ -81,7 +79,7 @@ def patch_forward(
         noise = token_objective.option("neftune_noise_alpha")
         head = add_loss_sum(model, loss=token_objective.token_loss, neftune_alpha=noise)
     if answer_outputs:
-        add_answer_layout(model, answer_outputs)
+        add_answer_scores(model, answer_outputs)
     if scores:
         add_scores(model)
     if autocast is not None:
@@ -233,10 +231,10 @@ def _is_linear(model: PreTrainedModel) -> bool:
     return plain and type(model.get_output_embeddings()) is nn.Linear
 
 
-def add_answer_layout(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
-    """Add `layout=` to the forward of `model`. Padded calls with `labels` and `fused_lm_head=True` then run on the row.
+def add_answer_scores(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
+    """Add `answer_scores=True` to the forward of `model`, which already has TRL's `add_fused_lm_head` for these `outputs`.
 
-    `outputs` are the per-token figures that TRL's `add_fused_lm_head` was asked for on this model before.
+    With it the forward takes a collated batch with `shift_labels` and returns the outputs for each token, [rows, T], 0 without a label.
     """
     name_backbone(model)
     inner = model.forward
@@ -244,18 +242,17 @@ def add_answer_layout(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
 
     @functools.wraps(type(model).forward)
     def forward(
-        self: PreTrainedModel, *args: Any, layout: AnswerLayout | None = None, on_row: bool = False, **kwargs: Any
+        self: PreTrainedModel,
+        *args: Any,
+        answer_scores: bool = False,
+        label_places: np.ndarray | None = None,
+        **kwargs: Any,
     ) -> Any:
-        if on_row:
-            labels, places = kwargs.pop("shift_labels"), kwargs.pop("label_places", None)
-            hidden = self.base_model(**{**kwargs, "use_cache": False}).last_hidden_state
-            return head.run_head(hidden, labels, _on_device_of(labels, places))
-        if layout is None:
+        if not answer_scores:
             return inner(*args, **kwargs)
-        row, shape = _row(kwargs["input_ids"], kwargs["labels"], layout)
-        rest = {name: value for name, value in kwargs.items() if name not in _PADDED_ARGUMENTS}
-        # not `inner`: a backend that splits rows has wrapped self.forward
-        return _put_back(self.forward(**row, **rest, on_row=True), layout, shape)
+        labels = kwargs.pop("shift_labels")
+        hidden = self.base_model(**{**kwargs, "use_cache": False}).last_hidden_state
+        return head.run_head(hidden, labels, _on_device_of(labels, label_places))
 
     model.forward = types.MethodType(forward, model)
 
@@ -304,29 +301,3 @@ def _every_position() -> Iterator[None]:
         yield
     finally:
         trl_utils._use_triton = before
-
-
-def _row(input_ids: torch.Tensor, labels: torch.Tensor, layout: AnswerLayout) -> tuple[dict[str, Any], torch.Size]:
-    """Return the row's forward arguments, and the shape [2B, L - 1] of TRL's outputs. For a split row: this rank's part."""
-    device, own = input_ids.device, own_tokens(layout.segments)
-    places = to_device(layout.rows[own], device), to_device(layout.columns[own], device)
-    following = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    row: dict[str, Any] = {"input_ids": input_ids[places][None], "shift_labels": following[places][None]}
-    if layout.trained is not None:
-        first, end, _ = own.indices(len(layout.rows))
-        row["label_places"] = layout.trained[(layout.trained >= first) & (layout.trained < end)] - first
-    return {**row, **on_device(row_arguments(layout.segments), device)}, labels[:, 1:].shape
-
-
-def _put_back(scores: FusedCausalLMOutput, layout: AnswerLayout, shape: torch.Size) -> FusedCausalLMOutput:
-    """Return the row's per-token figures [1, T] at their places in the padded batch. For a split row sum them over its ranks."""
-    device, segments = next(iter(scores.values())).device, layout.segments
-    inside = here = to_device(layout.inside, device)
-    if isinstance(segments, SplitSegments):
-        own = layout.inside[(layout.inside >= segments.own.start) & (layout.inside < segments.own.stop)]
-        inside, here = to_device(own, device), to_device(own - segments.own.start, device)
-    places = to_device(layout.rows, device)[inside], to_device(layout.columns, device)[inside]
-    put = {name: value.new_zeros(shape).index_put(places, value[0, here]) for name, value in scores.items()}
-    if isinstance(segments, SplitSegments):
-        put = {name: sum_over_parts(value, segments.parts) for name, value in put.items()}
-    return FusedCausalLMOutput(**put)

@@ -36,8 +36,8 @@ from packtrain.model.adapters import (
     load_adapters,
     take_vocabulary,
 )
+from packtrain.model.expert_loop import loop_over_experts
 from packtrain.model.heads.score import HEAD, check_score_head, is_reward_model, new_score, with_one_score
-from packtrain.model.layers.experts import loop_over_experts
 from packtrain.model.weights.quantized import dequantized, keep_layout, quantization_config
 from packtrain.model.weights.slices import reading_slices
 from packtrain.model.weights.source import MTP, judge, name_base, noting_files

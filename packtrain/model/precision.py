@@ -6,8 +6,8 @@ import functools
 import os
 import time
 import types
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,8 @@ from accelerate.utils.operations import convert_outputs_to_fp32
 from torch import nn
 from transformers import PreTrainedModel
 
-from packtrain.model.float8 import check_float8
 from packtrain.model.load import base_model
-from packtrain.model.spread import Ranks, layers_of
+from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.known_model import choose_precision
 
@@ -27,7 +26,7 @@ from packtrain.plan.known_model import choose_precision
 @dataclass(frozen=True, slots=True)
 class Precision:
     """The number formats of a model's loaded `weights` and of `autocast` (None: no mixed precision).
-    `why` is the reason. `fp8`: products of layers are computed in 8 bits (float8.py), over autocast."""
+    `why` is the reason. `fp8`: products of layers are computed in 8 bits (changes/float8.py), over autocast."""
 
     weights: torch.dtype
     autocast: torch.dtype | None = None
@@ -43,14 +42,12 @@ class Precision:
 def decide_precision(model: nn.Module, asked: str, ranks: Ranks, recorded: str | None = None) -> Precision:
     """Choose the formats of the loaded `model`. `asked`: trainer.mixed_precision; `recorded`: the choice of the resumed run.
 
-    A rank that cannot compute in bfloat16, or is not faster in it, decides for all. Raises UserError if fp8 cannot be computed.
+    A rank that cannot compute in bfloat16, or is not faster in it, decides for all.
     """
     weights, gpu = base_model(model).dtype, ranks.device.type == "cuda"
     formats = {"no": None, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
     goes_on = recorded in formats and asked in ("auto", "fast")
     asked = str(recorded) if goes_on else asked
-    if asked == "fp8":
-        check_float8(ranks.device)
     if goes_on:
         return Precision(weights, formats[asked], "as before the checkpoint", fp8=asked == "fp8")
     own = choose_precision(
@@ -103,26 +100,6 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
             return inner(*args, **kwargs)
 
     base.forward = types.MethodType(convert_outputs_to_fp32(forward), base)
-
-
-def carry_in(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """Make the residual stream of `model` flow in `dtype` under autocast. Returns the undo function.
-
-    Autocast leaves embeddings, sums and norms in the format of their inputs. With float32 weights the whole stream would be float32. So the
-    embeddings and layers cast their outputs.
-    """
-
-    def cast(module: nn.Module, inputs: Any, output: Any) -> Any:
-        stream = output[0] if isinstance(output, tuple) else output
-        if not torch.is_autocast_enabled(stream.device.type):
-            return output
-        return (stream.to(dtype), *output[1:]) if isinstance(output, tuple) else stream.to(dtype)
-
-    base: Any = base_model(model)
-    hooks = ExitStack()
-    for part in (base.get_input_embeddings(), *layers_of(base)):
-        hooks.enter_context(part.register_forward_hook(cast))
-    return hooks.close
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer_utils import align_special_tokens
@@ -81,6 +82,9 @@ def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -
     base = base_model(model)
     if whole:
         check_dequantizes(base)
+        if getattr(base, "is_quantized", False) and any(isinstance(weight, DTensor) for weight in base.parameters()):
+            fix = "Set it to false, and merge after the training: packtrain merge."
+            raise UserError("fsdp2 cannot merge adapters into quantised weights yet", where="peft.merge", fix=fix)
     with TemporaryDirectory(prefix="packtrain-saving-") as folder:
         # a quantised base is saved dequantised, without the conversions of its loading: they have no reverse
         own = {"_weight_conversions": None} if getattr(base, "is_quantized", False) else {}

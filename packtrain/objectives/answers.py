@@ -25,44 +25,49 @@ class PairLogps(NamedTuple):
     rejected: torch.Tensor
 
 
-def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the values where the mask is true, and 0 elsewhere."""
-    return torch.where(mask, values, 0)
-
-
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Targets of answers, one answer a row, [answers, slots]."""
+    """Targets of a micro-batch's answers, [targets], answer by answer."""
 
     log_probs: torch.Tensor
-    mask: torch.Tensor
-    """bool: true for targets. Everything else is ignored."""
+    counts: torch.Tensor
+    """int64 [answers]: targets of each answer."""
     log_sum_sq_probs: torch.Tensor | None = None
     """log Σ p² of the distribution at each target; only `use_weighting` needs it."""
 
-    @property
-    def counts(self) -> torch.Tensor:
-        """int64 [answers]: targets of each answer."""
-        return self.mask.sum(dim=1)
+    def per_answer(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `values` [targets] over each answer, [answers]."""
+        return torch.segment_reduce(
+            values, "sum", lengths=self.counts, unsafe=True, initial=0
+        )  # unsafe: no wait for the GPU
+
+    def of_answers(self, values: torch.Tensor) -> torch.Tensor:
+        """Return each answer's value, `values` [answers], at all its targets: [targets]."""
+        return values.repeat_interleave(self.counts, output_size=len(self.log_probs))
 
     @property
     def logps(self) -> torch.Tensor:
         """[answers]: log-probability of each answer."""
-        return masked(self.log_probs, self.mask).sum(dim=1)
+        return self.per_answer(self.log_probs)
+
+    @property
+    def means(self) -> torch.Tensor:
+        """[answers]: mean log-probability of each answer's targets."""
+        return self.logps / self.counts.clamp(min=1)
 
     def logps_with_tail(self, shared: torch.Tensor, ld_alpha: float) -> torch.Tensor:
         """[answers]: log-probabilities with α for the targets after the first `shared` [answers]."""
-        in_tail = self.mask.cumsum(dim=1) > shared.unsqueeze(1)
-        weighted = torch.where(in_tail, ld_alpha * self.log_probs, self.log_probs)
-        return masked(weighted, self.mask).sum(dim=1)
+        firsts = self.counts.cumsum(0) - self.counts
+        numbers = torch.arange(len(self.log_probs), device=self.log_probs.device) - self.of_answers(firsts)
+        in_tail = numbers >= self.of_answers(shared)
+        return self.per_answer(torch.where(in_tail, ld_alpha * self.log_probs, self.log_probs))
 
     @torch.no_grad()
     def wpo_weights(self) -> torch.Tensor:
         """[answers]: exp of the mean of log p − log Σ p², Eq. 2 of WPO (arXiv 2406.11827), without a gradient."""
         if self.log_sum_sq_probs is None:
             raise ValueError("use_weighting needs log_sum_sq_probs")
-        aligned = masked(self.log_probs - self.log_sum_sq_probs, self.mask)
-        return torch.exp(aligned.sum(dim=1) / self.counts.clamp(min=1))
+        return torch.exp(self.per_answer(self.log_probs - self.log_sum_sq_probs) / self.counts.clamp(min=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +97,15 @@ class Pairs:
         return self.rejected_logps - self.ref_rejected_logps
 
 
-def sum_answers(chosen: Targets, rejected: Targets, ld_alpha: float | None) -> PairLogps:
-    """Return the log-probabilities of answers, of the model or of the reference.
+def sum_answers(targets: Targets, ld_alpha: float | None) -> PairLogps:
+    """Return the log-probabilities of pairs by the model or the reference. All chosen answers come first.
 
     With `ld_alpha` the targets of the longer answer past the shorter one's length count α (LD-DPO, arXiv 2409.06411).
     """
     if ld_alpha is None:
-        return PairLogps(chosen.logps, rejected.logps)
-    shared = torch.minimum(chosen.counts, rejected.counts)
-    return PairLogps(chosen.logps_with_tail(shared, ld_alpha), rejected.logps_with_tail(shared, ld_alpha))
+        return PairLogps(*targets.logps.chunk(2))
+    shared = torch.minimum(*targets.counts.chunk(2)).repeat(2)
+    return PairLogps(*targets.logps_with_tail(shared, ld_alpha).chunk(2))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from packtrain.objectives.answers import LabelledAnswers, Pairs, Sum, masked
+from packtrain.objectives.answers import LabelledAnswers, Pairs, Sum
 
 MARGINS = "rewards/margins"
 """For kto this is a difference of two means, and no mean itself (`unpaired_margins`)."""
@@ -20,24 +20,26 @@ MARGINS = "rewards/margins"
 
 @dataclass(frozen=True, slots=True)
 class TokenFigures:
-    """Outputs of the head at the targets of answers, [answers, slots]."""
+    """Outputs of the head at the targets of answers, [targets]."""
 
-    mask: torch.Tensor
-    """bool: true for targets."""
+    chosen: torch.Tensor
+    """bool: true for targets of chosen (or desirable) answers."""
     entropy: torch.Tensor
     mean_logits: torch.Tensor
-    is_top1: torch.Tensor
 
 
 @torch.no_grad()
-def pair_figures(pairs: Pairs, beta: float, chosen: TokenFigures, rejected: TokenFigures) -> dict[str, Sum]:
-    """Return the figures of DPOTrainer; rewards are `β log t`, with `ld_alpha` but without an f-divergence."""
+def pair_figures(pairs: Pairs, beta: float, tokens: TokenFigures, is_top1: torch.Tensor) -> dict[str, Sum]:
+    """Return the figures of DPOTrainer; rewards are `β log t`, with `ld_alpha` but without an f-divergence.
+
+    `is_top1` [targets]: whether a target is the model's first choice.
+    """
     reward, rejected_reward = beta * pairs.chosen_logratios, beta * pairs.rejected_logratios
     return {
-        "entropy": _both(mean_of(chosen.entropy, chosen.mask), mean_of(rejected.entropy, rejected.mask)),
-        "logits/chosen": mean_of(chosen.mean_logits, chosen.mask),
-        "logits/rejected": mean_of(rejected.mean_logits, rejected.mask),
-        "mean_token_accuracy": mean_of(chosen.is_top1, chosen.mask),
+        "entropy": mean_of(tokens.entropy),
+        "logits/chosen": mean_of(tokens.mean_logits, tokens.chosen),
+        "logits/rejected": mean_of(tokens.mean_logits, ~tokens.chosen),
+        "mean_token_accuracy": mean_of(is_top1, tokens.chosen),
         "rewards/chosen": mean_of(reward),
         "rewards/rejected": mean_of(rejected_reward),
         "rewards/accuracies": mean_of(reward > rejected_reward),
@@ -48,25 +50,15 @@ def pair_figures(pairs: Pairs, beta: float, chosen: TokenFigures, rejected: Toke
 
 
 @torch.no_grad()
-def unpaired_figures(
-    answers: LabelledAnswers,
-    kl: torch.Tensor,
-    beta: float,
-    *,
-    mask: torch.Tensor,
-    entropy: torch.Tensor,
-    mean_logits: torch.Tensor,
-) -> dict[str, Sum]:
-    """Return the figures of KTOTrainer except the margin; desirable answers are its chosen ones.
-
-    `mask` (true for targets), `entropy` and `mean_logits` are [answers, slots]. `kl` is the step's estimate, 0 without one.
-    """
+def unpaired_figures(answers: LabelledAnswers, kl: torch.Tensor, beta: float, tokens: TokenFigures) -> dict[str, Sum]:
+    """Return the figures of KTOTrainer except the margin; desirable answers are its chosen ones. `kl` is the step's estimate, 0 without one."""
     rewards = beta * answers.logratios
-    figures = {"kl": mean_of(kl.expand_as(rewards)), "entropy": mean_of(entropy, mask)}
-    for side, own in (("chosen", answers.desirable), ("rejected", ~answers.desirable)):
-        figures[f"logits/{side}"] = mean_of(mean_logits, mask & own.unsqueeze(1))
-        figures[f"rewards/{side}"] = mean_of(rewards, own)
-        figures[f"logps/{side}"] = mean_of(answers.logps, own)
+    figures = {"kl": mean_of(kl.expand_as(rewards)), "entropy": mean_of(tokens.entropy)}
+    sides = {"chosen": (answers.desirable, tokens.chosen), "rejected": (~answers.desirable, ~tokens.chosen)}
+    for side, (of_answers, of_targets) in sides.items():
+        figures[f"logits/{side}"] = mean_of(tokens.mean_logits, of_targets)
+        figures[f"rewards/{side}"] = mean_of(rewards, of_answers)
+        figures[f"logps/{side}"] = mean_of(answers.logps, of_answers)
     return figures
 
 
@@ -99,12 +91,7 @@ def reward_extremes(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, t
 
 @torch.no_grad()
 def mean_of(values: torch.Tensor, mask: torch.Tensor | None = None) -> Sum:
-    """Return a figure: the sum of the values where the mask is true, and their number."""
+    """Return the sum of the values where the mask is true, and their number."""
     values = values.double()
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-    return Sum(masked(values, mask).sum(), mask.sum().double())
-
-
-def _both(one: Sum, other: Sum) -> Sum:
-    """Return both totals and both weights added up."""
-    return Sum(one.total + other.total, one.weight + other.weight)
+    return Sum(torch.where(mask, values, 0).sum(), mask.sum().double())

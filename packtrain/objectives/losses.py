@@ -37,21 +37,22 @@ class PairOptions:
     discopop_tau: float = 0.05
 
 
-def make_pairs(chosen: Targets, rejected: Targets, reference: PairLogps, options: PairOptions) -> Pairs:
-    """Return the pairs of the model's targets.
+def make_pairs(targets: Targets, reference: PairLogps, options: PairOptions) -> Pairs:
+    """Return the pairs of the model's targets. All chosen answers come first.
 
     `reference` is from `sum_answers` with the same `ld_alpha`. `use_weighting` needs `log_sum_sq_probs`.
     """
-    policy, weighted = sum_answers(chosen, rejected, options.ld_alpha), options.use_weighting
+    policy, weighted = sum_answers(targets, options.ld_alpha), options.use_weighting
+    chosen_tokens, rejected_tokens = targets.counts.chunk(2)
     return Pairs(
         chosen_logps=policy.chosen,
         rejected_logps=policy.rejected,
         ref_chosen_logps=reference.chosen,
         ref_rejected_logps=reference.rejected,
-        chosen_tokens=chosen.counts,
-        rejected_tokens=rejected.counts,
-        chosen_nll=-chosen.logps,
-        weights=chosen.wpo_weights() * rejected.wpo_weights() if weighted else torch.ones_like(policy.chosen),
+        chosen_tokens=chosen_tokens,
+        rejected_tokens=rejected_tokens,
+        chosen_nll=-targets.logps.chunk(2)[0],
+        weights=torch.mul(*targets.wpo_weights().chunk(2)) if weighted else torch.ones_like(policy.chosen),
     )
 
 

@@ -1,4 +1,4 @@
-"""The objectives: those of packtrain/objectives, and those that other packages bring."""
+"""All objectives, ours and other packages'."""
 
 from __future__ import annotations
 

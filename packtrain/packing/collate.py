@@ -2,15 +2,14 @@
 
 The arguments hold padded rows or one flattened row. Labels are shifted here, document by document: no label crosses a border and the
 model's own shift is not used. `shift_labels[t]` is the token that position t has to predict, or IGNORE.
-Pairs always come with the padded batch that TRL's losses read: all chosen answers first, then all rejected ones. The model runs
-on a flattened row. An AnswerLayout maps its tokens to their places in that batch (model/forward.py). With shared prompts a pair
-is three segments: the prompt without its last token, then for each answer that last token (it predicts the answer) and the answer.
+Answers (pairs, or answers with labels) also come with the places of their targets, answer by answer: all chosen ones first, then all
+rejected ones. With shared prompts a pair is three segments: the prompt without its last token, then for each answer that last token (it
+predicts the answer) and the answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -91,17 +90,15 @@ def row_arguments(segments: Segments) -> dict[str, Any]:
 
 
 def part_of(batch: dict[str, Any], part: int, parts: int) -> dict[str, Any]:
-    """Return part number `part` of a collated row. For documents it has tokens, labels and `label_places`.
-    Answers stay padded: only their `layout` is split."""
-    if (layout := batch.get("layout")) is not None:
-        return {**batch, "layout": replace(layout, segments=split_row(layout.segments, part, parts))}
+    """Return part number `part` of a collated row. Places of answers still refer to the whole row."""
     segments = split_row(batch["segments"], part, parts)
     here = own_tokens(segments)
-    own = {name: batch[name][:, here] for name in ("input_ids", "shift_labels")}
-    places = batch["label_places"] if "label_places" in batch else label_positions(batch["shift_labels"])
-    first, end, _ = here.indices(segments.tokens)
-    own_places = places[(places >= first) & (places < end)] - first
-    return {**own, **row_arguments(segments), "label_places": own_places}
+    own = {name: batch[name][:, here] for name in ("input_ids", "shift_labels") if name in batch}
+    if "shift_labels" in batch:
+        places = batch["label_places"] if "label_places" in batch else label_positions(batch["shift_labels"])
+        first, end, _ = here.indices(segments.tokens)
+        own["label_places"] = places[(places >= first) & (places < end)] - first
+    return {**batch, **own, **row_arguments(segments)}
 
 
 def label_positions(labels: torch.Tensor) -> np.ndarray:
@@ -109,108 +106,99 @@ def label_positions(labels: torch.Tensor) -> np.ndarray:
     return np.flatnonzero(labels.cpu().numpy() != IGNORE)
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerLayout:
-    """Places of a flattened row's T tokens in the padded batch: `rows`, `columns` (int64 [T]).
+def collate_answers(
+    documents: Sequence[Document], pad_token_id: int, rows: RowLayout, pairs: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Collate answers, each with its prompt. `pairs`: the prompt's tokens of each pair; all chosen documents come first.
 
-    `inside` (int64): the tokens outside the last column, which predicts nothing. `trained` (like `label_positions`): the tokens that
-    predict an answer's token. `ends` int64 [documents]: the token that a reward model scores in each document.
+    Returns what `collate_padded` or `collate_flat` return, `label_places`, and of the targets `target_places` int64 [targets], their
+    places in the flattened batch answer by answer, and `target_counts` int64 [answers].
     """
-
-    segments: Segments
-    rows: torch.Tensor
-    columns: torch.Tensor
-    inside: torch.Tensor
-    trained: np.ndarray | None = None
-    ends: torch.Tensor | None = None
-
-    def pin_memory(self) -> AnswerLayout:
-        """Return a copy in pinned memory."""
-        values = {name: getattr(self, name) for name in ("rows", "columns", "inside", "ends")}
-        return replace(self, **{name: value.pin_memory() for name, value in values.items() if value is not None})
+    labels = [shifted_labels(document) for document in documents]
+    if rows == "padding":
+        batch = collate_padded(documents, pad_token_id)
+        places = list(np.arange(batch["input_ids"].numel()).reshape(batch["input_ids"].shape))
+    else:
+        segments, ids, places = _lay_out(documents, pairs, shared=rows == "shared")
+        row_labels = np.full(len(ids), IGNORE, np.int64)
+        for own, at in zip(labels, places, strict=True):
+            labelled = label_positions(own)
+            row_labels[at[labelled]] = own.numpy()[labelled]
+        row = {"input_ids": torch.from_numpy(ids)[None], "shift_labels": torch.from_numpy(row_labels)[None]}
+        batch = {**row, **row_arguments(segments)}
+    targets = [at[label_positions(own)] for own, at in zip(labels, places, strict=True)]
+    return {
+        **batch,
+        "label_places": label_positions(batch["shift_labels"]),
+        "target_places": torch.from_numpy(np.concatenate(targets)),
+        "target_counts": torch.tensor([len(own) for own in targets]),
+    }
 
 
 def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: RowLayout) -> dict[str, Any]:
-    """Collate `input_ids`, `attention_mask`, `completion_mask` int64 [2B, L], and a `layout` unless `rows` is "padding"."""
+    """Collate pairs: see `collate_answers`."""
     pairs = pairs or [FILLER_PAIR]
-    batch = _pad_answers(_list_documents(pairs), pad_token_id)
-    return batch if rows == "padding" else _add_layout(batch, _lay_out_pairs(pairs, rows))
+    return collate_answers(_list_documents(pairs), pad_token_id, rows, [pair.prompt for pair in pairs])
+
+
+def collate_unpaired(documents: Sequence[Document], pad_token_id: int, rows: RowLayout) -> dict[str, Any]:
+    """Collate single answers, each with its prompt: see `collate_answers`."""
+    return collate_answers(documents or [FILLER], pad_token_id, rows)
+
+
+def collate_scored(
+    pairs: Sequence[Preference], margins: Sequence[float] | np.ndarray, pad_token_id: int, rows: RowLayout
+) -> dict[str, Any]:
+    """Collate pairs for a reward model: `input_ids`, `margin` float32 [B], all chosen documents first.
+
+    A padded batch has an `attention_mask`. A row has the `row_arguments` and `ends` int64 [2B]: the place of each document's last token that
+    is not padding, which is scored, as in transformers' models.
+    """
+    pairs, margins = (pairs, margins) if len(pairs) else ([FILLER_PAIR], [0.0])
+    documents, margin = _list_documents(pairs), torch.tensor(margins, dtype=torch.float32)
+    if rows == "padding":
+        return {**_pad(documents, pad_token_id), "margin": margin}
+    segments, ids, places = _lay_out(documents, [pair.prompt for pair in pairs], shared=rows == "shared")
+    lasts = [np.flatnonzero(document.input_ids != pad_token_id)[-1:] for document in documents]
+    ends = np.array([at[last[0] if len(last) else 0] for at, last in zip(places, lasts, strict=True)])
+    row = {"input_ids": torch.from_numpy(ids)[None], **row_arguments(segments)}
+    return {**row, "margin": margin, "ends": torch.from_numpy(ends)}
 
 
 def _list_documents(pairs: Sequence[Preference]) -> list[Document]:
     return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
 
 
-def _lay_out_pairs(pairs: Sequence[Preference], rows: RowLayout) -> AnswerLayout:
-    lengths = [len(document.input_ids) for document in _list_documents(pairs)]
-    prompts = [pair.prompt if rows == "shared" else 0 for pair in pairs]
-    return layout_of(lengths, [(number, number + len(pairs)) for number in range(len(pairs))], prompts)
+def _lay_out(
+    documents: Sequence[Document], pairs: Sequence[int], *, shared: bool
+) -> tuple[Segments, np.ndarray, list[np.ndarray]]:
+    """Lay out documents as a row.
 
-
-def collate_unpaired(documents: Sequence[Document], pad_token_id: int, rows: RowLayout) -> dict[str, Any]:
-    """Collate single answers, each with its prompt, like `collate_pairs`: [B, L]."""
-    documents = documents or [FILLER]
-    batch = _pad_answers(documents, pad_token_id)
-    if rows == "padding":
-        return batch
-    lengths, groups = [len(document.input_ids) for document in documents], [(at,) for at in range(len(documents))]
-    return _add_layout(batch, layout_of(lengths, groups, [0] * len(groups)))
-
-
-def _pad_answers(documents: Sequence[Document], pad_token_id: int) -> dict[str, Any]:
-    """Return `input_ids`, `attention_mask`, `completion_mask` int64 [documents, longest]."""
-    targets = [torch.from_numpy(document.loss_mask.astype(np.int64)) for document in documents]
-    return {**_pad(documents, pad_token_id), "completion_mask": pad_sequence(targets, True)}
-
-
-def _add_layout(batch: dict[str, Any], layout: AnswerLayout) -> dict[str, Any]:
-    """Add the `layout` of the flattened row to `batch`, with the positions that are trained."""
-    predicts = batch["completion_mask"].roll(-1, dims=1)  # roll wraps into the last column, which `inside` leaves out
-    trained = layout.inside[predicts[layout.rows[layout.inside], layout.columns[layout.inside]].nonzero()[:, 0]]
-    return {**batch, "layout": replace(layout, trained=trained.numpy())}
-
-
-def collate_scored(
-    pairs: Sequence[Preference], margins: Sequence[float] | np.ndarray, pad_token_id: int, rows: RowLayout
-) -> dict[str, Any]:
-    """Collate pairs for a reward model: `input_ids` and `attention_mask` int64 [2B, L], `margin` float32 [B].
-
-    A flattened row gives [1, T] and its `layout`. The last token that is not padding is scored, as in transformers' models.
+    Returns its segments, its ids int64 [T], and the place of each token of each document. `pairs`: tokens of each pair's prompt; the two documents of a pair are neighbours. If `shared`, prompts of two tokens or more are in the
+    row once, without their last token.
     """
-    pairs, margins = (pairs, margins) if len(pairs) else ([FILLER_PAIR], [0.0])
-    padded, margin = _pad(_list_documents(pairs), pad_token_id), torch.tensor(margins, dtype=torch.float32)
-    if rows == "padding":
-        return {**padded, "margin": margin}
-    row, ids = _lay_out_pairs(pairs, rows), padded["input_ids"]
-    last = (torch.arange(ids.shape[1]) * (ids != pad_token_id)).argmax(dim=1)
-    places = torch.full_like(ids, -1)
-    places[row.rows, row.columns] = torch.arange(len(row.rows))
-    document = torch.arange(len(ids))
-    ends, chosen_ends = places[document, last], places[document % len(pairs), last]
-    # the tokens of a shared prompt are at the places of the chosen document
-    layout = replace(row, ends=torch.where(ends < 0, chosen_ends, ends))
-    flat = ids[row.rows, row.columns][None]
-    return {"input_ids": flat, "attention_mask": torch.ones_like(flat), "margin": margin, "layout": layout}
+    groups = [(number, number + len(pairs)) for number in range(len(pairs))] or [(at,) for at in range(len(documents))]
+    places: list[np.ndarray] = [np.zeros(0, np.int64)] * len(documents)
+    ids, lengths, prefixes, end = list[np.ndarray](), list[int](), list[int | None](), 0
 
+    def add(tokens: np.ndarray, prefix: int | None) -> np.ndarray:
+        nonlocal end
+        ids.append(tokens)
+        lengths.append(len(tokens))
+        prefixes.append(prefix)
+        end += len(tokens)
+        return np.arange(end - len(tokens), end)
 
-def layout_of(lengths: Sequence[int], groups: Sequence[Sequence[int]], prompts: Sequence[int]) -> AnswerLayout:
-    """Lay out a padded batch as a flattened row; its rows have `lengths` tokens. All rows of group g begin with the same
-    `prompts[g]` tokens. If these are two or more, all but the last are computed once."""
-    pieces: list[tuple[int, int, int, int | None]] = []  # row of the batch, first column, end, number of the prefix
-    for group, prompt in zip(groups, prompts, strict=True):
-        common, prefix = 0, None
-        if prompt > 1:
-            common, prefix = prompt - 1, len(pieces)
-            pieces.append((group[0], 0, common, None))
-        pieces += [(row, common, lengths[row], prefix) for row in group]
-    prefixes = tuple(prefix for *_, prefix in pieces)
-    columns = torch.cat([torch.arange(first, end) for _, first, end, _ in pieces])
-    return AnswerLayout(
-        Segments(tuple(end - first for _, first, end, _ in pieces), prefixes if any(prompts) else ()),
-        rows=torch.cat([torch.full((end - first,), row) for row, first, end, _ in pieces]),
-        columns=columns,
-        inside=(columns < max(lengths) - 1).nonzero()[:, 0],
-    )
+    for group, prompt in zip(groups, pairs or [0] * len(groups), strict=True):
+        before, prefix = np.zeros(0, np.int64), None
+        if shared and prompt > 1:
+            prefix = len(lengths)
+            before = add(documents[group[0]].input_ids[: prompt - 1], None)
+        for number in group:
+            own = add(documents[number].input_ids[len(before) :], prefix)
+            places[number] = np.concatenate([before, own])
+    sharing = any(prefix is not None for prefix in prefixes)
+    return Segments(tuple(lengths), tuple(prefixes) if sharing else ()), np.concatenate(ids).astype(np.int64), places
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

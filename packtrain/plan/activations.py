@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
+from packtrain.config.schema import RunConfig
 from packtrain.plan.known_model import Layers, is_adapted
 
 STASHED = 6
@@ -43,12 +43,12 @@ def fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None:
     most = min((item for item in bounds if item is not None), default=None)
     if most is None:
         return None
-    masked = most if config.model.attention == "sdpa_mask" else None
+    masked = most if config.model.backend and config.model.backend.dense_mask else None
     if config.packing.mode == "padding":
         masked = min(longest or most, most)
-    mixed, strategy = config.trainer.mixed_precision == "bf16", config.strategy.name
-    width = 2 if mixed and strategy == "fsdp2" else width  # FSDP2 gathers bfloat16
-    narrow = mixed and gpu and strategy not in SHARDED_WEIGHTS  # if the proof of train/verify/changes.py holds
+    mixed, strategy = config.trainer.mixed_precision == "bf16", config.strategy.spec
+    width = 2 if mixed and strategy.casts_weights else width
+    narrow = mixed and gpu and not strategy.shards_weights  # if changes/residual.py proves exact
     compute = 2 if mixed else width
     scores = min(longest or most, most) if gpu and compute == 4 and masked is None else 0
     return FullestBatch(most, masked, width, compute, 2 if narrow else width, scores)

@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 from huggingface_hub import constants
 
 from packtrain.config.objective import Objective
-from packtrain.config.schema import SHARDED_WEIGHTS, Model, Peft, RunConfig, Strategy
+from packtrain.config.schema import Model, Peft, RunConfig, Strategy
 from packtrain.errors import Problem, UserError, read_json
 from packtrain.wording import shortened
 
@@ -272,7 +272,7 @@ def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strat
     else:
         bases = [base_of(adapters), base_of(model.path) or model.path]
         same = None not in bases and len({os.path.realpath(os.path.expanduser(base or "")) for base in bases}) == 1
-        if lora and same and strategy.name not in SHARDED_WEIGHTS:  # adapters cannot be added to sharded weights
+        if lora and same and not strategy.spec.shards_weights:  # adapters cannot be added to sharded weights
             return ReferenceChoice("adapters", adapters, wanted == "auto")
         kind = "model" if wanted == "auto" else "path"
     return ReferenceChoice(kind, "", kind in ("model", "precomputed") or (kind == "adapters_off" and not continued))

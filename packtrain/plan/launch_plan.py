@@ -10,7 +10,7 @@ from packtrain.config.schema import RunConfig, Topology
 from packtrain.errors import Problem
 from packtrain.objectives.registry import OBJECTIVES
 from packtrain.plan.batch import BatchPlan, plan_batch
-from packtrain.plan.launcher_settings import WORKER, deepspeed_config, launch_argv, launch_config
+from packtrain.plan.launcher_settings import WORKER, launch_argv, launch_config
 from packtrain.plan.launchers import DEFAULT_PORT
 from packtrain.plan.network_settings import NetworkSetting, choose_network
 from packtrain.plan.surroundings import Surroundings, visible_gpus
@@ -103,7 +103,7 @@ def plan_launch(
     Raises UserError or CheckFailed if the run is impossible, or if two sources contradict each other.
     """
     verb = verb or config.objective.kind
-    topology, strategy, folder = config.topology, config.strategy.name, RunFolder.of(config.trainer)
+    topology, strategy, folder = config.topology, config.strategy.spec, RunFolder.of(config.trainer)
     surroundings = _with_asked_gpus(topology, surroundings)
     processes = choose_processes(topology, surroundings)
     restarts = config.trainer.restarts if verb in OBJECTIVES.all() else 0
@@ -114,18 +114,15 @@ def plan_launch(
     no_kill = restarts > 0 and least < processes.nodes
     processes = processes if machines is None else processes.restrict(machines)
     port = processes.main_port or (surroundings.free_port if processes.nodes == 1 else DEFAULT_PORT)
-    file, gpus = str(folder.deepspeed), surroundings.gpus > 0
-    settings = [
-        launch_config(processes, node, strategy, deepspeed_file=file, port=port, gpus=gpus)
-        for node in range(processes.nodes)
-    ]
+    launcher, gpus = strategy.launcher(str(folder.deepspeed)), surroundings.gpus > 0
+    settings = [launch_config(processes, node, launcher, port=port, gpus=gpus) for node in range(processes.nodes)]
     worker = (verb, str(folder.config))
 
     def argv(settings: dict[str, Any]) -> tuple[str, ...]:
         if processes.num_processes == 1 or processes.joins:
             return (surroundings.python, "-m", *WORKER, *worker)
         file, timeout = str(folder.accelerate), topology.join_timeout
-        return tuple(launch_argv(surroundings.accelerate, file, settings, worker, join_timeout_s=timeout))
+        return tuple(launch_argv(surroundings.accelerate, file, settings, launcher, worker, join_timeout_s=timeout))
 
     network = _network(topology, processes, surroundings)
     env = _env(topology, processes, surroundings)
@@ -138,7 +135,7 @@ def plan_launch(
             for node, item in enumerate(settings)
         ),
         accelerate=settings[processes.node],
-        deepspeed=deepspeed_config(strategy, dtype=config.model.dtype, max_grad_norm=config.optim.max_grad_norm),
+        deepspeed=strategy.engine_settings and strategy.engine_settings(config.model.dtype, config.optim.max_grad_norm),
         batch=plan_batch(
             config.batch,
             config.packing.mode,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -29,7 +28,8 @@ from packtrain.plan.known_model import (
     reference_of,
     weights_of,
 )
-from packtrain.plan.launcher_settings import BUCKET, STAGES
+from packtrain.strategies.registry import STRATEGIES
+from packtrain.strategies.spec import Load, ModelSize, Overhead, StrategySpec
 
 GIB = 2**30
 OUTSIDE = int(1.5 * GIB)
@@ -42,18 +42,7 @@ ADAPTER_BYTES = 4  # peft keeps adapters in float32
 QUANTIZED_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0, "fp8": 1.0}
 """Bytes of a weight by model.quantize. nf4: 4 bits, an 8-bit scale per 64 weights, a 32-bit scale per 256 of those scales.
 Scales of whole rows count as nothing."""
-SHARDED = {  # parts that a strategy shards over the processes
-    "ddp": (),
-    "zero1": ("optimizer",),
-    "zero2": ("gradients", "optimizer"),
-    "zero3": ("weights", "gradients", "optimizer", "reference"),
-    "fsdp2": ("weights", "gradients", "optimizer", "reference"),
-    "zero3_offload": ("weights", "gradients", "optimizer", "reference"),
-}
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
-# elements of bfloat16 gradients that ZeRO-1 reduces at once (deepspeed's MEMORY_OPT_ALLREDUCE_SIZE)
-_REDUCED = 5 * 10**8
-_LIVE = 10**9  # gathered weights that ZeRO-3 keeps for reuse (stage3_max_live_parameters)
 HEAD_CHUNK = 2048
 """Tokens of documents whose logits exist at once (model/heads/summed.py)."""
 COMPARED_PAIRS = 4
@@ -153,27 +142,6 @@ class Memory:
         return {**asdict(self), **derived, "summary": self.sentence()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """A model in numbers, computed once for all configs that are tried.
-
-    `width` is the bytes of a weight. Numbers of weights: `all`, in the `linear` layers and experts of its blocks, in the largest
-    `block`, outside of blocks (`rest`, with any untied `embedding`), in the `largest` tensor, and `trained`.
-    `sizes` are the known values of its own config. `packed`: bytes of a number in the linear layers if they are quantised.
-    """
-
-    width: int
-    packed: float | None
-    all: int
-    linear: int
-    block: int
-    rest: int
-    embedding: int
-    largest: int
-    trained: int
-    sizes: Mapping[str, Any]
-
-
 def estimate(config: RunConfig, processes: int, device_bytes: int | None = None, machines: int = 1) -> Memory | str:
     """Estimate the memory of a run on `processes` devices, or say why that is impossible.
 
@@ -195,7 +163,7 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None,
 
 
 def _choose_checkpointing(
-    config: RunConfig, model: _Model, spread: tuple[int, int], device_bytes: int | None
+    config: RunConfig, model: ModelSize, spread: tuple[int, int], device_bytes: int | None
 ) -> Memory:
     """Resolve trainer.gradient_checkpointing and return the memory. `auto` recomputes just enough to leave SPARE of the device free."""
     counts: dict[str, Memory] = {}
@@ -216,7 +184,7 @@ def _choose_checkpointing(
     return replace(chosen, chosen=f"auto: with none it would take {in_gib(kept.total + kept.outside)} GiB")
 
 
-def _measure(config: RunConfig) -> _Model:
+def _measure(config: RunConfig) -> ModelSize:
     weights = weights_of(config.model, scores=config.objective.spec.scores)
     shapes = weights.shapes
     trained = adapter_shapes(shapes, config.peft)
@@ -232,7 +200,7 @@ def _measure(config: RunConfig) -> _Model:
         blocks[block.group() if block else ""] += math.prod(shape)
         linear += math.prod(shape) if block and len(shape) >= 2 else 0
     rest = blocks.pop("", 0)
-    return _Model(
+    return ModelSize(
         width=BYTES.get(config.model.dtype, weights.stored),
         packed=QUANTIZED_BYTES.get(config.model.quantize, weights.packed),
         all=rest + sum(blocks.values()),
@@ -252,68 +220,77 @@ def _embedding(shapes: Shapes) -> int:
     return max(sizes, default=0) if any(name.endswith(("lm_head.weight", SCORE)) for name in shapes) else 0
 
 
-def _count(config: RunConfig, model: _Model, processes: int, machines: int, *, gpu: bool) -> Memory:
-    name, full, copied = config.strategy.name, config.peft.kind == "none", config.strategy.shard_within == "machine"
+def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, *, gpu: bool) -> Memory:
+    spec, full, copied = config.strategy.spec, config.peft.kind == "none", config.strategy.shard_within == "machine"
     shards = processes // machines if copied else processes
-    rounded = name in STAGES and model.width == 2  # DeepSpeed's bf16 applies to all weights
+    rounded = spec.keeps_masters and model.width == 2  # all weights, adapters too
     trained_width = model.width if full or rounded else ADAPTER_BYTES
     saved = model.linear * (model.width - (model.packed or model.width))
     parts = {
         "weights": math.ceil(model.all * model.width - saved) + (0 if full else model.trained * trained_width),
-        "gradients": model.trained * (4 if rounded else trained_width),  # DeepSpeed sums them in float32
-        "optimizer": optimizer_bytes(config.optim, name, model.trained, trained_width)
+        "gradients": model.trained * (4 if rounded else trained_width),  # summed in float32
+        "optimizer": optimizer_bytes(config.optim, spec, model.trained, trained_width)
         + (4 * model.trained if config.trainer.ema else 0),
         "reference": _reference(config, model),
     }
-    split = {item: math.ceil(size / shards) if item in SHARDED[name] else size for item, size in parts.items()}
-    host = model.all * model.width if "weights" in SHARDED[name] else 0  # each process loads all, then shards
+    sharded = (*spec.shards, "reference") if spec.shards_weights else spec.shards
+    split = {item: math.ceil(size / shards) if item in sharded else size for item, size in parts.items()}
+    host = model.all * model.width if spec.shards_weights else 0  # each process loads all, then shards
     if config.model.is_base_for_adapters and not config.peft.options.get(
         "use_dora"
     ):  # each process reads only its slices (model/weights/slices.py)
         host = math.ceil(host / shards)
-    if name == "zero3_offload":
+    if spec.offloads:
         split["gradients"] += math.ceil(4 * model.trained / processes)  # also in float32, for the optimizer
         host = max(host, sum(split.values()))
         split = dict.fromkeys(split, 0)
     activations, moved, unknown = _activations(config, model, gpu=gpu)
-    host = max(host, moved + (host if name == "zero3_offload" else 0))
-    buffers = _buffers(config, model, processes, trained_width)
-    stepped = math.ceil(model.trained / (shards if "optimizer" in SHARDED[name] else 1))
-    # during the optimizer's step: ZeRO-2 and 3 copy gradients to float32, AdamW makes a temporary list of tensors
-    in_float32 = 4 if rounded and name != "zero1" else 0
-    stepping = stepped * (in_float32 + (trained_width if config.optim.name == "adamw_torch" else 0))
-    if trained_width == 2 and not rounded:
-        stepping = _in_float32(config) * min(stepped, max(STEPPED, model.largest))
-    if rounded and name == "zero1" and processes > 1:
-        stepping = max(stepping, 4 * min(_REDUCED, model.trained))
-    after = 0 if name == "zero3_offload" else stepping - (activations or 0)  # activations are freed by then
-    checking = 0 if name == "zero3_offload" else _first_check(config, model, gpu=gpu) - (activations or 0)
-    checking -= split["gradients"] + split["optimizer"]  # neither exists before step 1
-    watching = 0 if name == "zero3_offload" else _first_watch(config, model, gpu=gpu) - (activations or 0)
-    watching -= split["gradients"]
-    communicators = 0 if processes == 1 else 2 if name in STAGES else 1  # DeepSpeed clones the group of all processes
+    host = max(host, moved + (host if spec.offloads else 0))
+    overhead = spec.memory(_load(config, model, trained_width, processes, machines))
+    buffers = overhead.buffers + (0 if spec.casts_weights else _autocast_copies(config, model))
+    stepped = math.ceil(model.trained / (shards if "optimizer" in spec.shards else 1))
+    least = max(
+        _stepping(config, model, trained_width, stepped, overhead) - (activations or 0),  # freed by then
+        # neither gradients nor states exist before step 1
+        _first_check(config, model, gpu=gpu) - (activations or 0) - split["gradients"] - split["optimizer"],
+        _first_watch(config, model, gpu=gpu) - (activations or 0) - split["gradients"],
+    )
     return Memory(
-        **{**split, "buffers": max(buffers, after, checking, watching), "activations": activations},
+        **{**split, "buffers": buffers if spec.offloads else max(buffers, least), "activations": activations},
         parameters=model.all,
         trained=model.trained,
         host=host,
         unknown=unknown,
-        outside=OUTSIDE + communicators * NCCL,
-        accumulated=4 * model.trained if name == "fsdp2" and processes > 1 else None,
-        leaving=_leaving(config, model, machines) if name == "fsdp2" and machines > 1 else None,
+        outside=OUTSIDE + (overhead.communicators * NCCL if processes > 1 else 0),
+        accumulated=overhead.accumulated,
+        leaving=overhead.leaving,
         processes=processes,
     )
 
 
-def _leaving(config: RunConfig, model: _Model, machines: int) -> int:
-    """Return the bytes that one gradient exchange sends out of each machine. Its rings span all processes, or only machines."""
-    if config.strategy.shard_within == "machine":
-        return 2 * 4 * model.trained * (machines - 1) // machines  # gradients are summed, then handed back
+def _load(config: RunConfig, model: ModelSize, trained_width: int, processes: int, machines: int) -> Load:
     compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
-    return 2 * compute * model.all - compute * model.embedding + 4 * model.trained  # weights in both passes, gradients
+    return Load(
+        model=model,
+        trained_width=trained_width,
+        compute=compute,
+        block_width=model.packed or compute,
+        whole=config.peft.kind == "none",
+        processes=processes,
+        machines=machines,
+        copy_on_each=config.strategy.shard_within == "machine",
+    )
 
 
-def _activations(config: RunConfig, model: _Model, *, gpu: bool) -> tuple[int | None, int, str]:
+def _stepping(config: RunConfig, model: ModelSize, width: int, stepped: int, overhead: Overhead) -> int:
+    """Return the bytes that the optimizer's step takes for `stepped` numbers of `width` bytes. AdamW makes a temporary list of tensors."""
+    if width == 2 and not config.strategy.spec.keeps_masters:
+        return _in_float32(config) * min(stepped, max(STEPPED, model.largest))
+    listed = width if config.optim.spec.lists_weights else 0
+    return max(stepped * (overhead.widened + listed), overhead.reduced)
+
+
+def _activations(config: RunConfig, model: ModelSize, *, gpu: bool) -> tuple[int | None, int, str]:
     """Return bytes of activations at the peak, their bytes on the host, and "". Or None, 0, and why they are unknown."""
     batch = fullest(config, model.width, gpu=gpu)
     try:
@@ -341,7 +318,7 @@ def _head(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     return batch.tokens * layers.hidden * (batch.weight + batch.compute + cast) + chunk + weight * cast + of_weight
 
 
-def _first_check(config: RunConfig, model: _Model, *, gpu: bool) -> int:
+def _first_check(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
     """Return the bytes of the check of first pairs before step 1. It holds logits, also in float32, and log-probabilities."""
     if not config.objective.spec.reference or not config.verify.preflight:
         return 0
@@ -353,7 +330,7 @@ def _first_check(config: RunConfig, model: _Model, *, gpu: bool) -> int:
     return min(every, CHECKED_LOGITS) * (compute + 8)
 
 
-def _first_watch(config: RunConfig, model: _Model, *, gpu: bool) -> int:
+def _first_watch(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
     """Return the bytes of TRL's head in the watch over first steps. It needs a tile of logits, and no gradients."""
     batch = fullest(config, model.width, gpu=gpu)
     if config.objective.spec.examples != "documents" or not config.verify.preflight or batch is None:
@@ -361,55 +338,30 @@ def _first_watch(config: RunConfig, model: _Model, *, gpu: bool) -> int:
     return min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute
 
 
-def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: int) -> int:
-    """Return the bytes that the strategy and autocast hold during the backward pass."""
-    name, full, width = config.strategy.name, config.peft.kind == "none", model.width
-    copies, mixed = 0, config.trainer.mixed_precision == "bf16"
-    if mixed and width == 4 and model.packed is None:
-        # autocast keeps copies of trained weights until the step ends, copies of frozen weights as long as activations
-        every = period(config.trainer.gradient_checkpointing)
-        copies = 2 * model.linear if full or not every else 2 * model.linear * (every - 1) // every
-    if name == "ddp":
-        return copies + (model.trained * trained_width if processes > 1 else 0)
-    if name == "fsdp2":
-        # a layer, the buffer that it was gathered in, and the next layer; other weights stay gathered, but not the embedding (model/spread.py)
-        compute = 2 if mixed else width
-        gathered = 3 * model.block * (model.packed or compute)
-        gathered += (model.rest - model.embedding) * compute
-        made, reduced = (model.block + model.rest, model.block) if full else (0, 0)  # gradients, reduced in float32
-        return math.ceil(gathered) + made * min(compute, trained_width) + reduced * 4
-    rounded = width == 2
-    if name == "zero1" and rounded:
-        return copies  # no buckets: gradients are reduced when the step is complete
-    if STAGES[name] < 3:  # one bucket is reduced, in float32, while the other fills (overlap_comm)
-        return copies + 2 * trained_width * BUCKET + (4 * min(BUCKET, model.trained) if rounded else 0)
-    return copies + 4 * BUCKET + min(model.all, _LIVE) * width
-
-
-def optimizer_bytes(optim: Optim, strategy: str, trained: int, width: int) -> int:
-    """Return the bytes of all states of `trained` weights of `width` bytes. DeepSpeed's optimizers add flat float32 copies."""
-    masters = width == 2 and optim.keeps_masters
-    copies = 4 * trained if strategy in STAGES or masters else 0
-    each = 1 if "8bit" in optim.name else 0.5 if "4bit" in optim.name else 4 if copies else width
-    return copies + math.ceil(_moments(optim.name) * trained * each)
-
-
-def _moments(optimizer: str) -> int:
-    """Return how many numbers an optimizer keeps per weight. adafactor's row and column per matrix count as nothing."""
-    if optimizer in ("sgd", "adafactor"):
+def _autocast_copies(config: RunConfig, model: ModelSize) -> int:
+    """Return the bytes of autocast's copies. Copies of trained weights exist until the step ends, others as long as activations."""
+    if config.trainer.mixed_precision != "bf16" or model.width != 4 or model.packed:
         return 0
-    one = any(word in optimizer for word in ("lion", "rmsprop", "adagrad", "muon"))
-    return 3 if "ademamix" in optimizer else 1 if one else 2
+    every = period(config.trainer.gradient_checkpointing)
+    return 2 * model.linear if config.peft.kind == "none" or not every else 2 * model.linear * (every - 1) // every
+
+
+def optimizer_bytes(optim: Optim, strategy: StrategySpec, trained: int, width: int) -> int:
+    """Return the bytes of all states of `trained` weights of `width` bytes."""
+    masters = width == 2 and optim.keeps_masters
+    copies = 4 * trained if strategy.keeps_masters or masters else 0
+    each = optim.spec.state_bytes or (4 if copies else width)
+    return copies + math.ceil(optim.spec.states * trained * each)
 
 
 def _in_float32(config: RunConfig) -> int:
     """Return float32 bytes per number during its step. That is the gradient; without masters also weight, moments and rounding chance."""
-    moments = 0 if any(bits in config.optim.name for bits in ("8bit", "4bit")) else _moments(config.optim.name)
-    listed = 4 if config.optim.name == "adamw_torch" else 0
-    return listed + (4 if config.optim.keeps_masters else 4 * (3 + moments))
+    spec = config.optim.spec
+    moments = 0 if spec.state_bytes else spec.states
+    return 4 * spec.lists_weights + (4 if config.optim.keeps_masters else 4 * (3 + moments))
 
 
-def _reference(config: RunConfig, model: _Model) -> int:
+def _reference(config: RunConfig, model: ModelSize) -> int:
     """Return the bytes of the model or the adapters that are kept for the reference."""
     if not config.objective.spec.reference:
         return 0
@@ -421,24 +373,27 @@ def _reference(config: RunConfig, model: _Model) -> int:
 
 def _advice(config: RunConfig, processes: int) -> str:
     """Suggest what to try, the cheapest first. Nothing that changes the training or conflicts with this config."""
-    now, offload = config.strategy.name, "zero3_offload"
-    sharded = "zero3" if now in STAGES else "fsdp2"  # FSDP2 keeps no float32 copies of float32 weights
+    now, all_ = config.strategy.spec, STRATEGIES.all().values()
+    sharding = [one for one in all_ if one.shards_weights and not one.offloads]
+    # of the same library, else without float32 copies of float32 weights
+    sharded = min(sharding, key=lambda one: (one.run != now.run, one.keeps_masters)).name
+    offload = next(one.name for one in all_ if one.offloads)
 
     def possible(name: str) -> bool:
         return not any(check_strategy(replace(config, strategy=replace(config.strategy, name=name))))
 
     tries = {
-        f"strategy={sharded}": processes > 1 and "weights" not in SHARDED[now] and possible(sharded),
+        f"strategy={sharded}": processes > 1 and not now.shards_weights and possible(sharded),
         "trainer.gradient_checkpointing=auto": config.trainer.gradient_checkpointing not in ("auto", "full"),
         "smaller micro-batches (batch.tokens_per_device, examples_per_device)": not config.objective.sorting_losses,
-        f"strategy={offload}": now != offload and possible(offload),
+        f"strategy={offload}": now.name != offload and possible(offload),
         "peft=lora": config.peft.kind == "none",
         "larger GPUs": True,
     }
     return f"try {', '.join(what for what, helps in tries.items() if helps)}"
 
 
-def _advise_split(config: RunConfig, model: _Model, spread: tuple[int, int], device_bytes: int | None) -> str:
+def _advise_split(config: RunConfig, model: ModelSize, spread: tuple[int, int], device_bytes: int | None) -> str:
     """Suggest the smallest split of documents over neighbours that fits. "" if splitting is impossible or does not help."""
     if config.packing.mode == "padding" or config.data.max_length is None or config.objective.sorting_losses:
         return ""

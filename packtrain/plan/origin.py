@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from packtrain.config.keys import RECORDED, is_fixed, is_free
+from packtrain.config.keys import is_fixed, is_free, keys
 from packtrain.config.objective import Objective
+from packtrain.config.schema import PLACE
 from packtrain.errors import Problem, UserError
 from packtrain.plan.agreement import shared_values
 from packtrain.run_folder import RunFolder, object_of
@@ -26,37 +27,33 @@ STRATEGY, PROCESSES = "strategy.name", "the number of processes"
 SHAPE, TOKENIZER = "model.config.", "the tokenizer"
 FORMAT = "checkpoint.format"
 """Number to raise when checkpoints can no longer be read as before."""
-_OPTIONS = ("optim.schedule_options", "objective.options")
 _LENGTH, _STEPS, _DESPITE = "trainer.max_steps", "the number of steps", "trainer.resume_despite"
-_IF_ANY = ("data.stages", "optim.groups", "peft.options")
-"""Keys whose empty value is no fact: checkpoints of earlier packtrains lack these keys."""
-_ELSEWHERE = ("trainer.output_dir", "trainer.resume", _DESPITE, "trainer.epochs", _LENGTH, "data.eval")
-"""Keys that `facts_of` leaves out. They name files and folders, or say how a run goes on."""
+_AFTER_LOADING = (_LENGTH, "data.train", "model.dtype", "objective.reference", "trainer.mixed_precision")
+"""Decisive keys whose fact the run finds or decides after loading; it replaces their value."""
+_EMPTY = (None, "{}", "[]")
+"""Values of a fact that mean the same."""
 _NAME = re.compile(r"step-(\d+)")
-_AT_ONCE = re.compile(
-    r"(optim|batch|peft)\..*|objective\.(?!reference).*|data\.(shuffle|stages|streaming)|trainer\.seed"
-)
-"""Keys whose fact is their value in the config."""
 
 
 def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts in the `config` of a run (plain containers). Secrets become digests."""
-    texts = shared_values({group: keys for group, keys in config.items() if group in RECORDED})
-    facts: dict[str, Any] = {name: text.strip('"') for name, text in texts.items() if name not in _ELSEWHERE}
-    batch, held_out = config["batch"], config["data"]["eval"]
+    facts: dict[str, Any] = {}
+    for key in keys().values():
+        group, _, name = key.path.partition(".")
+        if key.resume is None or group in PLACE or key.path == _LENGTH:
+            continue
+        if isinstance(key.default, (dict, list)) and not is_free(key.path):  # one fact: a removed entry is a change too
+            facts[key.path] = json.dumps(config[group][name], sort_keys=True)
+        else:
+            texts = shared_values({group: {name: config[group][name]}})
+            facts |= {fact: text.strip('"') for fact, text in texts.items()}
+    batch, data, held_out = config["batch"], config["data"], config["data"]["eval"]
     if batch["tokens_per_step"] is not None:  # the rows of an epoch decide which documents form a step
         facts["batch.tokens_per_step"] += f" in rows of {batch['tokens_per_device']}"
     else:
         facts["packing.strategy"] = None
     facts["data.eval"] = "other files" if isinstance(held_out, str) else held_out
-    facts = {name: value for name, value in facts.items() if not name.startswith((*_OPTIONS, *_IF_ANY))}
-    data = config["data"]
-    facts.pop("data.shuffle_buffer", None)
     facts["data.streaming"] = f"true, with shuffle_buffer={data['shuffle_buffer']}" if data["streaming"] else None
-    for path in (*_OPTIONS, *_IF_ANY):  # one fact each: removing an option changes the training, too
-        group, _, name = path.partition(".")
-        value = config[group][name]
-        facts[path] = json.dumps(value, sort_keys=True) if value or path in _OPTIONS else None
     facts["optim.name"] = config["optim"]["name"].removesuffix("_fused")  # fused or not, the steps are the same
     facts["objective.loss"] = json.dumps(Objective(**config["objective"]).losses)
     facts[FORMAT] = 2
@@ -100,11 +97,11 @@ def check_config(config: Mapping[str, Any], folder: RunFolder, resume: str) -> N
     named = resume not in ("auto", "never")
     if not named and (resume == "never" or folder.gives_way("auto")):
         return
+    at_once = {_DESPITE, *(name for name in keys() if not is_free(name))} - {*_AFTER_LOADING}
     for newest in [Path(resume).expanduser()] if named else [*list_checkpoints(folder.checkpoints).values()][-1:]:
         written = _intact_origin(newest)
-        facts = {name: value for name, value in facts_of(config).items() if name in written}
-        if at_once := {name: value for name, value in facts.items() if _AT_ONCE.fullmatch(name) or name == _DESPITE}:
-            check_origin(newest, at_once)
+        if known := {name: value for name, value in facts_of(config).items() if name in at_once & written.keys()}:
+            check_origin(newest, known)
 
 
 def list_checkpoints(checkpoints: Path) -> dict[int, Path]:
@@ -161,8 +158,8 @@ def same_course(written: dict[str, Any], origin: dict[str, Any]) -> bool:
 
 
 def _same(name: str, written: Mapping[str, Any], origin: Mapping[str, Any]) -> bool:
-    """Return whether a fact is the same. 1 equals 1.0, and the order of layers does not matter."""
-    before, now = written.get(name), origin.get(name)
+    """Return whether a fact is the same. 1 equals 1.0, none equals an empty list, and the order of layers does not matter."""
+    before, now = (None if facts.get(name) in _EMPTY else facts.get(name) for facts in (written, origin))
     if before != now and isinstance(before, str) and isinstance(now, str):
         with suppress(ValueError, RecursionError):
             before, now = json.loads(before), json.loads(now)

@@ -23,7 +23,7 @@ PER_WEIGHT = 5
 """Tolerance of one weight's gradient, as a multiple of the tolerance of all: over all weights rounding errors even out."""
 SMALLEST = 1e-3
 """Smallest share of the total gradient norm: smaller gradients (a key's bias, mere rounding) are measured against this share."""
-Change = Callable[[], Callable[[], object]]
+MakeChange = Callable[[], Callable[[], object]]
 """Makes a change and returns the function that undoes it; if it raises an exception, nothing is changed."""
 
 
@@ -44,7 +44,7 @@ class ChangeProof:
 
 
 def prove_change(
-    change: Change,
+    change: MakeChange,
     loss: Callable[[], torch.Tensor],
     weights: Mapping[str, torch.Tensor],
     tolerance: Tolerance,

@@ -1,7 +1,7 @@
 """Choose the backend for a model's packed rows, once, by measuring.
 
-`auto` takes the first of flash, segmented and per_document that is available and proves exact on the loaded model, and notes
-why each better one was rejected. A backend set by name is never replaced: if it is not exact, the run ends.
+`auto` takes the first of its backends (attention/registry.py::tried_by_auto) that is available and proves exact on the loaded model,
+and notes why each better one was rejected. A backend set by name is never replaced: if it is not exact, the run ends.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from packtrain.attention import flash
-from packtrain.attention.backends import OWN_CODE, PER_DOCUMENT, Backend
-from packtrain.attention.forwards import uses_attention_interface
+from packtrain.attention.backends import serve
+from packtrain.attention.registry import BACKENDS, tried_by_auto
+from packtrain.attention.spec import Backend
 from packtrain.errors import CheckFailed, Problem, UserError
 from packtrain.packing.segments import Segments
 from packtrain.proof.isolation import DOCUMENTS, TREE, Proof, prove_isolation
 from packtrain.proof.leak import Leak, find_leak
 
-AUTO = ("flash", "segmented", PER_DOCUMENT)
-"""Best first."""
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """Chosen backend, with its proof (None if not asked for). `rejected` has better candidates with reasons, best first.
+    """Chosen backend, `why`, and its proof (None if not asked for). `rejected` has better candidates with reasons, best first.
 
+    `kernel` is the kernel's name, "" if the backend needs none.
     `why_not_shared`: None if sharing the prompt of a preference pair was not tried, "" if it proved exact, else the reason.
     """
 
     backend: Backend
+    why: str
+    kernel: str
     proof: Proof | None
     rejected: tuple[tuple[str, str], ...] = ()
     why_not_shared: str | None = None
@@ -62,18 +62,16 @@ def choose_attention(
     unproved. Raises UserError if a named backend is not available, NotExact if it is not exact, CheckFailed if no backend works.
     """
     named, rejected, proof, leak = wanted != "auto", [], None, None
-    for name in (wanted,) if named else AUTO:
-        if name != PER_DOCUMENT and not uses_attention_interface(model):
-            kernel, reason = "", OWN_CODE
-        else:
-            kernel, reason = flash.available(model, device, autocast) if name == "flash" else (name, "")
-        if not kernel and named:
+    for backend in [BACKENDS[wanted]] if named else tried_by_auto():
+        name, service = backend.name, serve(backend, model, device, autocast)
+        reason, kernel = service.why, service.kernel
+        if kernel is None and named:
             raise UserError(
                 f"{name} attention is not available: {reason}", where="model.attention", fix="set it to auto"
             )
-        if named and not prove:
-            return AttentionChoice(Backend(name, "asked for"), None)
-        if kernel:
+        if kernel is not None and named and not prove:
+            return AttentionChoice(backend, "asked for", kernel, None)
+        if kernel is not None:
             why_not_shared, why = None, "asked for" if named else reason
             if pairs:
                 why_not_shared, proof = prove_backend(name, model, autocast, TREE)
@@ -81,7 +79,7 @@ def choose_attention(
                 reason, proof = prove_backend(name, model, autocast)
             if why_not_shared == "" or not reason:
                 why = "; ".join(f"no {other}: {lacking}" for other, lacking in rejected) or why
-                return AttentionChoice(Backend(name, why), proof, tuple(rejected), why_not_shared)
+                return AttentionChoice(backend, why, kernel, proof, tuple(rejected), why_not_shared)
             if proof is not None and proof.verdict == "leaks" and (leak := find_leak(model, name)):
                 reason = f"{reason}: {leak.module}, a {leak.kind}, mixes them"
         rejected.append((name, reason))
@@ -107,16 +105,17 @@ def prove_backend(
     With TREE as `segments`, preference pairs compute their prompt once for both answers. With `parts`, rows are split over as many ranks;
     this rank has number `part`.
     """
-    if name == PER_DOCUMENT and segments is TREE:
-        return f"{name} runs every document by itself", None
+    backend = BACKENDS[name]
+    if backend.why_not_shared and segments is TREE:
+        return f"{name} {backend.why_not_shared}", None
     # None: in float32 if kernel and weights take it, see isolation.py; FSDP2 gathers weights in 16 bits
-    precision = autocast if name == "flash" or isinstance(model, FSDPModule) else None
+    precision = autocast if backend.formats or isinstance(model, FSDPModule) else None
     try:
         proof = prove_isolation(model, name, autocast=precision, segments=segments, part=part, parts=parts)
     except CheckFailed as refusal:
         return refusal.problems[0].what, None
-    # per_document is exact by construction, even if the positive control is too weak
-    if proof.verdict == "exact" or (name == PER_DOCUMENT and proof.verdict != "leaks"):
+    # a call for each document is exact by construction, even if the positive control is too weak
+    if proof.verdict == "exact" or (backend.by_document and proof.verdict != "leaks"):
         return "", proof
     off, tolerance = f"{proof.max_difference:.2g}", f"(tolerance {proof.tolerance:.1g})"
     if proof.verdict == "unsupported":

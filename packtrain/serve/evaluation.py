@@ -161,8 +161,8 @@ def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConf
     )
     nothing: dict[str, Any] = dict.fromkeys(("mirror", "checkpoint_every", "eval_every", "early_stop_patience"))
     trainer = replace(config.trainer, max_steps=1, resume="never", samples=[], restarts=0, **nothing)
-    optim = replace(config.optim, dither="no")
-    if config.strategy.name in ("ddp", "fsdp2"):
+    optim = replace(config.optim, bf16_rounding="undithered")
+    if not config.strategy.spec.steps_in_backward:
         optim = replace(optim, name="sgd")  # it has no states; there is no step
     of_them: Any = {"model": model, "objective": objective, "peft": peft, "data": data, "trainer": trainer}
     return replace(config, **of_them, optim=optim, tracking=Tracking())

@@ -1,4 +1,4 @@
-"""The model after accelerate spread it, with optimizer and schedule (`Engine`). DDP, DeepSpeed and FSDP2 have the same interface."""
+"""The spread model with optimizer and schedule (`Engine`), with one interface for all strategies."""
 
 from __future__ import annotations
 
@@ -6,74 +6,68 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
 from transformers import get_scheduler
-from transformers.integrations.deepspeed import deepspeed_init
 
 from packtrain.boundary import boundary
-from packtrain.config.rules.paths_and_packages import without_package
 from packtrain.config.schema import Optim
+from packtrain.errors import CheckFailed
 from packtrain.model.load import base_model
 from packtrain.model.recomputation import recompute
-from packtrain.model.spread import check_active
-from packtrain.train.checkpoint.reshard import masters_in
+from packtrain.model.weights.stream import gathered
+from packtrain.strategies.registry import STRATEGIES
+from packtrain.strategies.spec import StrategySpec
+from packtrain.train.checkpoint.contents import CheckpointContents
+from packtrain.train.checkpoint.reshard import Names, put_into_torch, put_weights
+from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import Dither
+from packtrain.train.optim.final_weights import Exact
 from packtrain.train.optim.float32_step import MASTER, loses_updates, stepping_in_float32
-from packtrain.train.optim.groups import AVERAGE, MuonAndAdamW, group_weights
+from packtrain.train.optim.groups import AVERAGE, group_weights
 from packtrain.train.optim.seen_updates import optimizer_inside
+from packtrain.train.settings import LoopSettings
+
+Judge = Callable[[Callable[[], torch.Tensor]], bool | None]
+"""Judges a step by a function for the norm of its gradients: True if it gets no update, None if steps are not judged."""
 
 
 class Engine:
     """The spread model with its optimizer. `model` is the plain model; `wrapped` is the one a step calls, after `prepare`.
 
-    The Trainer that the `loss` holds makes the optimizer.
+    The Trainer that the `loss` holds makes the optimizer. A subclass for each strategy wraps the model, exchanges gradients, and saves
+    and loads checkpoints.
     """
 
     optimizer: Any
     lr_schedule: Any
 
-    def __init__(
-        self,
-        loss: Loss,
-        strategy: str,
-        checkpointing: str = "none",
-        *,
-        offload: bool = False,
-        exchange_once: bool = False,
-        ema: float = 0.0,
-    ) -> None:
-        """`strategy` is strategy.name. `checkpointing` says how layers recompute activations (model/recomputation.py), `offload` whether the
-        kept ones go to the CPU. `exchange_once` is for fsdp2 (plan/memory.py::Memory.exchanges_once), `ema` is trainer.ema."""
-        self._held, self._changes, self.strategy = loss.held, loss.changes, strategy
-        self.exchanges_once, self.ema = exchange_once, ema
+    def __init__(self, loss: Loss, settings: LoopSettings) -> None:
+        self.held, self._changes = loss.held, loss.changes
+        self.spec = STRATEGIES[settings.strategy]
+        self.exchanges_once, self.ema = settings.exchange_once, settings.trainer.ema
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.held.args
+        self.has_adapters = base_model(self.model) is not self.model
         self.wrapped: Any = self.model
-        self.deepspeed: bool = loss.held.is_deepspeed_enabled
         self.weight_order: list[str] = []
         """Names of the trained weights, in the order of the optimizer."""
         self.dither = Dither()
-        self._masters: list[torch.Tensor] = []
-        if checkpointing != "none":
-            recompute(base_model(self.model), checkpointing, offload=offload)
+        if settings.checkpointing != "none":
+            recompute(base_model(self.model), settings.checkpointing, offload=settings.trainer.activation_offload)
 
     def prepare(self, steps: int, optim: Optim, say: Callable[[str], None]) -> None:
-        """Make optimizer and schedule for this number of `steps`, and spread the model. Raises UserError if one of them cannot be made."""
+        """Make optimizer and schedule for this number of `steps`, and wrap the model. Raises UserError if one of them cannot be made."""
         self.accelerator.free_memory()
         self.dither.move_weights()
         optimizer = self._make_optimizer(steps, optim, say)
         names = {weight: name for name, weight in self.model.named_parameters()}
         self.weight_order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]
-        if self.strategy == "fsdp2":  # model/spread.py has sharded it
-            self.wrapped = self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
-            self.optimizer = self.accelerator.prepare(optimizer)
-        else:
-            self.wrapped, self.optimizer = self.accelerator.prepare(self.model, optimizer)
-        if self.deepspeed:
-            self._find_masters()
+        self.wrapped, self.optimizer = self.wrap(optimizer)
         with boundary(f"the schedule {optim.schedule} cannot be made", "optim.schedule_options"):
             self.lr_schedule = get_scheduler(
                 self.args.lr_scheduler_type,
@@ -82,70 +76,74 @@ class Engine:
                 num_training_steps=steps,
                 scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
             )
-        check_active(self.strategy, self.wrapped, self.model)
+        check_spread(self.spec, self.wrapped, self.model)
 
     def _make_optimizer(self, steps: int, optim: Optim, say: Callable[[str], None]) -> Any:
-        """Return transformers' optimizer. It steps in float32 where weights would lose updates; DeepSpeed does that itself."""
+        """Return transformers' optimizer. It steps in float32 where weights would lose updates."""
         what = f"the optimizer {optim.name} cannot be made"
-        making = partial(boundary, what, "optim.name", without_package(optim.name))
+        making = partial(boundary, what, "optim.name", optim.spec.advice)
         with making():
-            kind, arguments = self._held.get_optimizer_cls_and_kwargs(self.args, self.model)
-        if optim.name == "muon":
-            kind, arguments = MuonAndAdamW, {name: arguments[name] for name in ("lr", "betas", "eps")}
-        if optim.groups or optim.name == "muon":
-            decayed = self._held.get_decay_parameter_names(self.model)
+            kind, arguments = self.held.get_optimizer_cls_and_kwargs(self.args, self.model)
+        if optim.spec.own:
+            kind = import_module(optim.spec.own).OPTIMIZER
+            arguments = {name: arguments[name] for name in ("lr", "betas", "eps")}
+        if optim.groups or optim.spec.own:
+            decayed = self.held.get_decay_parameter_names(self.model)
             arguments = {**arguments, "params": group_weights(self.model, optim, decayed)}
-            self._held.optimizer_cls_and_kwargs = kind, arguments
-        coarse = any(map(loses_updates, self.model.parameters())) and not self.deepspeed
-        if not (optim.keeps_masters or coarse or self.deepspeed):  # config/rules/ cannot know it with model.dtype=auto
-            say("optim.bf16_rounding has no effect: no trained weight is bfloat16")
-        if coarse:
+            self.held.optimizer_cls_and_kwargs = kind, arguments
+        coarse = any(map(loses_updates, self.model.parameters()))
+        if coarse and not self.spec.keeps_masters:
             names = {weight: name for name, weight in self.model.named_parameters()}
-            how: Any = {"masters": optim.keeps_masters, "seed": self.args.seed, "names": names, "dither": self.dither}
-            self._held.optimizer_cls_and_kwargs = stepping_in_float32(kind, **how), arguments
+            kind = stepping_in_float32(
+                kind, masters=optim.keeps_masters, seed=self.args.seed, names=names, dither=self.dither
+            )
+            self.held.optimizer_cls_and_kwargs = kind, arguments
+        elif not (optim.keeps_masters or self.spec.keeps_masters):  # config/rules/ cannot know it with model.dtype=auto
+            say("optim.bf16_rounding has no effect: no trained weight is bfloat16")
         with making():
-            return deepspeed_init(self._held, steps)[0] if self.deepspeed else self._held.create_optimizer()
+            return self.create_optimizer(steps)
+
+    # Parts that differ by strategy: spreading and steps.
+
+    @staticmethod
+    def is_spread(spec: StrategySpec, wrapped: Any, model: nn.Module) -> bool:
+        """Return whether the strategy `spec` is active. `wrapped` is called in training, `model` is inside it."""
+        raise NotImplementedError
+
+    def create_optimizer(self, steps: int) -> Any:
+        """Return the optimizer of the Trainer that the loss holds."""
+        return self.held.create_optimizer()
+
+    def wrap(self, optimizer: Any) -> tuple[Any, Any]:
+        """Return the model that a step calls, and the optimizer around `optimizer`."""
+        return self.accelerator.prepare(self.model, optimizer)
+
+    def ask_before_update(self, judge: Judge) -> None:
+        """Ask `judge` before each update if an engine makes it within the backward pass. Else the loop judges."""
+
+    def trying(self) -> AbstractContextManager[None]:
+        """Return a context that takes back the counts of a tried micro-batch."""
+        return nullcontext()
 
     def masters_of(self, stepped: torch.Tensor) -> list[torch.Tensor]:
         """Return the masters of bfloat16-computed weights among the numbers that the optimizer steps. If the run has such masters, every
         process gets at least an empty one. With fp8 there are none: fp8 has other cells."""
-        if "fp8" in self._changes or not self.dither.rounded:
-            return []
-        if self.deepspeed:  # one flat part holds weights of all kinds
-            begin = stepped.data_ptr()
-            own = [part for part in self._masters if begin <= part.data_ptr() < begin + stepped.nbytes]
-            return own or [stepped[:0]]
+        return [] if "fp8" in self._changes or not self.dither.rounded else self.own_masters_of(stepped)
+
+    def own_masters_of(self, stepped: torch.Tensor) -> list[torch.Tensor]:
+        """Return `masters_of` a run that has some."""
         if isinstance(stepped, torch.nn.Parameter):
             rounded = any(stepped is weight for weight in self.dither.rounded.values())
             return [stepped] if stepped.dtype == torch.float32 and rounded else []
         return [stepped] if getattr(self.plain_optimizer, "masters", False) else []
 
-    def _find_masters(self) -> None:
-        """Find the masters of bfloat16-computed weights in DeepSpeed's flat parts. Move the masters of 16-bit weights."""
-        names = {weight: name for name, weight in self.dither.rounded.items()}
-        for weight, master, first in masters_in(self.wrapped.optimizer, names) if names else ():
-            self._masters.append(master)
-            if weight.dtype == torch.bfloat16:
-                self.dither.move_master(names[weight], master, first)
-
     def exchanging_gradients(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return the context to run a micro-batch in. DDP exchanges gradients only with the `last` one, as does FSDP2 if it `exchanges_once`;
-        otherwise sharded strategies exchange them with each micro-batch.
-
-        DeepSpeed's engine steps within the backward pass of the micro-batch that is marked as the last.
-        """
-        if self.exchanges_once:
-            cast(FSDPModule, base_model(self.model)).set_requires_gradient_sync(last)
-            return nullcontext()
-        if self.deepspeed:
-            self.accelerator.gradient_state._set_sync_gradients(last)
-            return nullcontext()
+        """Return the context to run a micro-batch in. Ranks exchange gradients with the `last` one, or as torch's model does it."""
         return nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
     def clip(self) -> Any:
-        """Clip the step's gradients to optim.max_grad_norm; return their norm. DeepSpeed's engine has already clipped."""
-        norm: Any = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.args.max_grad_norm or math.inf)
-        return norm.item() if self.deepspeed and isinstance(norm, torch.Tensor) else norm
+        """Clip the step's gradients to optim.max_grad_norm; return their norm."""
+        return self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.args.max_grad_norm or math.inf)
 
     def update(self) -> float:
         """Make the update; return its learning rate."""
@@ -173,6 +171,52 @@ class Engine:
     def plain_optimizer(self) -> Any:
         """Return torch's optimizer, which accelerate and DeepSpeed wrap."""
         return optimizer_inside(self.optimizer)
+
+    # Parts that differ by strategy: checkpoints and final/.
+
+    def exact_weights(self, kept_as: str) -> Exact:
+        """Return a function for masters in the optimizer, or its states named `kept_as`."""
+        states = self.plain_optimizer.state
+
+        def exact(weight: torch.Tensor) -> torch.Tensor | None:
+            kept = states[weight].get(kept_as) if weight in states else None
+            return None if kept is None else gathered(kept)
+
+        return exact
+
+    def whole_weights(self, *, trained_only: bool) -> dict[str, torch.Tensor] | None:
+        """Gather the state dict of sharded weights. All ranks call it; the main one gets it, others get {}. None: no weight is sharded."""
+        return None
+
+    def save(self, folder: Path, writer: CheckpointWriter) -> None:
+        """Write copies of the optimizer's state, and of sharded weights, in the background."""
+        raise NotImplementedError
+
+    @staticmethod
+    def read_checkpoint(checkpoint: Path, model: nn.Module) -> CheckpointContents:
+        """Open a checkpoint that a run with this strategy wrote for `model`."""
+        raise NotImplementedError
+
+    def load_own(self, checkpoint: Path, contents: CheckpointContents, names: Names) -> bool:
+        """Load a checkpoint of this strategy by its own files. `names` has weights and buffers. Return whether that is possible."""
+        raise NotImplementedError
+
+    def load_by_name(self, contents: CheckpointContents, names: Names, buffers: Names) -> None:
+        """Load a checkpoint of any strategy into the weights `names` and the `buffers`."""
+        put_weights(contents, {**names, **buffers})
+        put_into_torch(contents, self.plain_optimizer, names)
+
+
+def engine_of(strategy: str) -> type[Engine]:
+    """Return the engine of a strategy. The code of other strategies is not imported."""
+    return import_module(STRATEGIES[strategy].run).ENGINE
+
+
+def check_spread(spec: StrategySpec, wrapped: Any, model: nn.Module) -> None:
+    """Raise CheckFailed if the strategy is not active. Each process would train alone."""
+    if not engine_of(spec.name).is_spread(spec, wrapped, model):
+        what = f"the run is to train by {spec.name}, but its model is a {type(wrapped).__name__}, which does not"
+        raise CheckFailed(what, where="strategy.name", fix="start it by packtrain or torchrun, without other settings")
 
 
 def warmup_of(schedule: str, asked: int, steps: int) -> int:

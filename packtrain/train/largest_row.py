@@ -24,7 +24,6 @@ from packtrain.train.library_errors import LESS_MEMORY, out_of_memory, shortly
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.seen_updates import local
-from packtrain.train.patches import counting_no_step
 from packtrain.train.settings import LoopSettings
 from packtrain.wording import counted, size
 
@@ -80,7 +79,7 @@ def try_largest(
 ) -> None:
     """Run the largest micro-batch forward and backward, on every rank. It runs twice: the second time gradients exist.
 
-    DeepSpeed's engine takes it for a step; `ask_before_update` must refuse the update.
+    An engine that steps in the backward pass takes it for a step; `ask_before_update` must refuse the update.
     """
     numbers, is_split = largest_row(steps, first_step)
     batch, device = steps.collate_part(numbers, is_split), loss.device
@@ -88,12 +87,11 @@ def try_largest(
     counts = torch.tensor(batch.counts, device=device)
     work.begin(first_step, 1, batch, numbers)
     engine.wrapped.train()
-    no_step = counting_no_step(engine.wrapped) if engine.deepspeed else nullcontext()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), loss.keeping_metrics(), no_step:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), loss.keeping_metrics(), engine.trying():
         held = torch.empty(_states_to_come(engine, settings), dtype=torch.uint8, device=device)
         for again in (False, True):
             cast_once = nullcontext() if settings.sharded else weights_cast_once()
-            last = engine.deepspeed or (engine.exchanges_once and again)
+            last = engine.spec.steps_in_backward or (engine.exchanges_once and again)
             with cast_once, engine.exchanging_gradients(last=last):
                 engine.accelerator.backward(loss.compute(engine.wrapped, batch, counts))
         del held
@@ -105,11 +103,11 @@ def try_largest(
 
 def _states_to_come(engine: Engine, settings: LoopSettings) -> int:
     """Return the bytes of this process's optimizer states that do not exist yet."""
-    if engine.deepspeed or engine.plain_optimizer.state:
+    if engine.spec.steps_in_backward or engine.plain_optimizer.state:
         return 0
     trained = [weight for weight in engine.model.parameters() if weight.requires_grad]
     number, width = sum(local(weight).numel() for weight in trained), trained[0].itemsize
-    return optimizer_bytes(settings.optim, settings.strategy, number, width)
+    return optimizer_bytes(settings.optim, engine.spec, number, width)
 
 
 def memory_error(

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from packtrain.packing.collate import (
     part_of,
 )
 from packtrain.packing.schedule import Schedule
+
+_FIRST_TOKENS = 2048
+"""Tokens in all of the documents that prove a change, unless each document is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,3 +226,23 @@ def attention_cost(model: PreTrainedModel) -> float:
     """Return c: a document of l tokens costs l + c · l². Unit: one token's linear layers."""
     base = base_model(model)
     return cost_of_attention(base.config.get_text_config(), sum(map(elements, base.parameters())))
+
+
+def first_documents(steps: Steps) -> MicroBatch:
+    """Collate documents of the first micro-batch that fit into _FIRST_TOKENS tokens, in order.
+
+    If none fits, take the shortest; a text is cut to its last _FIRST_TOKENS tokens that end with a trained one.
+    """
+    numbers, room, some = steps.first_examples(0), _FIRST_TOKENS, list[int]()
+    for number, slots in zip(numbers.tolist(), steps.schedule.lengths[numbers].tolist(), strict=True):
+        if slots <= room:
+            some.append(number)
+            room -= slots
+    shortest = int(numbers[steps.schedule.lengths[numbers].argmin()])
+    if some or type(steps) is not Steps:
+        return steps.collate(np.array(some or [shortest]))
+    whole: Any = steps.data[shortest]
+    end = int(np.flatnonzero(whole.loss_mask)[-1]) + 1
+    part = slice(max(0, end - _FIRST_TOKENS), end)
+    cut = replace(whole, input_ids=whole.input_ids[part], loss_mask=whole.loss_mask[part])
+    return replace(steps, data=cast(Any, [cut]), layout="padding" if steps.layout == "padding" else "flat").collate([0])

@@ -26,7 +26,7 @@ from packtrain.packing.collate import on_device, to_device
 from packtrain.train.checkpoint.folder import folder_of
 from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.checkpoint.state import Checkpoints
-from packtrain.train.engine import Engine
+from packtrain.train.engine import engine_of
 from packtrain.train.largest_row import WorkRecord, try_largest
 from packtrain.train.loader import MicroBatch, Steps, step_loader
 from packtrain.train.log.listener import Listener
@@ -34,7 +34,6 @@ from packtrain.train.log.metrics import LateCopy, SourceCounts, StepMetrics
 from packtrain.train.log.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.seen_updates import FEW, SeenUpdates
-from packtrain.train.patches import ask_before_update
 from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
 from packtrain.train.settings import LoopSettings
 from packtrain.train.spikes import Judgement, SpikeJudge
@@ -85,20 +84,13 @@ class StepTrainer:
         self.loss, self.settings = loss, settings
         self.steps, self.evaluation = settings.steps, dict(settings.evaluation)
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.held.args
-        self.engine = Engine(
-            loss,
-            settings.strategy,
-            settings.checkpointing,
-            offload=settings.trainer.activation_offload,
-            exchange_once=settings.exchange_once,
-            ema=settings.trainer.ema,
-        )
+        self.engine = engine_of(settings.strategy)(loss, settings)
         self.checkpoints = Checkpoints(self.engine, settings, loss.held)
         self.writer = self.checkpoints.writer
         self.spikes = SpikeJudge(settings.spikes, self.accelerator, settings.say)
         self.work = WorkRecord(loss.device)
         self.changes: dict[str, str] = {}
-        """Decisions about changes to how the model computes (changes.py), by name."""
+        """Decisions about changes to how the model computes (preflight.py), by name."""
         self.first_step_watch: FirstStepWatch | None = None
         self.seen_updates = SeenUpdates()
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
@@ -127,8 +119,7 @@ class StepTrainer:
             self.checkpoints.restore(checkpoint)
         self.seen_updates.watch(self.engine.optimizer, self.engine.masters_of)
         self.seen_updates.measured = sum("updates_seen" in line for line in self.state.lines)
-        if self.engine.deepspeed:
-            ask_before_update(self.engine.wrapped.optimizer, self._judge_for_engine)
+        self.engine.ask_before_update(self._judge_for_engine)
         self.spikes.read(checkpoint)
         self._resumed_from = checkpoint
         self.steps = self.spikes.without_skipped(self.steps)
@@ -237,7 +228,7 @@ class StepTrainer:
             return Judgement(loss, norm)
         step = self.state.step + 1
         # DeepSpeed's engine called `_judge_for_engine` within the backward pass
-        if not self.engine.deepspeed and self.spikes.judge(step, loss, norm, counts):
+        if not self.engine.spec.steps_in_backward and self.spikes.judge(step, loss, norm, counts):
             self.engine.wrapped.zero_grad()  # the update then changes no weight: optimizers skip weights without a grad
             self.seen_updates.ignore_step()
         if not self.spikes.spike_reason:

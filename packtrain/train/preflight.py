@@ -1,24 +1,32 @@
-"""Proofs on the loaded model: the attention of packed rows, and the first real rows."""
+"""Proofs on the loaded model: attention of packed rows, changes, first real rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
-from packtrain.attention import flash
-from packtrain.attention.backends import PER_DOCUMENT, attending_by, attention_of
+from packtrain.attention.backends import attention_of, documents_alone
 from packtrain.attention.forwards import rotates_by_length
-from packtrain.errors import CheckFailed, Problem
+from packtrain.attention.registry import BACKENDS
+from packtrain.changes.spec import NO_GRADIENTS, Make, Proposal
+from packtrain.errors import CheckFailed, Problem, UserError
 from packtrain.model.load import base_model
+from packtrain.model.recomputation import recompute_in_eval
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE
+from packtrain.proof.change import ChangeProof, prove_change
 from packtrain.proof.choice import AttentionChoice, choose_attention
-from packtrain.proof.comparison import check_equal, evaluating, model_refusals
+from packtrain.proof.comparison import check_equal, evaluating, has_routers, model_refusals, tolerance_of
+from packtrain.train.loader import first_documents
+from packtrain.train.log.console import Log
+from packtrain.train.objectives.loss import Loss
 
 WATCHED_STEPS = 3
 _FEWEST = 16  # trained tokens; rounding errors average out over them
@@ -39,8 +47,7 @@ def choose_on_all_ranks(
     Arguments as for `choose_attention`. Raises UserError or CheckFailed if `wanted` is not available or not exact, or if ranks would differ.
     """
     choice = choose_attention(wanted, model, model.device, autocast=autocast, prove=prove, pairs=pairs)
-    kernel = flash.available(model, model.device, autocast)[0] if choice.backend.name == "flash" else None
-    by = f" by {kernel.kernel.name}" if kernel and kernel.kernel else ""
+    by = f" by {choice.kernel}" if choice.kernel else ""
     same_everywhere(f"{choice.backend.name}{by}", "attention", "model.attention", ranks.world_size)
     if problem := why_not_together(ranks, choice.backend.name, model):
         raise CheckFailed(problem)
@@ -49,7 +56,7 @@ def choose_on_all_ranks(
 
 def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Problem | None:
     """Return a problem if ranks would gather weights a different number of times, which hangs. Else None."""
-    if ranks.sharded and backend == PER_DOCUMENT:
+    if ranks.sharded and BACKENDS[backend].by_document:
         return Problem(
             f"packed rows of {type(model).__name__} run one document at a time, so that processes call it a different number "
             f"of times; under {ranks.strategy} all have to call it together",
@@ -62,8 +69,10 @@ def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Prob
 def why_not_split(model: PreTrainedModel, backend: str) -> str:
     """Return why rows of `model` cannot be split over ranks, "" if they can. Looks at the layers only, before any proof."""
     name = type(model).__name__
-    if backend in ("", PER_DOCUMENT):
-        return f"{name} runs packed rows one document at a time"
+    if not backend:
+        return f"no backend serves packed rows of {name}"
+    if why := BACKENDS[backend].why_not_split:
+        return f"{name} runs packed rows by {backend}, which {why}"
     if rotates_by_length(model):
         return f"the rotary embeddings of {name} depend on the length of a document"
     if getattr(model.config.get_text_config(), "attn_temperature_tuning", False):
@@ -79,6 +88,68 @@ def same_everywhere(choice: str, what: str, where: str, world_size: int) -> None
         ranks = ", ".join(f"rank {rank}: {own}" for rank, own in enumerate(choices))
         fix = "install the same packages everywhere, or name what to use"
         raise CheckFailed(f"the processes would not use the same {what} ({ranks})", where=where, fix=fix)
+
+
+def make_changes(loss: Loss, ranks: Ranks, found: Sequence[tuple[str, Proposal]], log: Log) -> dict[str, str]:
+    """Make the changes of the `loss`'s model that prove exact, one on top of another. Return and log what was decided, by their names.
+
+    They are made before the objective's proofs and before the reference's log-probabilities are precomputed, so both use the model that
+    trains. A resumed run proves again, with the first documents of the data and the weights that the run began with. On a machine with
+    the same packages it makes the same changes. All ranks call it together. Raises UserError if a required change is not available,
+    CheckFailed if it is not exact.
+    """
+    decided = dict[str, str]()
+    for name, proposal in found:
+        what, lacks, proof = proposal.what, proposal.lacks, None
+        if not lacks and ranks.spec.gathers_by_engine and not proposal.unproved:
+            lacks = f"{ranks.strategy} {NO_GRADIENTS}"
+        if lacks and proposal.key:
+            raise UserError(f"{what}: not available, {lacks}", where=proposal.key, fix="set it to auto")
+        if proposal.unproved:
+            _on_all(loss, proposal.make)()
+        elif not lacks:
+            proof = _prove(loss, proposal)
+            lacks = proof.refusal
+        if proof and lacks and proposal.key:
+            why = f"{what} would not train as the model itself does: {lacks}"
+            raise CheckFailed(why, where=proposal.key, fix="set it to auto")
+        said = f"as the model comes; {what}: {lacks}" if lacks else what
+        figures = "" if lacks else f" ({proof.figures() if proof else proposal.unproved})"
+        decided[name] = said + figures
+        if not lacks:
+            loss.changes.append(name)
+        log.fact(name, decided[name])
+    return decided
+
+
+def _on_all(loss: Loss, make: Make) -> Callable[[], Callable[[], object]]:
+    """Make the change in the reference too. Otherwise the reference rounds differently, and first margins are not zero."""
+
+    def make_on_all() -> Callable[[], object]:
+        with ExitStack() as undo:
+            for model in filter(None, [loss.model, getattr(loss, "reference", None)]):
+                undo.callback(make(base_model(loss.accelerator.unwrap_model(model))))
+            return undo.pop_all().close
+
+    return make_on_all
+
+
+def _prove(loss: Loss, proposal: Proposal) -> ChangeProof:
+    """Make the change if it is exact on the first documents. The proof runs in eval mode, where nothing is random."""
+    base, batch = base_model(loss.model), first_documents(loss.settings.steps)
+
+    def loss_of_rows() -> torch.Tensor:
+        with evaluating(base, loss.settings.autocast), loss.keeping_metrics():
+            recompute_in_eval(base)
+            return loss.of_rows(batch)
+
+    def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+        with waiting("the proofs of all ranks"):
+            return cast(torch.Tensor, loss.accelerator.reduce(values, reduction="sum"))
+
+    weights = {name: weight for name, weight in loss.model.named_parameters() if weight.requires_grad}
+    tolerance = proposal.tolerance or tolerance_of(loss.compute_dtype, routed=has_routers(base))
+    return prove_change(_on_all(loss, proposal.make), loss_of_rows, weights, tolerance, sum_over_ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +177,7 @@ class FirstStepWatch:
         with evaluating(model):
             with model_refusals(f"{type(base).__name__} cannot run a row of {tokens} tokens", fix=_ROW_TOO_LONG):
                 packed = _sums(model(**row, token_losses=True), row)
-            with attention_of(base, self.attention), attending_by(base, PER_DOCUMENT):
+            with attention_of(base, self.attention), documents_alone(base):
                 alone = _sums(model(**row, token_losses=True), row)
         trained = _sums(row["shift_labels"] != IGNORE, row)
         both_diverged = ~packed.isfinite() & ~alone.isfinite()  # the learning rate is too high: not an error of packing
@@ -117,7 +188,7 @@ class FirstStepWatch:
             packed,
             alone,
             self.tolerance,
-            f"{thing} {{number}} of the first row of step {step} has loss {{candidate:.6g}} packed and {{definition:.6g}} alone",
+            f"{thing} {{number}} of the first row of step {step} has loss {{proposal:.6g}} packed and {{definition:.6g}} alone",
             fix="packed rows are not computed right, padded ones are: set model.attention=per_document or "
             "packing.mode=padding, and please report this model",
             scale=alone.maximum(trained / count).maximum(_FEWEST / count),

@@ -16,6 +16,8 @@ from packtrain.attention.backends import own_attention
 from packtrain.attention.over_ranks import KEY as SPLIT_KEY
 from packtrain.attention.over_ranks import open_group
 from packtrain.boundary import boundary
+from packtrain.changes.registry import check_changes
+from packtrain.changes.spec import Situation
 from packtrain.config.schema import RunConfig
 from packtrain.data.mixture import make_mixture
 from packtrain.data.prepare import PreparedData, prepare
@@ -25,11 +27,10 @@ from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.compiled import compile_layers
 from packtrain.model.heads.score import outputs_of_tokens
-from packtrain.model.layers.tiled_mlp import check_tiles
 from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision
 from packtrain.model.recomputation import check_offload
-from packtrain.model.spread import Ranks, max_over_ranks, open_proofs, reading_mesh, spread
+from packtrain.model.spread import Ranks, max_over_ranks, placement_of, reading_mesh, spread
 from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.packing.prefix_index import index_prefixes
 from packtrain.packing.schedule import make_schedule
@@ -74,6 +75,11 @@ class Prepared:
         """Tokens of the longest document."""
         longest = max(self.objective.longest_document(part) for part in (self.data.train, self.data.eval) if part)
         return longest if self.data.stream is None else max(longest, self.config.data.max_length or 0)
+
+    @property
+    def situation(self) -> Situation:
+        """The run as changes of the model see it, once its precision is decided."""
+        return Situation(self.config, base_model(self.model), self.ranks, self.precision)
 
     def steps(self, part: Any, *, evaluation: bool = False, **length: Any) -> Steps:
         """Return the steps over a data set. They are one pass in order, unless `length` (max_steps, epochs, shuffle) differs."""
@@ -142,8 +148,6 @@ def load(run: Prepared) -> None:
     freeze(run.model, config.optim.groups)
     agree_on_model(run.peers, run.model, timeout_s=limit_s)
     run.attention = own_attention(base_model(run.model))
-    if config.trainer.tokens_per_mlp_tile:
-        check_tiles(run.model)
 
 
 def check_model(run: Prepared, *, padded: bool, trains: bool) -> None:
@@ -158,9 +162,10 @@ def settle_precision(run: Prepared, recorded: Mapping[str, Any]) -> None:
     own_heartbeat().enter("proof")
     asked, seed, optim = run.config.trainer.mixed_precision, run.config.trainer.seed, run.config.optim
     run.precision = decide_precision(run.model, asked, run.ranks, recorded.get("trainer.mixed_precision"))
+    check_changes(run.situation)
     reference = run.objective.take_reference(run.model, run.tokenizer, run.ranks, run.precision, seed=seed)
     # seed and strategy as the run began: the checkpoint's masters were moved with them
-    dither = [seed, run.ranks.strategy == "fsdp2"] if optim.dither == "auto" and optim.keeps_masters else None
+    dither = [seed, run.ranks.spec.casts_weights] if optim.dithers else None
     run.origin = {"trainer.mixed_precision": run.precision.mixed, "dither": recorded.get("dither", dither)}
     run.origin |= {"data.day": run.day, **reference}
 
@@ -168,7 +173,7 @@ def settle_precision(run: Prepared, recorded: Mapping[str, Any]) -> None:
 def spread_model(run: Prepared) -> None:
     """Spread the model by the strategy, and compile its layers if asked to."""
     spread(run.model, run.ranks, run.precision.autocast)
-    run.close_proofs = open_proofs(run.model, run.ranks)
+    run.close_proofs = placement_of(run.ranks.spec).open_proofs(run.model, run.ranks)
     run.compiled = compile_layers(base_model(run.model)) if run.config.trainer.torch_compile else 0
 
 
@@ -217,9 +222,9 @@ def settle_split(run: Prepared) -> str:
 
 
 def masters_of(run: Prepared) -> Dither:
-    """Return the trained weights computed in bfloat16, and those whose masters optim.dither moves."""
+    """Return the trained weights computed in bfloat16, and those whose masters optim.bf16_rounding moves."""
     autocast = run.precision.autocast
-    rounded = rounded_weights(run.model, autocast, sharded=run.ranks.strategy == "fsdp2")
+    rounded = rounded_weights(run.model, autocast, sharded=run.ranks.spec.casts_weights)
     if run.origin["dither"] is None:
         return Dither(rounded)
     seed, sharded = run.origin["dither"]

@@ -224,7 +224,7 @@ class Summary:
             "truncated": report.truncated,
             "dropped": dict(report.dropped),
             "data": asdict(report),
-            "attention": f"{self.decision.backend.name} ({self.decision.backend.why})" if self.decision else None,
+            "attention": f"{self.decision.backend.name} ({self.decision.why})" if self.decision else None,
             "changes": self.trainer.changes,
             "verify": self.decision.proof.to_json() if self.decision and self.decision.proof else None,
             "rounding": None,  # no longer measured; the key stays for readers of earlier summaries

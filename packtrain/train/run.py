@@ -25,6 +25,7 @@ from rich.markup import escape
 
 from packtrain.attention.backends import deterministic
 from packtrain.boundary import boundary
+from packtrain.changes.registry import proposals
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.prepare import PreparedData
@@ -61,6 +62,7 @@ from packtrain.train.objectives.loss import Setup
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.final_weights import format_of
 from packtrain.train.optim.unreached import freeze_unreached, reduce_unreached
+from packtrain.train.preflight import make_changes
 from packtrain.train.preparation import (
     Prepared,
     begin,
@@ -86,7 +88,6 @@ from packtrain.train.sync import (
     limit_collectives,
     preparing_s,
 )
-from packtrain.train.verify.changes import changes_of, make_changes
 from packtrain.wording import counted, listed
 
 _MAX_DESCRIBED = 200_000
@@ -298,7 +299,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     if checkpoint is not None:
         check_length(checkpoint, step_of(checkpoint), len(steps))
         console.log_changes(log, checkpoint.name, *check_origin(checkpoint, origin))
-    console.log_model(log, config.model, config.peft, config.optim, model, prepared.precision, ranks.strategy)
+    console.log_model(log, config.model, config.peft, config.optim, model, prepared.precision, ranks.spec)
     console.log_ways(log, frozen, split, prepared.compiled)
     thing = config.objective.spec.examples
     console.log_steps(log, thing, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
@@ -340,10 +341,9 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         trainer = StepTrainer(loss, settings, _listeners(run))
     if peak := trainer.step_metrics.peak:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
-    given: Any = {"fp8": prepared.precision.fp8, "mlp_tokens": config.trainer.tokens_per_mlp_tile}
-    make_changes(trainer, ranks, changes_of(config.model, trainer, **given), log)
+    trainer.changes |= make_changes(loss, ranks, [*proposals(prepared.situation)], log)
     trainer.engine.dither = _dither_of(run, trainer)
-    given = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
+    given: Any = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
     prepared.objective.prove(trainer, log, prepared.attention, **given)
     return trainer
 
@@ -364,7 +364,7 @@ def _training_steps(run: Run) -> Steps:
 def _dither_of(run: Run, trainer: StepTrainer) -> Dither:
     """Choose the masters to dither, and log their number."""
     dither, more = masters_of(run.prepared), "begin with weights in bfloat16, as optim.bf16_rounding=final leaves them"
-    more = "set optim.dither=auto" if run.config.optim.dither == "no" else more
+    more = "set optim.bf16_rounding=auto" if run.config.optim.bf16_rounding == "undithered" else more
     trainer.seen_updates.advice = f"{more}, raise optim.learning_rate, or set trainer.mixed_precision=no"
     if dither.moved:
         run.log.fact("dither", f"{counted(len(dither.moved), 'weights')} start off the middle of their bfloat16 cells")
@@ -441,7 +441,7 @@ def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
     agree_on_start(peers, shared, "cpu" if on_cpu else "cuda", timeout_s=limit_s)
     if peers is not None:
         beat_to_rank_0(lambda address: peers.share("channel", address))
-    open_strategy(config.strategy.name)
+    open_strategy(config.strategy.spec)
     heartbeat.enter("join")
 
     def open_group() -> torch.device:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers import SchedulerType, TrainingArguments
 
-from packtrain.config.schema import SHARDED_WEIGHTS, Optim, Tracking, Trainer
+from packtrain.config.schema import Optim, Tracking, Trainer
 from packtrain.model.precision import Precision
 from packtrain.monitor.heartbeat import TimeLimits
-from packtrain.plan.launcher_settings import deepspeed_config
+from packtrain.strategies.registry import DEFAULT, STRATEGIES
 from packtrain.train.loader import Steps
 from packtrain.train.patches import arguments_on_one_gpu
 from packtrain.train.spikes import SpikeRules
@@ -40,7 +40,7 @@ class LoopSettings:
     origin: dict[str, Any]
     first_step: int = 0
     say: Callable[[str], None] = print
-    strategy: str = "ddp"
+    strategy: str = DEFAULT
     exchange_once: bool = False
     autocast: torch.dtype | None = None
     backend: str | None = None
@@ -61,7 +61,7 @@ class LoopSettings:
     @property
     def sharded(self) -> bool:
         """Whether no process has all weights."""
-        return self.strategy in SHARDED_WEIGHTS
+        return STRATEGIES[self.strategy].shards_weights
 
 
 class StopRequest:
@@ -121,14 +121,15 @@ def training_arguments(
     """
     evaluates, limits = bool(settings.evaluation), settings.limits or TimeLimits()
     dtype = str(precision.weights).removeprefix("torch.")
-    deepspeed = deepspeed_config(settings.strategy, dtype=dtype, max_grad_norm=optim.max_grad_norm)
+    make = STRATEGIES[settings.strategy].engine_settings
+    engine = make and make(dtype, optim.max_grad_norm)
     arguments = {
         "output_dir": trainer.output_dir,
         "max_steps": len(settings.steps),
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 1,
         "ignore_data_skip": True,  # our sampler starts at the resumed step itself
-        "optim": "adamw_torch" if optim.name == "muon" else optim.name,
+        "optim": "adamw_torch" if optim.spec.own else optim.name,
         "learning_rate": optim.learning_rate,
         "lr_scheduler_type": SchedulerType(optim.schedule),
         "lr_scheduler_kwargs": dict(optim.schedule_options),
@@ -158,7 +159,7 @@ def training_arguments(
         "disable_tqdm": True,
         "remove_unused_columns": False,
         # DeepSpeed's bf16 would round the weights, so there `model.precision.compute_in` wraps the forward instead
-        "bf16": precision.weights == torch.bfloat16 if deepspeed else precision.autocast is not None,
-        **({"deepspeed": deepspeed} if deepspeed else {}),
+        "bf16": precision.weights == torch.bfloat16 if engine else precision.autocast is not None,
+        **({"deepspeed": engine} if engine else {}),
     }
     return arguments_on_one_gpu(**arguments)

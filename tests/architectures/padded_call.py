@@ -16,7 +16,6 @@ from tiny import VOCABULARY, Unbuildable, tiny_model
 from transformers import PreTrainedModel
 
 from packtrain import attach
-from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.errors import CheckFailed
 
 WINDOW = 32  # tokens; more than a document of the isolation proof has
@@ -54,7 +53,7 @@ def attachment_of(model_type: str) -> Attachment:
     if handle.stats.unchanged:
         found["right"] = outputs_and_gradients(model, calls["right"])
     path, why = PACKED if handle.stats.unrolled else SHARED, []
-    if handle.stats.unrolled and handle.backends != (PER_DOCUMENT,):
+    if handle.stats.unrolled and handle.backends != ("per_document",):
         why.append(without_figures(handle.stats.unrolled))
     if handle.stats.unchanged:
         path = AS_IT_COMES if not handle.stats.calls else path

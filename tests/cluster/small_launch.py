@@ -40,9 +40,9 @@ from packtrain.plan.surroundings import detect_surroundings
 
 config = load_config("run.yaml", sys.argv[1:])
 plan = plan_launch(config, replace(detect_surroundings(), gpus=0))
-(command,) = plan.commands
-argv = [*command.argv[: command.argv.index("-m")], "worker.py", *command.argv[-2:]]
-sys.exit(exit_code_of(lambda: execute(replace(plan, commands=(replace(command, argv=argv),)), config, int)))
+def of_worker(argv): return [*argv[: argv.index("-m")], "worker.py", *argv[-2:]]
+commands = tuple(replace(one, argv=of_worker(one.argv)) for one in plan.commands)
+sys.exit(exit_code_of(lambda: execute(replace(plan, commands=commands), config, int)))
 """,
 )
 _GRACE_S = 30

@@ -117,7 +117,7 @@ def test_the_exit_code_says_what_the_worker_died_of(rank_0: str, rank_1: str, co
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_every_worker_and_decides_the_exit_code(number: int, tmp_path: Path) -> None:
-    process = start(tmp_path, STOPPABLE, SMALL if number == signal.SIGINT else BY_TORCHRUN)
+    process = start(tmp_path, STOPPABLE)
     other = tmp_path / "out/logs/rank-00001.log"
     assert process.stdout is not None
     while process.stdout.readline() != "ready\n":

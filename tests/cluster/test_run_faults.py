@@ -11,7 +11,7 @@ import yaml
 
 from tests.cluster.forked_launches import Ended, Launch, to_their_end
 from tests.cluster.two_hosts import TwoHosts
-from tests.train.forked import WARM
+from tests.train.forked import PRIMED
 from tests.train.running import base_config, conversations, write_jsonl
 
 WORKER = """
@@ -154,7 +154,7 @@ def ended(
         return Launch(str(place), str(folders[fault] / f"said-{node}"), given, env)
 
     launches = [[launch(fault, node) for fault in faults] for node in (0, 1)]
-    first, second = to_their_end(made, launches, tmp_path_factory.mktemp("lists"), *WARM)
+    first, second = to_their_end(made, launches, tmp_path_factory.mktemp("lists"), PRIMED)
     made.assert_empty()
     return {fault: (folders[fault], *both) for fault, *both in zip(faults, first, second, strict=True)}
 

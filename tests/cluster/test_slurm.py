@@ -110,8 +110,8 @@ def tasks(cluster: Slurm, home: Path) -> Running:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def jobs(cluster: Slurm, home: Path, tasks: Running) -> dict[str, dict[str, Any]]:
-    """Jobs that run while tests do, as `tasks`: an array of two learning rates, one with a broken row."""
+def jobs(cluster: Slurm, home: Path) -> dict[str, dict[str, Any]]:
+    """Jobs beside the tests: an array of two learning rates, and one with a broken row."""
     (home / "bad.jsonl").write_text('{"messages": 3}\n')
     swept = ["optim.learning_rate=1e-3,2e-3", "trainer.output_dir=runs/sweep", "-m"]
     return {
@@ -180,12 +180,14 @@ def test_a_failing_run_ends_the_job_with_its_exit_code_and_its_words_in_the_log(
     assert "bad.jsonl" in "\n".join(log.read_text().splitlines()[-10:])
 
 
-def test_two_machines_stopped_before_the_time_limit_come_back_and_end_as_one_undisturbed_process(
-    cluster: Slurm, home: Path, sweep: list[Path]
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_a_job_stopped_before_the_time_limit_comes_back_and_ends_as_one_undisturbed_process(
+    nodes: int, cluster: Slurm, home: Path, sweep: list[Path]
 ) -> None:
-    machines = {"nodes": 2, "gpus_per_node": 1, "requeue": True, "time": "30:00", "signal_before": 300}
+    machines = {"nodes": nodes, "gpus_per_node": 1, "requeue": True, "time": "30:00", "signal_before": 300}
     write(home, "long.yaml", topology={**machines, "setup": [SLOW_AT_FIRST]})
-    told = submit(cluster, home, "long.yaml", f"strategy={STRATEGY}", "trainer.output_dir='runs/two machines'")
+    strategy = STRATEGY if nodes > 1 else "ddp"
+    told = submit(cluster, home, "long.yaml", f"strategy={strategy}", f"trainer.output_dir='runs/on {nodes}'")
     number, run, log = told["job_id"], Path(told["output_dir"]), Path(told["log"])
     job = cluster.until(number, lambda job: (run / "metrics.jsonl").exists() or job["JobState"] == "FAILED")
     hours, minutes, seconds = map(int, job["RunTime"].split(":"))
@@ -207,7 +209,7 @@ def test_two_machines_stopped_before_the_time_limit_come_back_and_end_as_one_und
     mine, theirs = weights(run), weights(sweep[0])
     assert all((mine[name] - theirs[name]).abs().max() < 1e-5 for name in theirs)
     plan = json.loads((run / "plan.json").read_text())
-    assert (plan["num_processes"], plan["nodes"], plan["gpus_per_node"]) == (2, 2, 1)
+    assert (plan["num_processes"], plan["nodes"], plan["gpus_per_node"]) == (nodes, nodes, 1)
 
 
 @pytest.mark.exhaustive

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cluster.small_launch import ROOT
+from tests.cluster.small_launch import BY_TORCHRUN, ROOT, SMALL
 from tests.cluster.two_hosts import ENDED_S, LONG_S, Running, TwoHosts, both
 from tests.train.running import Run, base_config, train
 
@@ -78,9 +78,11 @@ def sft(hosts: TwoHosts, host: int, folder: Path, *overrides: str, node: int | N
     return hosts.start(host, "-m", "packtrain", "sft", *given, cwd=folder, env=env)
 
 
-def small(hosts: TwoHosts, folder: Path, *overrides: str, **env: str) -> tuple[Running, Running]:
+def small(
+    hosts: TwoHosts, folder: Path, *overrides: str, program: tuple[str, ...] = SMALL, **env: str
+) -> tuple[Running, Running]:
     """Both machines of a run of small workers, one process on each, started in the wrong order."""
-    program, env = ("-m", "tests.cluster.small_launch"), {"PYTHONPATH": str(ROOT), **env}
+    env = {"PYTHONPATH": str(ROOT), **env}
     given = ("topology.gpus_per_node=1", *overrides)
     second = hosts.start(2, *program, "topology.node_rank=1", *given, cwd=folder, env=env)
     first = hosts.start(1, *program, "topology.node_rank=0", *given, cwd=folder, env=env)
@@ -183,9 +185,11 @@ def test_a_fault_of_the_second_machine_is_named_on_the_first_and_ends_both(
         assert (folder / "run/logs/diagnosis.txt").read_text() in first.text
 
 
-@pytest.mark.parametrize("asked", [0, 1])
-def test_a_signal_to_one_launcher_stops_both_machines_in_order(hosts: TwoHosts, folder: Path, asked: int) -> None:
-    runs = small(hosts, folder)
+@pytest.mark.parametrize(("asked", "program"), [(0, SMALL), (1, BY_TORCHRUN)], ids=["first", "second"])
+def test_a_signal_to_one_launcher_stops_both_machines_in_order(
+    hosts: TwoHosts, folder: Path, asked: int, program: tuple[str, ...]
+) -> None:
+    runs = small(hosts, folder, program=program)
     training(runs[0], folder)
     runs[asked].process.send_signal(signal.SIGTERM)
     assert both(runs) == [143, 143]
@@ -212,6 +216,7 @@ def test_doctor_on_another_machine_names_the_rank_and_shows_what_all_are_doing(h
     said, end = "", time.monotonic() + LONG_S
     while "likely cause: reading the data" not in said or said.count("it does not answer"):
         assert time.monotonic() < end, said
+        time.sleep(1)  # each look is a process
         doctor = hosts.start(2, "-m", "packtrain", "doctor", "run", "--stacks", cwd=folder)
         code, said = doctor.wait(), doctor.text
     assert code == 4

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_no_made_up_case_breaks() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/hostile.py"), "--cases", "25"]
+    command = [sys.executable, str(ROOT / "benchmarks/hostile.py"), "--cases", "12"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert "25 cases" in done.stdout
+    assert "12 cases" in done.stdout

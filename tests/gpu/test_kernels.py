@@ -11,14 +11,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from packtrain.attention.kernels.selection import (
+from packtrain.attention.flash.selection import (
     LayerFeatures,
     choose_kernel,
     dense_attention,
     kernel_error,
     kernel_tolerance,
 )
-from packtrain.attention.kernels.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
+from packtrain.attention.flash.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
 from packtrain.packing.segments import Segments
 
 NEEDS = {

@@ -11,8 +11,9 @@ from tiny_models import tiny_model
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
-from packtrain.attention import flash
-from packtrain.attention.backends import attention_of
+from packtrain.attention.backends import attention_of, serve
+from packtrain.attention.flash import run as flash
+from packtrain.attention.registry import BACKENDS
 from packtrain.errors import CheckFailed
 from packtrain.model.compiled import compile_layers
 from packtrain.packing.segments import Segments
@@ -94,10 +95,11 @@ def test_a_proof_by_flash_sees_a_leak(device: torch.device, monkeypatch: pytest.
 
 
 def test_availability_names_the_kernel(device: torch.device) -> None:
-    choice, why = flash.available(tiny_model("llama").to(device, torch.bfloat16), device)
-    assert choice and choice.kernel and why.startswith(choice.kernel.name)
-    assert flash.available(tiny_model("llama").to(device), device)[0] is None
-    assert flash.available(tiny_model("llama").to(device), device, torch.bfloat16)[0]
+    backend, model = BACKENDS["flash"], tiny_model("llama").to(device)
+    assert serve(backend, model, device).kernel is None
+    assert serve(backend, model, device, torch.bfloat16).kernel
+    service = serve(backend, model.to(torch.bfloat16), device)
+    assert service.kernel and service.why.startswith(service.kernel)
 
 
 def test_compiled_layers_compute_the_same_around_flash(device: torch.device) -> None:

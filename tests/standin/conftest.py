@@ -30,6 +30,7 @@ class Gpus:
         environment = {**os.environ, **standin.variables(1, self.report), "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] += f":{ROOT / 'tests' / 'train'}"  # as pytest has it
         environment.pop("DS_ACCELERATOR", None)
+        environment.pop(forked.SHARED, None)  # its processes have no GPUs
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.server = subprocess.Popen([sys.executable, "-m", "tests.standin.warm"], cwd=ROOT, env=environment, **pipes)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from answer_runs import labelled, preferences
-from running import Run, assert_same_bits, base_config, conversations, train, write_jsonl
+from running import Run, base_config, conversations, train, write_jsonl
 
 FLASH = "flash (torch's varlen_attn"
 ROUNDING = 1e-2
@@ -101,17 +101,6 @@ def test_in_float32_losses_and_weights_are_those_of_the_cpu(
         torch.testing.assert_close(run.weights()[name], weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.exhaustive  # tests/train/test_resume.py does so on the CPU
-def test_a_resumed_run_has_the_same_weights_bit_for_bit(
-    gpus, folder: Path, config: dict[str, Any], on_gpu: Run
-) -> None:
-    checkpoint = on_gpu.folder / "checkpoints" / "step-000002"
-    run = gpus.train(folder, config, f"trainer.resume={checkpoint}", name="resumed")
-    assert run.losses == on_gpu.losses[2:]
-    for name, weight in on_gpu.weights().items():
-        assert run.weights()[name].equal(weight), name
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1", "zero2", "zero3", "zero3_offload"])
 def test_two_ranks_resume_bit_for_bit(gpus, folder: Path, config: dict[str, Any], strategy: str) -> None:
@@ -126,31 +115,6 @@ def test_two_ranks_resume_bit_for_bit(gpus, folder: Path, config: dict[str, Any]
         return
     assert run.losses == whole.losses[2:]
     assert all(run.weights()[name].equal(weight) for name, weight in whole.weights().items())
-
-
-@pytest.mark.exhaustive  # tests/train/test_elastic.py does so on the CPU
-@pytest.mark.parametrize(
-    "worlds",
-    [
-        [("fsdp2", 2), ("ddp", 1)],
-        *(
-            pytest.param(one, marks=pytest.mark.exhaustive)
-            for one in ([("ddp", 2), ("fsdp2", 2)], [("zero3", 2), ("zero2", 1)], [("zero2", 2), ("fsdp2", 2)])
-        ),
-    ],
-    ids=lambda worlds: "-then-".join(f"{strategy}-{devices}" for strategy, devices in worlds),
-)
-def test_a_run_goes_on_in_another_world(
-    gpus, folder: Path, config: dict[str, Any], on_gpu: Run, worlds: list[tuple[str, int]]
-) -> None:
-    """Its losses are those of the run that was not interrupted, to which no step is added twice."""
-    name = "through-" + "-".join(f"{strategy}{devices}" for strategy, devices in worlds)
-    for number, (strategy, devices) in enumerate(worlds, start=1):
-        (folder / name / "summary.json").unlink(missing_ok=True)  # as if it had been killed
-        changes = [f"strategy={strategy}", f"trainer.max_steps={STEPS // 2 * number}"]
-        run = gpus.train(folder, config, *changes, name=name, devices=devices, ranks=devices)
-    assert [line["step"] for line in run.steps] == [line["step"] for line in on_gpu.steps]
-    assert run.losses == pytest.approx(on_gpu.losses, rel=ROUNDING)
 
 
 @pytest.mark.exhaustive  # the recipe for LoRA does so as well
@@ -202,14 +166,6 @@ def test_two_ranks_train_as_one_each_on_its_own_gpu(
     assert written == alone and all(written)  # by greedy decoding, of weights that are still the same
     touched = gpus.touched()
     assert {rank: set(devices) for rank, devices in touched.items()} == {0: {0}, 1: {1}}, touched
-
-
-@pytest.mark.exhaustive  # tests/train/test_loading_once.py does so on the CPU
-def test_ranks_read_their_own_rows_onto_their_own_gpu(gpus, folder: Path, config: dict[str, Any], on_cpu: Run) -> None:
-    given = [f"model.path={on_cpu.folder / 'final'}", "model.init=pretrained", "model.config={}"]
-    alone = gpus.train(folder, config, *given, name="files-1")
-    run = gpus.train(folder, config, *given, "strategy=fsdp2", devices=2, ranks=2, name="files-2")
-    assert_trained(run, alone)
 
 
 @pytest.mark.parametrize(
@@ -265,16 +221,6 @@ def test_recomputed_activations_change_no_bit(gpus, folder: Path, config: dict[s
     assert all(recomputed.weights()[name].equal(weight) for name, weight in kept.weights().items())
 
 
-@pytest.mark.exhaustive  # tests/train/test_recomputation.py does so on the CPU
-@pytest.mark.parametrize("policy", ["selective", "every_2", "full"])
-def test_what_is_computed_again_trains_the_same_bits(
-    gpus, folder: Path, config: dict[str, Any], on_gpu: Run, policy: str
-) -> None:
-    run = gpus.train(folder, config, f"trainer.gradient_checkpointing={policy}", name=policy)
-    assert f"recompute  {policy} (asked for)" in run.log and "recompute  none (auto: all fits)" in on_gpu.log
-    assert_same_bits(run, on_gpu)
-
-
 @pytest.mark.exhaustive
 def test_bfloat16_weights_with_masters_and_checkpointed_activations(gpus, folder: Path, config: dict[str, Any]) -> None:
     changes = ["model.dtype=bfloat16", "trainer.gradient_checkpointing=full"]
@@ -295,15 +241,6 @@ def test_the_recipe_for_lora_on_one_gpu(gpus, folder: Path, config: dict[str, An
     run = Run(answers)
     assert run.summary["attention"].startswith(FLASH) and run.losses[-1] < run.losses[0]
     assert (answers / "final-merged" / "model.safetensors").exists() and set(gpus.touched()[0]) == {0}
-
-
-@pytest.mark.exhaustive  # cells of the matrix (test_matrix.py), with an evaluation
-@pytest.mark.parametrize("verb", ["dpo", "kto", "reward"])
-def test_the_other_objectives_train_as_on_the_cpu(gpus, folder: Path, verb: str) -> None:
-    config = of_objective(folder, verb)
-    run = gpus.train(folder, config, verb=verb, name=verb)
-    assert run.summary["attention"].startswith(FLASH)
-    assert_trained(run, train(folder, config, command=verb, name=f"{verb}-cpu"), 2e-2)
 
 
 @pytest.mark.exhaustive  # two runs; tests/train/test_float8.py has the products themselves

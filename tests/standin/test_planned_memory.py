@@ -20,8 +20,8 @@ import pytest
 from running import WORDS, write_jsonl
 
 from packtrain.config.compose import load_config
-from packtrain.plan.launcher_settings import BUCKET
 from packtrain.plan.memory import GIB, Memory, estimate
+from packtrain.strategies.deepspeed.spec import BUCKET
 
 SIZES = {
     "model_type": "llama",

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,25 @@ WARM = (
     "deepspeed",  # which accelerate imports in every run, where it is installed
     "transformers.models.llama.modeling_llama",
     "typer._adapters",
-    "tests.train.primed",
 )
-"""What a tiny run imports and computes first; most of its time would go into that."""
-_CONTEXT.set_forkserver_preload([*WARM])
+"""Modules that take most of the time of a tiny run."""
+PRIMED = "tests.train.primed"
+"""Module that imports all of WARM."""
+_CONTEXT.set_forkserver_preload([PRIMED])
+SHARED = "PACKTRAIN_TESTS_SERVER"
+"""Variable with the address of the server that all workers of pytest share."""
+if SHARED in os.environ:
+    _server = forkserver._forkserver
+    _server._forkserver_address = os.environ[SHARED]
+    _server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # the server ends with the process that started it
+    _server.ensure_running = lambda: None
+
+
+def serve() -> None:
+    """Start a server for all workers of pytest, and wait for its imports."""
+    begun(int).join()
+    if sys.version_info < (3, 14):  # later versions want a key: there each worker starts its own
+        os.environ[SHARED] = forkserver._forkserver._forkserver_address
 
 
 def command(

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
 
-from packtrain.model.kernels import fuse_by_liger
+from packtrain.changes.liger import fuse_by_liger
 from packtrain.model.load import base_model
 from packtrain.proof.change import prove_change
 from packtrain.proof.comparison import has_routers, tolerance_of

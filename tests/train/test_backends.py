@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
-from packtrain.attention import segmented
+from packtrain.attention import flattened
 from packtrain.attention.backends import OWN_CODE, attend_by, attending_by
+from packtrain.attention.segmented import run as segmented
 from packtrain.attention.sliding_window import chunks
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.forward import add_loss_sum
@@ -127,13 +128,13 @@ def test_gradients_of_a_shared_prefix_are_summed_in_float32() -> None:
 def test_segments_of_equal_length_go_through_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever they are in the row: of the attention function in each layer, or of the whole model."""
     model, batch, shapes = tiny_model("llama", num_hidden_layers=2), row(Segments((5, 9, 5, 5, 3, 9))), []
-    attend = segmented.sdpa_attention_forward
+    attend = flattened.sdpa_attention_forward
 
     def counted(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         shapes.append((query.shape[0], query.shape[2]))
         return attend(module, query, *args, **kwargs)
 
-    monkeypatch.setattr(segmented, "sdpa_attention_forward", counted)
+    monkeypatch.setattr(flattened, "sdpa_attention_forward", counted)
     with attending_by(model, "segmented"):
         model(**batch, use_cache=False)
     assert shapes == [(3, 5), (2, 9), (1, 3)] * 2
@@ -205,7 +206,7 @@ def test_a_layer_that_forgets_its_segments_is_named(monkeypatch: pytest.MonkeyPa
         whole = Segments((segments.tokens,)) if module.layer_idx == 1 else segments
         return exact(module, query, *args, segments=whole, **kwargs)
 
-    monkeypatch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, forgetful)
+    monkeypatch.setitem(AttentionInterface._global_mapping, segmented.NAME, forgetful)
     assert prove_isolation(model, "segmented").verdict == "leaks"
     leak = find_leak(model, "segmented")
     assert leak is not None and leak.module == "model.layers.1.self_attn"
@@ -226,7 +227,7 @@ def test_the_proof_sees_any_segment_that_reaches_any_other(segments: Segments, m
             parts[target] = parts[target] + parts[source].mean(dim=1, keepdim=True)
             return torch.cat(parts, dim=1), None
 
-        monkeypatch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, reaching)
+        monkeypatch.setitem(AttentionInterface._global_mapping, segmented.NAME, reaching)
         proof = prove_isolation(model, "segmented", segments=segments)
         assert proof.verdict == "leaks", (source, target)
         assert proof.figures()[f"max_abs_diff_{'after' if source < target else 'before'}"] > proof.tolerance
@@ -253,7 +254,7 @@ def test_what_is_exact_for_short_documents_alone_is_not_taken_with_shared_prefix
         return exact(*args, segments=segments, sliding_window=16 if long else None, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, blind)
+        patch.setitem(AttentionInterface._global_mapping, segmented.NAME, blind)
         assert choose_attention("auto", model, CPU, pairs=True).backend.name == "per_document"
 
 
@@ -261,7 +262,7 @@ def test_a_backend_that_is_asked_for_is_never_replaced() -> None:
     with pytest.raises(UserError, match=r"model\.attention"):
         choose_attention("flash", tiny_model("llama"), CPU)
     decision = choose_attention("sdpa_mask", tiny_model("llama"), CPU)
-    assert (decision.backend.name, decision.backend.why, decision.rejected) == ("sdpa_mask", "asked for", ())
+    assert (decision.backend.name, decision.why, decision.rejected) == ("sdpa_mask", "asked for", ())
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 100])
@@ -327,11 +328,11 @@ def test_a_leak_in_training_mode_alone_is_seen_and_dropout_is_none(monkeypatch: 
         whole = Segments((segments.tokens,)) if module.training else segments
         return exact(module, *args, segments=whole, **kwargs)
 
-    monkeypatch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, forgetful)
+    monkeypatch.setitem(AttentionInterface._global_mapping, segmented.NAME, forgetful)
     proof = prove_isolation(model, "segmented")
     assert proof.verdict == "leaks" and proof.alone < proof.tolerance < proof.most_moved()
     decision = choose_attention("auto", model, CPU)
-    assert decision.backend.name == "per_document" and "model.layers.0.self_attn" in decision.backend.why
+    assert decision.backend.name == "per_document" and "model.layers.0.self_attn" in decision.why
     assert not any(module.training for module in model.modules())
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from running import base_config, packtrain
-from test_dpo_user import pairs
 
 from packtrain.bench.bench_table import print_report
 from packtrain.cli import main
@@ -103,20 +102,6 @@ def test_documents_that_share_are_compared_with_rows_that_do_not(tmp_path: Path)
     report = benched(tmp_path, config)
     tried = {(trial["mode"], trial["share_prefix"]) for trial in report["trials"] if trial["tokens_per_second"]}
     assert tried >= {("packed", True), ("packed", None), ("padding", None), ("padding_free", None)}
-
-
-@pytest.mark.exhaustive
-def test_pairs_are_measured_with_shared_prompts_and_without(tmp_path: Path) -> None:
-    running.write_jsonl(tmp_path / "pairs.jsonl", pairs(20))
-    config = base_config(
-        tmp_path,
-        data={"train": str(tmp_path / "pairs.jsonl"), "max_length": 100},
-        objective={"kind": "dpo", "reference": "precomputed"},
-    )
-    report = benched(tmp_path, config)
-    tried = [(trial["mode"], trial["share_prefix"]) for trial in report["trials"] if trial["tokens_per_second"]]
-    kinds = {(mode, shared) for mode in ("padding_free", "packed") for shared in (True, False)}
-    assert {*tried} == {("padding", None), *kinds} and tried[0] == ("packed", True)
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])

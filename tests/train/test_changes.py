@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from answer_runs import labelled, preferences
-from here import run_here
+from here import run_here, train_here
 from peft import LoraConfig, get_peft_model
 from running import Run, assert_same_bits, base_config, train, write_jsonl
 from tiny_models import tiny_model
 from torch import nn
 
-from packtrain.errors import CheckFailed, UserError
+from packtrain.changes import registry
+from packtrain.changes.residual import carry_in
+from packtrain.changes.spec import Change, Proposal
+from packtrain.config.compose import load_config
+from packtrain.errors import CheckFailed, PacktrainError, UserError
 from packtrain.model.load import base_model
-from packtrain.model.precision import carry_in
 from packtrain.model.spread import embedding_apart, layers_of
-from packtrain.proof.change import Change, ChangeProof, prove_change
+from packtrain.proof.change import ChangeProof, MakeChange, prove_change
 from packtrain.proof.comparison import tolerance_of
+from packtrain.train import loader, preflight
 from packtrain.train import run as train_run
-from packtrain.train.verify import changes
-from packtrain.train.verify.changes import ModelChange
 from tests.train import forked
 
 ROW = torch.arange(40)[None] * 7 % 94 + 3
@@ -42,7 +47,7 @@ class Scaled(torch.autograd.Function):
         return gradients[0] * ctx.by, None
 
 
-def replaced(module: nn.Module, wrap: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+def replaced(module: nn.Module, wrap: Callable[[torch.Tensor], torch.Tensor]) -> MakeChange:
     """A kernel in the place of a module's forward: what `wrap` makes of the module's own outputs."""
 
     def make() -> Callable[[], object]:
@@ -53,7 +58,7 @@ def replaced(module: nn.Module, wrap: Callable[[torch.Tensor], torch.Tensor]) ->
     return make
 
 
-def of_norm(module: Any, by: float) -> Change:
+def of_norm(module: Any, by: float) -> MakeChange:
     """An RMSNorm with the right outputs, whose own weight gets `by` times its gradient."""
 
     def make() -> Callable[[], object]:
@@ -68,7 +73,7 @@ def of_norm(module: Any, by: float) -> Change:
     return make
 
 
-def proved(make: Callable[[Any], Change], dtype: torch.dtype = torch.float32) -> tuple[ChangeProof, bool]:
+def proved(make: Callable[[Any], MakeChange], dtype: torch.dtype = torch.float32) -> tuple[ChangeProof, bool]:
     """The proof of what `make` makes for a model, and whether the model is as before."""
     model = tiny_model("llama").to(dtype)
     weights = dict(model.named_parameters())
@@ -162,15 +167,13 @@ def changing(
     **more: Any,
 ) -> None:
     """Has runs of this process try a kernel in the second layer, after `before`."""
-    own = train_run.make_changes
 
-    def make(trainer: Any, ranks: Any, _: Any, log: Any) -> None:
-        base: Any = train_run.base_model(trainer.model)
-        change = replaced(base.model.layers[1].mlp, wrap)
-        kernel = ModelChange("kernel", "a fast MLP", lambda: (before(), change())[1], **more)
-        own(trainer, ranks, [kernel], log)
+    def make(model: Any) -> Callable[[], object]:
+        before()
+        return replaced(model.model.layers[1].mlp, wrap)()
 
-    monkeypatch.setattr(train_run, "make_changes", make)
+    kernel = Proposal(what="a fast MLP", make=make, **more)
+    monkeypatch.setattr(train_run, "proposals", lambda situation: [("kernel", kernel)])
 
 
 @pytest.fixture(scope="module")
@@ -201,9 +204,9 @@ def test_of_documents_too_long_for_a_proof_the_end_of_what_is_trained_is_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plain: Run, mode: str
 ) -> None:
     changing(monkeypatch, lambda x: Scaled.apply(x, 1.0))
-    proved, own = list[Any](), changes.first_documents
-    monkeypatch.setattr(changes, "_TOKENS", 8)
-    monkeypatch.setattr(changes, "first_documents", lambda steps: proved.append(own(steps)) or proved[-1])
+    proved, own = list[Any](), preflight.first_documents
+    monkeypatch.setattr(loader, "_FIRST_TOKENS", 8)
+    monkeypatch.setattr(preflight, "first_documents", lambda steps: proved.append(own(steps)) or proved[-1])
     run = run_here(tmp_path, base_config(tmp_path, packing={"mode": mode}, trainer={"max_steps": 3}))
     assert (proved[0].tokens, proved[0].inputs["input_ids"].shape) == (8, (1, 8)) and 0 < proved[0].trained <= 8
     assert run.summary["changes"]["kernel"].startswith("a fast MLP (loss off by 0, gradients by 0")
@@ -272,3 +275,28 @@ def test_other_objectives_prove_by_their_own_rows(monkeypatch: pytest.MonkeyPatc
             run = run_here(tmp_path, config, name=f"changed-{by}")
         assert_same_bits(run, expected)
         assert said in run.summary["changes"]["kernel"]
+
+
+def broken(model: Any) -> Any:
+    return model.no_such_kernel
+
+
+@pytest.mark.parametrize(
+    "propose, raised, said",
+    [
+        (lambda situation: Proposal(what="none", make=broken), CheckFailed, "would not train as"),
+        (lambda situation: None, UserError, "acme cannot change this model"),
+    ],
+    ids=["not exact", "not possible"],
+)
+def test_a_change_whose_name_is_the_value_of_model_kernels_is_required(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, propose: Any, raised: type[PacktrainError], said: str
+) -> None:
+    others = {name: Change(name=name, propose=propose) for name in ("acme", "another")}
+    monkeypatch.setattr(registry, "CHANGES", SimpleNamespace(all=lambda: others))
+    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(base_config(tmp_path, trainer={"max_steps": 1})))
+    config = load_config(str(path), [])
+    assert train_here(config, tmp_path / "auto").summary["changes"].keys() <= {"acme", "another"}
+    with pytest.raises(raised, match=said) as refused:
+        train_here(replace(config, model=replace(config.model, kernels="acme")), tmp_path / "required")
+    assert refused.value.problems[0].where == "model.kernels"

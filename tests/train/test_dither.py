@@ -154,9 +154,9 @@ def seen(run: Run) -> list[float]:
     return [line["updates_seen"] for line in run.steps if "updates_seen" in line]
 
 
-def learnt(run: Run, model: Path) -> dict[str, torch.Tensor]:
+def learnt(run: Run, model: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
-    return {name: weight.float() - before[name] for name, weight in run.weights().items() if name in before}
+    return {name: weight.to(dtype).float() - before[name] for name, weight in run.weights().items() if name in before}
 
 
 def along(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -171,7 +171,7 @@ def test_a_model_that_computes_in_bfloat16_sees_its_updates_and_final_has_them(
 ) -> None:
     config = config_of(tmp_path, model, dtype)
     exact = run_here(tmp_path, config_of(tmp_path, model), "trainer.mixed_precision=no", name="exact")
-    plain = run_here(tmp_path, config, "optim.dither=false", name="plain")
+    plain = run_here(tmp_path, config, "optim.bf16_rounding=undithered", name="plain")
     run = run_here(tmp_path, config, name="dithered")
     assert run.losses[0] == plain.losses[0], "the same bfloat16 model"
     assert "dither     " in run.log and "dither     " not in plain.log + exact.log
@@ -182,16 +182,16 @@ def test_a_model_that_computes_in_bfloat16_sees_its_updates_and_final_has_them(
     final = run_here(tmp_path, config, "optim.bf16_rounding=final", name="final") if dtype == "float32" else run
     assert {weight.dtype for weight in final.weights().values()} == {BF16}
     if dtype == "bfloat16":
-        assert along(learnt(plain, model), whole) < 0.6
+        assert along(learnt(plain, model, BF16), whole) < 0.6
     assert along(learnt(final, model), whole) == pytest.approx(1, abs=0.1)
 
 
 def test_verify_tells_what_share_of_an_update_will_be_seen(model: Path, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config_of(tmp_path, model)))
-    plain = forked.command("verify", str(tmp_path / "run.yaml"), "optim.dither=false", "--json")
+    plain = forked.command("verify", str(tmp_path / "run.yaml"), "optim.bf16_rounding=undithered", "--json")
     spread, _ = forked.joined(2, "verify", str(tmp_path / "run.yaml"), "strategy=fsdp2")
     exact = forked.command("verify", str(tmp_path / "run.yaml"), "trainer.mixed_precision=no", "--json")
-    trained = seen(run_here(tmp_path, config_of(tmp_path, model), "optim.dither=false", name="plain"))[0]
+    trained = seen(run_here(tmp_path, config_of(tmp_path, model), "optim.bf16_rounding=undithered", name="plain"))[0]
     assert json.loads(plain.stdout)["updates_seen"] == pytest.approx(trained, abs=0.03)
     assert json.loads(exact.stdout)["updates_seen"] is None
     assert re.search(r"updates that the model sees.* (1|0\.9\d*|1\.\d*) .*>= 0.5.*ok", spread.stdout), spread.stdout
@@ -202,7 +202,9 @@ def test_adapters_of_a_bfloat16_base_see_their_updates_too(model: Path, tmp_path
     file = "adapter_model.safetensors"
     run = run_here(tmp_path, config, name="run")
     assert min(seen(run)) > 0.85
-    assert min(seen(run_here(tmp_path, config, "optim.dither=false", name="plain"))) < 0.65, "they begin as bfloat16"
+    assert min(seen(run_here(tmp_path, config, "optim.bf16_rounding=undithered", name="plain"))) < 0.65, (
+        "they begin as bfloat16"
+    )
     still = load_file(run_here(tmp_path, config, "optim.learning_rate=0", name="still").folder / "final" / file)
     assert all(one.dtype == torch.float32 and rounded(one).equal(one) for one in still.values()), "as they began"
     trained, masters = (load_file(run.folder / place / file) for place in ("final", "checkpoints/step-000006"))
@@ -297,7 +299,8 @@ def test_preferences_begin_with_a_zero_margin_and_are_seen(model: Path, tmp_path
     config = config_of(tmp_path, model)
     config["data"] |= {"train": str(write_jsonl(tmp_path / "pairs.jsonl", preferences(14, seed=0))), "max_length": 128}
     dithered, plain = (
-        run_here(tmp_path, config, "objective.kind=dpo", f"optim.dither={how}", name=how) for how in ("auto", "false")
+        run_here(tmp_path, config, "objective.kind=dpo", f"optim.bf16_rounding={how}", name=how)
+        for how in ("auto", "undithered")
     )
     assert dithered.losses[0] == plain.losses[0] == pytest.approx(math.log(2), abs=1e-6)
     assert min(seen(dithered)) > 0.85 and max(seen(plain)[:2]) < 0.5

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +21,9 @@ from packtrain.config.schema import Peft
 from packtrain.errors import CheckFailed
 from packtrain.model.adapters import add_adapters
 from packtrain.objectives import losses
-from packtrain.packing.collate import RowLayout
+from packtrain.packing.collate import RowLayout, row_arguments
 from packtrain.packing.segments import Segments
+from packtrain.train.loader import MicroBatch
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives import first_loss
 from packtrain.train.objectives.pairs import PairSteps
@@ -157,15 +159,28 @@ def test_the_first_check_makes_few_logits_whatever_the_layout_and_the_reference(
         check_forward(trainer, "sdpa")
 
 
+@dataclass(frozen=True)
+class WrongRows(PairSteps):
+    """Pairs whose rows are wrong, and whose padded batches are right."""
+
+    fault: str = ""
+
+    def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
+        batch = super().collate(numbers)
+        if self.layout == "padding":
+            return batch
+        own = batch.inputs
+        whole = Segments((own["segments"].tokens,), ())  # all one document
+        faults = {"borders": row_arguments(whole), "places": {"target_places": own["target_places"].roll(1)}}
+        return replace(batch, inputs={**own, **faults.get(self.fault, {})})
+
+
 @pytest.mark.parametrize("layout", ["flat", "shared"])
 def test_a_row_whose_tokens_see_too_much_or_come_back_wrong_is_caught(layout: RowLayout, tmp_path: Path) -> None:
     trainer = ours(tmp_path, layout, loss_type=["sigmoid"])
-    attention = own_attention(policy())
-    check_forward(trainer, attention)
-    batch = cast(PairSteps, trainer.steps).collate(range(len(PAIRS)))
-    told = batch.inputs["layout"]
-    one = Segments((sum(told.segments.lengths),), ())  # all one document
-    for broken in (replace(told, segments=one), replace(told, rows=told.rows.roll(1))):
-        wrong = replace(batch, inputs={**batch.inputs, "layout": broken})
-        with pytest.raises(CheckFailed, match="from padded batches and full logits of LlamaForCausalLM"):
-            first_loss.check_answer_forward(cast(Any, trainer.loss), wrong, attention)
+    attention, steps = own_attention(policy()), trainer.steps
+    for fault in ("", "borders", "places"):
+        trainer.steps = WrongRows(steps.data, steps.schedule, layout, 0, fault=fault)
+        caught = pytest.raises(CheckFailed, match="from padded batches and full logits of LlamaForCausalLM")
+        with caught if fault else nullcontext():
+            check_forward(trainer, attention)

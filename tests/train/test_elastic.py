@@ -18,7 +18,8 @@ from running import LLAMA, Run, base_config, train, write_jsonl
 from safetensors.torch import load_file
 
 from packtrain.config.compose import load_config
-from packtrain.train.checkpoint import state
+from packtrain.strategies.deepspeed import run as deepspeed
+from packtrain.train import engine
 from tests.train import forked
 
 MODEL = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}  # weights that ZeRO-3 does not keep whole
@@ -121,7 +122,8 @@ OTHERWISE = {
 
 def without_names(*arguments: Any) -> None:
     """The command where weights can be read by the files of their strategy alone."""
-    state.put_into_torch = state.put_into_zero = None  # type: ignore[assignment]
+    engine.Engine.load_by_name = None  # type: ignore[assignment]
+    deepspeed.ENGINE.load_by_name = None  # type: ignore[assignment]
     forked.run(*arguments)
 
 
@@ -177,7 +179,7 @@ def test_the_states_of_the_optimizer_are_what_makes_it_the_same(
     shutil.copytree(
         broken.folder, place, ignore=shutil.ignore_patterns("final", "summary.json", f"step-{2 * len(WORLDS):06}")
     )
-    monkeypatch.setattr(state, "put_into_torch", lambda *_: None)
+    monkeypatch.setattr(engine, "put_into_torch", lambda *_: None)
     config = load_config(str(folder / "unbroken.yaml"), [f"trainer.max_steps={2 * len(WORLDS)}"])
     loss, _ = differences(train_here(config, place), unbroken)
     assert loss > 1e-5

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import moe
 
 from packtrain.attention.backends import attending_by
+from packtrain.changes.experts import group_experts
 from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
-from packtrain.model.layers.experts import can_group, group_experts, loop_over_experts
+from packtrain.model.expert_loop import can_group, loop_over_experts
 from packtrain.packing.segments import Segments
 
 SPARSE = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

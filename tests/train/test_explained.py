@@ -21,7 +21,7 @@ from packtrain.model.load import load_model
 from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.run_folder import RunFolder
 from packtrain.train import run
-from packtrain.train.library_errors import explained, shortly
+from packtrain.train.library_errors import explained
 
 CONFIG = RunConfig(batch=Batch(tokens_per_device=8192), trainer=Trainer(output_dir="runs/x"))
 GPU_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has …")
@@ -83,29 +83,6 @@ def test_a_run_that_is_to_be_deterministic_runs_with_deterministic_operations_on
     assert run.train("sft", config, lambda *_: int(torch.are_deterministic_algorithms_enabled())) == wanted
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if wanted else None)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-
-
-GLOO = (
-    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:43672. This is "
-    "typically caused by a remote worker crashing. Check the logs of the remote worker before reporting an error. GLHF! 🏖️"
-)
-
-
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        (GLOO, "Connection closed by peer [127.0.0.1]:43672"),
-        ("[/x/unbound_buffer.cc:84] Timed out waiting 600000ms for recv", "Timed out waiting 600000ms for recv"),
-        (
-            "NCCL error in: /torch/csrc/distributed/c10d/NCCLUtils.cpp:77, remote process exited, NCCL version 2.27\nmore",
-            "NCCL error, remote process exited, NCCL version 2.27",
-        ),
-        ("Connection reset by peer", "Connection reset by peer"),
-        ("", "RuntimeError"),
-    ],
-)
-def test_what_backends_say_is_told_in_short(said: str, words: str) -> None:
-    assert shortly(RuntimeError(said)) == words
 
 
 def test_what_ends_a_run_is_told_in_short_kept_in_full_in_the_log_and_no_hang(tmp_path: Path) -> None:

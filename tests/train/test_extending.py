@@ -1,4 +1,4 @@
-"""docs/extending.md: its blocks are a package, and packtrain trains, plans, verifies, resumes and reports with its objective."""
+"""The packages of docs/extending.md train, plan, verify, resume and report."""
 
 from __future__ import annotations
 
@@ -17,34 +17,49 @@ import pytest
 import tomllib
 import torch
 import yaml
-from running import Run, base_config, packtrain
+from running import Run, base_config, packtrain, write_jsonl
 
 from packtrain.config.keys import keys, keys_of
 from packtrain.data.sources.quickstart import preferences
 from packtrain.registry import _find
 from tests.train import forked
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/extending.md"
+PAGES = sorted((Path(__file__).resolve().parents[2] / "docs").glob("extending*.md"))
+LEAKY = """
+from looped.run import attend
+from packtrain.attention.backends import AttentionFunction
+from packtrain.attention.flattened import registered
+from packtrain.packing.segments import Segments
+
+
+@registered("looped_over_borders")
+def attend_to_all(module, query, key, value, segments, window, **given):
+    return attend(module, query, key, value, None, segments=Segments((segments.tokens,)), **given)[0]
+
+
+ATTENTION = AttentionFunction("looped_over_borders")
+"""
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the page's package, as pip would install it."""
     folder = tmp_path_factory.mktemp("site")
-    (project,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    entry_points = tomllib.loads(project)["project"]["entry-points"]
+    pages = "\n".join(page.read_text() for page in PAGES)
+    projects = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", pages, re.DOTALL)]
+    groups = [item for project in projects for item in project["project"]["entry-points"].items()]
     (info := folder / "packtrain_orpo-0.1.0.dist-info").mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: packtrain-orpo\nVersion: 0.1.0\n")
-    lines = [f"[{group}]\n{name} = {value}" for group, points in entry_points.items() for name, value in points.items()]
+    lines = [f"[{group}]\n{name} = {value}" for group, points in groups for name, value in points.items()]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    for path, code in re.findall(r"```python\n# ([\w/.]+)\n(.*?)```", PAGE.read_text(), re.DOTALL):
+    for path, code in re.findall(r"```python\n# ([\w/.]+)\n(.*?)```", pages, re.DOTALL):
         (folder / path).parent.mkdir(exist_ok=True)
         (folder / path).write_text(code)
     return folder
 
 
 def with_package(folder: Path, *given: Any) -> None:
-    """The command of a process in which the package was installed from the start."""
+    """The command, as if the package had been installed before it began."""
     sys.path.insert(0, str(folder))
     for known in (_find, keys, keys_of):
         known.cache_clear()
@@ -130,3 +145,56 @@ def test_a_package_that_is_broken_is_named(package: Path, tmp_path: Path, fault:
     (tmp_path / "site/orpo/spec.py").write_text(fault)
     ran = fresh(tmp_path / "site", "--help")
     assert ran.returncode == 2 and "packtrain-orpo" in ran.stderr and "Traceback" not in ran.stderr
+
+
+def test_a_backend_of_another_package_plans_proves_trains_and_resumes(package: Path, tmp_path: Path) -> None:
+    config = base_config(tmp_path, trainer={"max_steps": 2, "checkpoint_every": 2}, model={"attention": "looped"})
+    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    begin = partial(with_package, package)
+    assert fresh(package, "plan", str(path)).returncode == 0
+    listed = json.loads(fresh(package, "env", "--json").stdout)["attention"]
+    assert listed["looped"] == {"available": True, "why": "it needs no kernel"}
+    report = json.loads(packtrain("verify", str(path), "--json", begin=begin).stdout)
+    assert report["verdict"] == "exact" and report["backend"] == "looped"
+    packtrain("sft", str(path), begin=begin)
+    run, longer = Run(tmp_path / "run"), tmp_path / "longer"
+    resumed = (f"trainer.resume={run.folder}/checkpoints/step-000002", f"trainer.output_dir={longer}")
+    packtrain("sft", str(path), *resumed, "trainer.max_steps=3", begin=begin)
+    assert [line["step"] for line in Run(longer).steps] == [3]
+    assert {one.summary["attention"] for one in (run, Run(longer))} == {"looped (asked for)"}
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "words"),
+    [(LEAKY, 3, "differ from each alone"), ("import nothing_like_this", 2, "looped cannot be imported")],
+)
+def test_a_backend_that_leaks_or_cannot_be_imported_does_not_train(
+    package: Path, tmp_path: Path, code: str, exit_code: int, words: str
+) -> None:
+    shutil.copytree(package, tmp_path / "site")
+    spec = tmp_path / "site/looped/spec.py"
+    spec.write_text(spec.read_text().replace("looped.run", "looped.other"))
+    (tmp_path / "site/looped/other.py").write_text(code)
+    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(base_config(tmp_path, model={"attention": "looped"})))
+    result = packtrain("sft", str(path), expect=exit_code, begin=partial(with_package, tmp_path / "site"))
+    assert words in result.stderr and not (tmp_path / "run/final").exists()
+
+
+@pytest.mark.parametrize("weight", ["norm.weight", "norm.weight * 1.01"], ids=["right", "off by 1 %"])
+def test_a_change_of_another_package_stays_if_it_is_proved(package: Path, tmp_path: Path, weight: str) -> None:
+    shutil.copytree(package, site := tmp_path / "site")
+    (file := site / "acme/norms.py").write_text(file.read_text().replace("shape, norm.weight,", f"shape, {weight},"))
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a young cow is a calf"}] * 20)
+    given = ["recipes/quickstart-sft.yaml", f"data.train={rows}", "data.eval=null", "trainer.eval_every=null"]
+    given += ["trainer.max_steps=1", "trainer.samples=[]", f"trainer.output_dir={tmp_path / 'run'}"]
+    ran = packtrain("sft", *given, begin=partial(with_package, site))
+    said = Run(tmp_path / "run").summary["changes"]["acme"]
+    assert f"acme       {said}" in ran.stdout
+    if weight == "norm.weight":
+        assert said.startswith("norms by torch's fused function (loss off by ")
+        unknown = fresh(site, "plan", *given, "model.kernels=acne")
+        assert unknown.returncode == 2 and "auto|liger|none|acme" in unknown.stderr
+        return
+    assert said.startswith("as the model comes; norms by torch's fused function: the loss of the first rows is off by")
+    required = packtrain("sft", *given, "model.kernels=acme", expect=3, begin=partial(with_package, site))
+    assert "would not train as the model itself does" in required.stderr

@@ -18,7 +18,7 @@ from tolerances import EPS, of_adam, of_sum
 from transformers import AutoModelForCausalLM
 
 from packtrain.errors import UserError
-from packtrain.train.optim.groups import MuonAndAdamW
+from packtrain.optimizers.muon import MuonAndAdamW
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
 NEEDS_BITSANDBYTES = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes")

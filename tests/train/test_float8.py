@@ -10,8 +10,8 @@ from tiny_models import tiny_model
 from torch import nn
 from transformers import PreTrainedModel
 
+from packtrain.changes.float8 import TOLERANCE, check_float8, multiply_in_float8
 from packtrain.errors import UserError
-from packtrain.model.float8 import TOLERANCE, check_float8, multiply_in_float8
 from packtrain.proof.change import prove_change
 
 pytest.importorskip("torchao")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -131,29 +130,3 @@ def test_the_list_of_wheels_is_what_packtrain_needs_but_what_torch_brings() -> N
     of_dateutil_2 = {"six"}  # which the tests' S3 client pins; the list has 4, with tzdata
     assert listed == needed - brought - set(gpu_wheels.NOT_NEEDED) - of_dateutil_2
     assert set(gpu_wheels.NOT_NEEDED) <= needed | {"tzdata"} and not gpu_wheels.missing()
-
-
-def test_wheels_are_shrunk_and_found_by_a_process_that_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "wheels"
-    folder.mkdir()
-    contents = {"pandas/__init__.py": "", "pandas/tests/large.py": "x", "not_there_at_all.py": "# " + "long " * 20_000}
-    for tags in ("py3-none-any", "cp39-cp39-manylinux_2_28_x86_64"):
-        with zipfile.ZipFile(folder / f"pandas-3.1.1-{tags}.whl", "w") as wheel:
-            for name, text in contents.items():
-                wheel.writestr(name, text)
-    assert gpu_wheels.shrink(folder) < 0.01
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("PYTHONPATH", "")
-    assert gpu_wheels.put_on_path(folder) == ["pandas-3.1.1-cp39-cp39-manylinux_2_28_x86_64.whl"]
-    place = Path(sys.path[0])
-    assert place.name == "site-packages" and not (place / "pandas" / "tests").exists()
-    subprocess.run([sys.executable, "-c", "import not_there_at_all, gpu_wheels, packtrain"], check=True, cwd=tmp_path)
-    # a second call finds what the first has unpacked, beside its own
-    kept = tmp_path / "kept"
-    gpu_wheels.put_on_path(folder, kept)
-    subprocess.run([sys.executable, "-c", "import not_there_at_all"], check=True, cwd=tmp_path)
-    gpu_wheels.put_on_path(None, kept)
-    assert Path(sys.path[0]) == kept / "site-packages" and (kept / "site-packages/not_there_at_all.py").exists()
-    monkeypatch.setattr(gpu_wheels, "missing", lambda **_: ["pyarrow", "antlr4-python3-runtime"])
-    said = gpu_wheels.advice([])
-    assert "pip download" in said and "pyarrow==" in said and "pip wheel --no-deps -w wheels antlr4" in said

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from running import base_config, train
 
-from packtrain.attention import flash
-from packtrain.attention.kernels import selection
+from packtrain.attention.flash import selection
+from packtrain.attention.registry import BACKENDS
 from packtrain.plan.origin import origin_in
 from tests.stand_in_kernels import flash_attention_2, flash_attention_3
 from tests.train import forked
@@ -29,7 +29,7 @@ def with_kernels(arguments: Any, environment: dict[str, str], *rest: Any, withou
     selection.CANDIDATES = tuple(one for one in selection.CANDIDATES if one[0] in KERNELS and one[0] != without)
     for module, kernel in KERNELS.values():
         sys.modules[module] = SimpleNamespace(flash_attn_varlen_func=kernel)  # type: ignore[assignment]
-    flash.DEVICES, flash.FORMATS = ("cpu",), (torch.float32,)
+    BACKENDS.all()["flash"] = replace(BACKENDS["flash"], devices=("cpu",), formats=("float32",))
     forked.run(arguments, environment, *rest)
 
 

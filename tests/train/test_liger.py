@@ -20,10 +20,9 @@ from tiny_models import tiny_model
 from torch import nn
 from transformers.models.llama import modeling_llama
 
+from packtrain.changes import liger as kernels
+from packtrain.changes.liger import fuse_by_liger, why_no_liger
 from packtrain.errors import UserError
-from packtrain.model import kernels
-from packtrain.model.kernels import fuse_by_liger, why_no_liger
-from packtrain.train.verify import changes
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -66,7 +65,7 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         monkeypatch.setitem(sys.modules, f"liger_kernel{name}", module)  # type: ignore[arg-type]
     monkeypatch.setattr(kernels, "find_spec", lambda name: object())
     own = why_no_liger
-    monkeypatch.setattr(changes, "why_no_liger", lambda model, device: own(model, CUDA))
+    monkeypatch.setattr(kernels, "why_no_liger", lambda model, device: own(model, CUDA))
     for name in ("apply_rotary_pos_emb", "LlamaRMSNorm"):
         monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))
     patched.clear()
@@ -118,7 +117,7 @@ def test_a_run_takes_them_by_proof_and_its_reference_as_well(liger: pytest.Monke
 
 
 def test_asked_for_by_name_where_they_cannot_be_the_run_ends(liger: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    liger.setattr(changes, "why_no_liger", why_no_liger)
+    liger.setattr(kernels, "why_no_liger", why_no_liger)
     with pytest.raises(UserError, match="not available, they need a GPU") as refused:
         run_here(tmp_path, base_config(tmp_path), "model.kernels=liger")
     assert refused.value.problems[0].where == "model.kernels"

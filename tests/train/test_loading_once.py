@@ -55,7 +55,7 @@ def compare(arguments: tuple[str, ...], environment: dict[str, str], cwd: Path, 
     from torch.distributed.tensor import DTensor
 
     from packtrain.model.load import load_model
-    from packtrain.model.spread import Ranks, open_proofs, reading_mesh, spread
+    from packtrain.model.spread import Ranks, placement_of, reading_mesh, spread
     from packtrain.model.weights import stream
     from packtrain.model.weights.hashes import weights_hash
 
@@ -82,7 +82,7 @@ def compare(arguments: tuple[str, ...], environment: dict[str, str], cwd: Path, 
             assert len({*model.parameters()}) == len({*whole.parameters()}), name
             for ours, theirs in zip(model.buffers(), whole.buffers(), strict=True):
                 assert torch.equal(ours, theirs), name
-            ids, end = torch.arange(9)[None], open_proofs(model, ranks)
+            ids, end = torch.arange(9)[None], placement_of(ranks.spec).open_proofs(model, ranks)
             if arguments[1] == "zero3":
                 whole.to(whole.dtype)
             with torch.no_grad():

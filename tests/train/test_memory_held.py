@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from packtrain.changes.tiles import tile_mlps
 from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
-from packtrain.model.layers.tiled_mlp import tile_mlps
 from packtrain.model.recomputation import recompute
 from packtrain.model.spread import Ranks, spread
 from packtrain.model.weights.stream import return_freed_memory

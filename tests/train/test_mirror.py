@@ -78,7 +78,7 @@ def test_a_killed_run_goes_on_bit_for_bit_on_a_fresh_machine(
     bucket: tuple[subprocess.Popen[bytes], dict[str, str]], tmp_path: Path
 ) -> None:
     _, env = bucket
-    config = base_config(tmp_path, trainer={"checkpoint_every": 2, "max_steps": 12})
+    config = base_config(tmp_path, trainer={"checkpoint_every": 2, "max_steps": 6})
     unbroken = train(tmp_path, config, name="unbroken")
     config["trainer"]["mirror"] = "s3://runs/some/where"
     file = tmp_path / "mirrored.yaml"
@@ -90,13 +90,11 @@ def test_a_killed_run_goes_on_bit_for_bit_on_a_fresh_machine(
     done = packtrain("sft", str(file), f"trainer.output_dir={tmp_path}/two", env=env)
     assert "resuming from step-" in done.stdout and "getting step-" in done.stderr
     assert_same_bits(resumed := Run(tmp_path / "two"), unbroken)
-    assert [line["step"] for line in resumed.steps] == list(range(1, 13))
+    assert [line["step"] for line in resumed.steps] == list(range(1, 7))
     there = {name.removeprefix("runs/some/where/") for name in system.find("runs/some/where", refresh=True)}
     assert {"final/model.safetensors", "summary.json", "report.html", "metrics.jsonl"} <= there
     kept = {name.split("/")[1] for name in there if name.startswith("checkpoints/")}
-    assert kept == {"step-000010", "step-000012"}
-    again = packtrain("sft", str(file), f"trainer.output_dir={tmp_path}/three", env=env, expect=2)
-    assert "has a finished run" in again.stderr
+    assert kept == {"step-000004", "step-000006"}
     packtrain("report", "s3://runs/some/where", "-o", str(tmp_path / "page.html"), env=env)
     assert "<title>where" in (tmp_path / "page.html").read_text()
     written = [path for path in (tmp_path / "two").rglob("*") if path.is_file()]

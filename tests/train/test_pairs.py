@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model
 from trl.trainer.utils import add_fused_lm_head
+from trl_batches import trl_batch
 
 from packtrain.attention.backends import attend_by
 from packtrain.data.dataset import MIN_PROMPT, Document, Preference
-from packtrain.model.forward import add_answer_layout
+from packtrain.model.forward import add_answer_scores
 from packtrain.packing.collate import RowLayout, collate_pairs
 
 OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 FAMILIES = ["llama", "mistral", "gemma2", "gpt_oss", "gpt2"]
-SERVED: list[tuple[RowLayout, str]] = [
+SERVED: list[tuple[RowLayout, str | None]] = [
+    ("padding", None),
     ("flat", "segmented"),
     ("flat", "per_document"),
     ("shared", "segmented"),
@@ -45,32 +46,41 @@ def odd_pairs() -> list[Preference]:
     return [a_pair(rng, *shape) for shape in shapes]
 
 
-def said(family: str, layout: RowLayout, backend: str | None) -> tuple[Any, torch.Tensor]:
-    """TRL's per-token figures of the odd pairs, and the gradient of a sum of log-probabilities that differ in weight.
+def said(family: str, layout: RowLayout | None, backend: str | None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Figures of the targets of the odd pairs, and the gradient of a sum of log-probabilities that differ in weight.
 
-    Without a backend by TRL's own padded call, which knows nothing of ours.
+    Without a layout by TRL's own padded call, which knows nothing of ours.
     """
     model = tiny_model(family)
     add_fused_lm_head(model, outputs=OUTPUTS)
-    if backend:
-        add_answer_layout(model, OUTPUTS)
-        attend_by(model, backend)
-    batch = collate_pairs(odd_pairs(), 0, layout)
-    labels = batch["input_ids"].masked_fill(batch.pop("completion_mask") == 0, -100)
-    figures = model(**batch, labels=labels, fused_lm_head=True, use_cache=False)
-    log_probs = figures.log_probs
-    (log_probs * torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)).sum().backward()
-    return figures, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    if layout is None:
+        batch = trl_batch(odd_pairs())
+        mask = batch.pop("completion_mask")
+        labels = batch["input_ids"].masked_fill(mask == 0, -100)
+        figures = model(**batch, labels=labels, fused_lm_head=True, use_cache=False)
+        found = {name: figures[name][mask[:, 1:].bool()] for name in OUTPUTS}
+    else:
+        add_answer_scores(model, OUTPUTS)
+        if backend:
+            attend_by(model, backend)
+        batch = collate_pairs(odd_pairs(), 0, layout)
+        places, counts = batch.pop("target_places"), batch.pop("target_counts")
+        assert counts.sum() == len(places)
+        figures = model(**batch, answer_scores=True)
+        found = {name: figures[name].flatten()[places] for name in OUTPUTS}
+    log_probs = found["log_probs"]
+    (log_probs * torch.linspace(-1, 1, len(log_probs))).sum().backward()
+    return found, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 @lru_cache
-def padded(family: str) -> tuple[Any, torch.Tensor]:
-    return said(family, "padding", None)
+def padded(family: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    return said(family, None, None)
 
 
 @pytest.mark.parametrize(("layout", "backend"), SERVED)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_of_pairs_equals_the_padded_call_of_trl(family: str, layout: RowLayout, backend: str) -> None:
+def test_a_row_of_pairs_equals_the_padded_call_of_trl(family: str, layout: RowLayout, backend: str | None) -> None:
     expected, gradient = padded(family)
     found, ours = said(family, layout, backend)
     for name in OUTPUTS:
@@ -83,10 +93,9 @@ def test_a_row_of_pairs_equals_the_padded_call_of_trl(family: str, layout: RowLa
 def test_a_filler_trains_nothing_and_reaches_every_parameter(layout: RowLayout) -> None:
     model = tiny_model("llama")
     add_fused_lm_head(model, outputs=OUTPUTS)
-    add_answer_layout(model, OUTPUTS)
+    add_answer_scores(model, OUTPUTS)
     attend_by(model, "segmented")
     batch = collate_pairs([], 0, layout)
-    labels = torch.full_like(batch["input_ids"], -100)
-    batch.pop("completion_mask")
-    model(**batch, labels=labels, fused_lm_head=True, use_cache=False).log_probs.sum().backward()
+    assert not len(batch.pop("target_places")) and batch.pop("target_counts").tolist() == [0, 0]
+    model(**batch, answer_scores=True).log_probs.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())

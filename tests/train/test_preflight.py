@@ -11,10 +11,11 @@ import pytest
 import torch
 from running import LLAMA, base_config, packtrain, train
 from tiny_models import tiny_model
+from transformers import AttentionInterface
 from trl.trainer.utils import add_fused_lm_head
 
-from packtrain.attention import segmented
 from packtrain.attention.backends import attend_by, own_attention
+from packtrain.attention.segmented import run as segmented
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
 from packtrain.model.forward import add_loss_sum
@@ -127,7 +128,7 @@ def test_the_watch_sees_a_single_forgotten_border(monkeypatch: pytest.MonkeyPatc
         first, second, *others = segments.lengths
         return exact(*args, segments=Segments((first + second, *others)), **kwargs)
 
-    monkeypatch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, forgetful)
+    monkeypatch.setitem(AttentionInterface._global_mapping, segmented.NAME, forgetful)
     attend_by(model, "segmented")
     with pytest.raises(CheckFailed, match=r"document 2 .* step 1 has loss [\d.]+ packed and [\d.]+ alone"):
         watch.check(model, row, step=1)

@@ -70,7 +70,12 @@ def scored(
     batch = collate_scored(pairs, [0.0] * len(pairs), pad, rows)
     for name in left_out:
         del batch[name]
-    scores = model(**batch, use_cache=False).logits[:, 0]
+    ends = batch.pop("ends", None)
+    if ends is None:
+        scores = model(**batch, use_cache=False).logits[:, 0]
+    else:
+        del batch["margin"]
+        scores = model(**batch, every_token=True).logits[0, ends, 0]
     (scores * torch.linspace(-1, 2, len(scores))).sum().backward()
     gradient = torch.cat(
         [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in model.parameters()]

@@ -225,22 +225,6 @@ def test_a_run_that_goes_on_in_another_folder_goes_back_to_the_checkpoint_there(
     assert Run(tmp_path / "d").losses == Run(tmp_path / "b").losses
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "verb", [*(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("kto", "reward")), "dpo"]
-)
-def test_other_objectives_go_back_as_well(tmp_path: Path, verb: str) -> None:
-    config = base_config(
-        tmp_path, trainer={**EVERY_2, "on_spike": "rollback", "max_steps": 6}, data={"train": "quickstart"}
-    )
-    config["batch"] = {"examples_per_step": 4, "tokens_per_device": 512}
-    run = train(tmp_path, config, command=verb, begin=with_a_spike)
-    (line,) = spikes(run)
-    assert (line["action"], line["from"], len(line["documents"])) == ("rollback", 4, 4)
-    assert all(math.isfinite(one["loss"]) for one in (*line["documents"], *run.steps))
-    assert [one["step"] for one in run.steps] == list(range(1, 7))
-
-
 @pytest.mark.parametrize(
     ("at", "times", "losses", "trainer"),
     [(2, math.nan, [None] * 7, {}), (12, 50.0, None, {"max_steps": 20, "spike_factor": 10.0})],

@@ -7,29 +7,28 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from answer_runs import preferences
-from running import ENVIRONMENT, LLAMA, Run, assert_same_bits, base_config, conversations, train, write_jsonl
+from running import LLAMA, Run, assert_same_bits, base_config, conversations, train, write_jsonl
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from packtrain.errors import CheckFailed
-from packtrain.model import spread as strategy
 from packtrain.model.precision import compute_in
-from packtrain.model.spread import Ranks
+from packtrain.model.spread import Ranks, open_strategy
 from packtrain.objectives.dpo.run import FIGURES
 from packtrain.plan.memory import GIB, Memory
+from packtrain.strategies.registry import DEFAULT, STRATEGIES
 from packtrain.train import run as training
+from packtrain.train.engine import check_spread
 from packtrain.train.loop import StepTrainer
 from packtrain.train.preflight import choose_on_all_ranks
 from tests.train import forked, host_adam
@@ -43,10 +42,6 @@ OFFLOAD = pytest.param("zero3_offload", marks=[NEEDS_DEEPSPEED, pytest.mark.exha
 MODEL = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}  # weights that ZeRO-3 does not keep whole
 MODEL_ARGUMENTS = {name: value for name, value in MODEL.items() if name != "model_type"} | {"vocab_size": 50}
 STEPS, CHECKPOINT = 5, 3  # of 7, 7, 7, 1 and 7 documents: in step 4 one process has none
-
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "packtrain")
-"""The others are forks that have what torchrun gives its processes; tests/cluster/test_foreign_launches.py starts torchrun, too."""
 
 
 def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
@@ -81,25 +76,10 @@ def runs(folder: Path) -> dict[str, Run]:
 
 
 def run_of(runs: dict[str, Run], folder: Path, name: str) -> Run:
-    if name in runs:
-        return runs[name]
-    if name == "torchrun":
-        runs[name] = by_torchrun(folder, "strategy=fsdp2", name=name)
-    else:
+    if name not in runs:
         begin = host_adam.run if name == "zero3_offload" else None
         runs[name] = train(folder, config_of(folder), f"strategy={name}", name=name, processes=2, begin=begin)
     return runs[name]
-
-
-def by_torchrun(folder: Path, strategy: str, *, name: str) -> Run:
-    """Two processes; the strategy is the config's, whoever has started them."""
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(config_of(folder, trainer={"output_dir": str(folder / name)})))
-    done = subprocess.run(
-        [*TORCHRUN, "sft", str(path), strategy], env=ENVIRONMENT, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return Run(folder / name)
 
 
 def assert_same_training(run: Run, expected: Run, *, file: str = "final/model.safetensors") -> None:
@@ -116,9 +96,7 @@ def assert_same_training(run: Run, expected: Run, *, file: str = "final/model.sa
         assert (weight - theirs[name]).norm() <= 1e-4 * theirs[name].norm(), name
 
 
-@pytest.mark.parametrize(
-    "name", [ZERO1, ZERO2, ZERO3, OFFLOAD, "fsdp2", pytest.param("torchrun", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("name", [ZERO1, ZERO2, ZERO3, OFFLOAD, "fsdp2"])
 def test_each_strategy_trains_as_one_process_does(runs: dict[str, Run], folder: Path, alone: Run, name: str) -> None:
     run = run_of(runs, folder, name)
     assert_same_training(run, alone)
@@ -277,10 +255,9 @@ def test_bfloat16_weights_of_deepspeed_do_not_round_the_precomputed_reference(fo
 
 def test_a_model_that_is_not_spread_as_asked_for_is_found_out() -> None:
     model = torch.nn.Linear(2, 2)
-    strategy.check_active("ddp", model, model)
-    for name in ("zero1", "zero2", "zero3", "zero3_offload", "fsdp2"):
-        with pytest.raises(CheckFailed, match=name):
-            strategy.check_active(name, model, model)
+    for name, spec in STRATEGIES.all().items():
+        with pytest.raises(CheckFailed, match=name) if spec.shards else nullcontext():
+            check_spread(spec, model, model)
 
 
 def test_mixed_precision_is_autocast_with_float32_outputs_where_accelerate_does_not_see_to_it() -> None:
@@ -311,5 +288,5 @@ def test_rows_that_processes_would_run_differently_often_are_refused(family: str
 def test_what_a_launcher_left_in_the_environment_does_not_choose_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("FSDP_VERSION", "1")
-    strategy.open_strategy("ddp")
+    open_strategy(STRATEGIES[DEFAULT])
     assert not {"ACCELERATE_USE_DEEPSPEED", "FSDP_VERSION"} & os.environ.keys()

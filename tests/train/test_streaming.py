@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from answer_runs import preferences
-from running import ENVIRONMENT, Run, base_config, conversations, train, write_jsonl
+from running import Run, base_config, conversations, train, write_jsonl
 
 from tests.train import forked
 
@@ -75,25 +70,6 @@ def stream_of(run: Run, step: int) -> dict[str, Any]:
     return json.loads((run.folder / "checkpoints" / f"step-{step:06d}" / "stream.json").read_text())
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", ["padding", "padding_free"])
-def test_ranks_and_modes_train_on_the_same_documents(unbroken: Run, mode: str) -> None:
-    folder = unbroken.folder.parent
-    other = train(folder, config_of(folder, packing={"mode": mode}), name=mode, processes=2)
-    assert other.losses == pytest.approx(unbroken.losses, rel=1e-5)
-    assert other.summary["sources"] == unbroken.summary["sources"]
-    assert stream_of(other, 12) == stream_of(unbroken, 12)
-
-
-@pytest.mark.exhaustive
-def test_a_run_on_two_ranks_goes_on_bit_for_bit(unbroken: Run) -> None:
-    folder = unbroken.folder.parent
-    two = train(folder, config_of(folder), name="two", processes=2)
-    again = train(folder, config_of(folder), resume(two, 4), name="two-again", processes=2)
-    assert again.losses == two.losses[4:]
-    assert all(torch.equal(weight, two.weights()[name]) for name, weight in again.weights().items())
-
-
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_the_end_of_the_data_ends_the_run_after_a_smaller_step_that_is_saved(tmp_path: Path, processes: int) -> None:
     config = config_of(tmp_path, rows=20, trainer={"max_steps": 100, "checkpoint_every": 50})
@@ -146,8 +122,9 @@ def test_ranks_that_read_other_rows_end_at_the_first_step_in_which_they_differ(t
         write_jsonl(tmp_path / str(rank) / "rows.jsonl", [rows[number] for number in order])
     config = config_of(tmp_path, data={"train": "/proc/self/cwd/rows.jsonl", "shuffle": False})
     config["trainer"] |= {"max_steps": 100, "checkpoint_every": None}
+    config["batch"] = {"examples_per_step": 30, "tokens_per_device": 2048}
     run = train(tmp_path, config, name="differ", processes=2, expect=2, begin=in_a_folder_of_its_rank)
-    assert [line["step"] for line in run.steps] == [*range(1, 43)]
+    assert [line["step"] for line in run.steps] == [*range(1, 11)]
 
 
 def test_held_out_data_is_read_as_a_whole_and_pairs_are_streamed(tmp_path: Path) -> None:
@@ -173,22 +150,3 @@ def test_skipped_spikes_name_the_rows_of_their_step(tmp_path: Path) -> None:
         str(tmp_path / "many.jsonl"),
         str(tmp_path / "few.jsonl"),
     }
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_whole_group_leaves_a_checkpoint_to_go_on_from(tmp_path: Path, signal_number: int) -> None:
-    config = config_of(tmp_path, rows=4000, trainer={"max_steps": 100_000, "checkpoint_every": None})
-    (tmp_path / "run.yaml").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "packtrain", "sft", str(tmp_path / "run.yaml")]
-    with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
-        for _ in range(600):
-            if (tmp_path / "run" / "metrics.jsonl").exists() or process.poll() is not None:
-                break
-            time.sleep(0.1)
-        os.killpg(process.pid, signal_number)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal_number, said
-    run = Run(tmp_path / "run")
-    assert run.summary["status"] == "stopped"
-    assert stream_of(run, run.summary["steps"])["step"] == run.summary["steps"]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from answer_runs import preferences
 from here import run_here
-from running import LLAMA, base_config, train, write_jsonl
+from running import base_config, train, write_jsonl
 from test_experts import SPARSE, loss_and_gradients
 from tiny_models import tiny_model
 
+from packtrain.changes.tiles import check_tiles, mlps_of, tile_mlps
 from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
-from packtrain.model.layers.tiled_mlp import check_tiles, mlps_of, tile_mlps
 from packtrain.model.recomputation import recompute
 from packtrain.packing.segments import Segments
 
@@ -155,18 +155,3 @@ def test_of_a_mixture_the_dense_layers_are_tiled(tmp_path: Path) -> None:
     run = run_here(tmp_path, config, "trainer.tokens_per_mlp_tile=20", name="tiled")
     assert run.losses == pytest.approx(plain.losses, rel=1e-6)
     assert "1 MLP on tiles of 20 tokens" in run.summary["changes"]["tiles"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("experts", [False, True])
-def test_rows_that_three_processes_split_train_as_one_process_does(tmp_path: Path, experts: bool) -> None:
-    config = base_config(tmp_path, trainer={"max_steps": 3}, batch={"tokens_per_device": 512})
-    shape = {**SPARSE, "mlp_only_layers": [0]} if experts else LLAMA
-    config["model"]["config"] = {**shape, "num_attention_heads": 6, "num_key_value_heads": 2}
-    alone = run_here(tmp_path, config, name="alone")
-    given = ("strategy.sequence_parallel=3", "batch.tokens_per_device=104", "trainer.tokens_per_mlp_tile=25")
-    split = train(tmp_path, config, *given, name="split", processes=3)
-    assert "over 3 processes each; proved" in split.log
-    assert split.losses == pytest.approx(alone.losses, rel=2e-6)
-    norms = [[line["grad_norm"] for line in run.steps] for run in (alone, split)]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-5)

@@ -15,8 +15,9 @@ import torch
 import yaml
 from running import LLAMA, base_config, packtrain
 from tiny_models import tiny_model
+from transformers import AttentionInterface
 
-from packtrain.attention import segmented
+from packtrain.attention.segmented import run as segmented
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Data, Model, Packing, Peft, RunConfig, Trainer
 from packtrain.data.tokens.pretrained import load_tokenizer
@@ -154,7 +155,7 @@ def break_borders(monkeypatch: Any, broken: Callable[[Segments], Segments]) -> N
     def attend(*args: Any, segments: Segments, **kwargs: Any) -> Any:
         return exact(*args, segments=broken(segments), **kwargs)
 
-    monkeypatch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, attend)
+    monkeypatch.setitem(AttentionInterface._global_mapping, segmented.NAME, attend)
 
 
 @pytest.mark.parametrize(

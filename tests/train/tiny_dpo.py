@@ -190,4 +190,4 @@ def start_loss(trainer: Any) -> float:
 
 def check_forward(trainer: Any, attention: str) -> None:
     """Compares the log-probabilities of the first pairs with those of a padded batch."""
-    check_answer_forward(trainer.loss, trainer.steps.first_batch(0), attention)
+    check_answer_forward(trainer.loss, trainer.steps, 0, attention)

@@ -37,6 +37,7 @@ def test_the_help_of_a_verb_fits_on_two_screens_and_explains_the_keys_that_are_n
     shown = packtrain(verb, "--help", folder=tmp_path, COLUMNS="80")
     assert shown.returncode == 0 and "learning_rate=2e-05" in shown.stdout
     assert len(shown.stdout.splitlines()) <= 100
+    assert "beta2=0.999" not in shown.stdout and "beta2=0.999" in packtrain(verb, "-h", "all", folder=tmp_path).stdout
     explained = packtrain(verb, "-h", "optim.learning_rate", folder=tmp_path).stdout
     assert "Peak learning rate." in explained and len(explained.splitlines()) <= 5
 

@@ -40,5 +40,18 @@ def test_all_pages_count_the_model_types_that_transformers_registers() -> None:
     assert {name: found for name, found in said.items() if found} == {"README.md": [total], "modes.md": [total]}
 
 
+def test_the_picture_of_packed_rows_has_the_figures_that_were_measured() -> None:
+    measured = (ROOT / "benchmarks/RESULTS.md").read_text()
+    runs = ("padding, bf16 + masters, eager", "packed, bf16 + masters, eager", "packed, bf16 + masters, Liger")
+    rows = [next(line for line in measured.splitlines() if line.startswith(f"| sft 1.5B, {run} |")) for run in runs]
+    drawn = re.findall(r"(?<=>)([\d,.]+)(?: → ([\d.]+))?</text>", (ROOT / "docs/pictures/packed.svg").read_text())
+    speeds, losses = [one for one, last in drawn if not last], [f"{one} | {last}" for one, last in drawn if last]
+    assert all(
+        f"| {speed} |" in row and row.endswith(f"| {loss} |")
+        for row, speed, loss in zip(rows, speeds, losses, strict=True)
+    )
+    assert all(speed in (ROOT / page).read_text() for page in ("README.md", "docs/speed.md") for speed in speeds)
+
+
 def test_the_readme_is_read_in_a_minute() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120

@@ -16,6 +16,8 @@ from types import ModuleType
 
 import pytest
 
+from packtrain.strategies.registry import STRATEGIES
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "packtrain"
 LAYERS = (
@@ -23,6 +25,7 @@ LAYERS = (
     ("durable", "errors", "standard_streams", "wording"),
     ("boundary", "time_limit", "registry"),
     ("exit_code", "config.fault"),
+    ("optimizers",),
     ("registries",),
     ("config",),
     ("specs",),
@@ -37,6 +40,7 @@ LAYERS = (
     ("proof",),
     ("objectives",),
     ("model",),
+    ("changes",),
     ("library",),
     ("train",),
     ("runs",),
@@ -49,10 +53,10 @@ LAYERS = (
     ("__main__",),
 )
 """Each imports only what stands before it."""
-KINDS_OF_THINGS = ("objectives",)
+KINDS_OF_THINGS = ("attention", "objectives", "strategies")
 """Folders of things: what a `spec` and the registry say is known to all, what a `run` does is found by its name in the spec."""
-FOR_TYPES = {("packtrain.objectives.spec", "packtrain.config.schema")}
-"""The rules of an objective take the whole config."""
+FOR_TYPES = {(f"packtrain.{kind}.spec", "packtrain.config.schema") for kind in ("objectives", "strategies")}
+"""The rules of a thing take the whole config."""
 LAUNCH = {
     *("boundary", "durable", "errors", "exit_code", "redact", "registry", "standard_streams", "time_limit", "wording"),
     *("config.fault", "registries", "specs"),
@@ -69,6 +73,7 @@ WITHOUT_TORCH = (
     "config",
     "convert",
     "plan",
+    "optimizers/spec",
     "launch",
     "report",
     "serve",
@@ -84,6 +89,9 @@ OF_OTHERS = {
     "sft.py",
     "orpo/spec.py",
     "orpo/run.py",
+    "looped/spec.py",
+    "looped/run.py",
+    "acme/norms.py",
     "convert_hf_to_gguf.py",
     "mine.py",
     "kernels/chunked_logprob.py",
@@ -148,6 +156,19 @@ def test_imports_go_one_way() -> None:
     assert {*wrong} == FOR_TYPES
 
 
+def test_strategies_are_named_in_their_folders_alone() -> None:
+    """All others ask the declaration. The converter of other trainers' configs is given names."""
+    names = [*STRATEGIES.all()]
+    files = {
+        name
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and (node.value in names or str(node.value).startswith("zero"))
+        if not name.startswith("packtrain.strategies.")
+    }
+    assert files <= {"packtrain.convert.counterparts", "packtrain.train.verify.command"}  # zero_margin, a figure
+
+
 def test_relative_imports_do_not_hide_from_the_test_of_the_layers() -> None:
     nodes = [(name, node) for name, tree in trees().items() for node in ast.walk(tree)]
     assert not [name for name, node in nodes if isinstance(node, ast.ImportFrom) and node.level]
@@ -191,24 +212,28 @@ def test_no_name_says_nothing() -> None:
     assert [name for name in trees() if MEANINGLESS & set(name.split("."))] == []
 
 
-OBJECTIVES_NAMED_IN = {
-    "config/objective.py",  # the default of objective.kind
-    "convert/foreign_data.py",  # names of methods of other trainers
-    "data/prepare.py",  # a default
-    "convert/conversion.py",
+NAMED_IN = {
+    "attention": set[str](),
+    "objectives": {
+        "config/objective.py",  # the default of objective.kind
+        "convert/foreign_data.py",  # names of methods of other trainers
+        "data/prepare.py",  # a default
+        "convert/conversion.py",
+    },
 }
-"""Files that name an objective outside its folder."""
+"""Files that name a thing outside the folder of its kind."""
 
 
-def test_an_objective_is_named_in_its_own_folder() -> None:
-    kinds = {path.parent.name for path in PACKAGE.glob("objectives/*/spec.py")}
+@pytest.mark.parametrize("kind", NAMED_IN)
+def test_a_thing_is_named_in_its_own_folder(kind: str) -> None:
+    things = {path.parent.name for path in PACKAGE.glob(f"{kind}/*/spec.py")}
     named_in = set()
     for path in PACKAGE.rglob("*.py"):
         tree = trees()[name_of(path)]
-        named = any(isinstance(node, ast.Constant) and node.value in kinds for node in ast.walk(tree))
-        if named and "objectives" not in path.relative_to(PACKAGE).parts[:1]:
+        named = any(isinstance(node, ast.Constant) and node.value in things for node in ast.walk(tree))
+        if named and kind not in path.relative_to(PACKAGE).parts[:1]:
             named_in.add(path.relative_to(PACKAGE).as_posix())
-    assert named_in == OBJECTIVES_NAMED_IN
+    assert named_in == NAMED_IN[kind]
 
 
 def test_a_stage_takes_its_part_of_the_config_and_not_the_whole() -> None:

@@ -1,23 +1,10 @@
-"""One of a thing is told in the singular; no text acts on the terminal that shows it."""
+"""No text acts on the terminal that shows it."""
 
 from __future__ import annotations
 
 import pytest
 
-from packtrain.wording import counted, visible
-
-
-@pytest.mark.parametrize(
-    ("number", "things", "words"),
-    [
-        (1, "processes", "1 process"),
-        (1, "machines", "1 machine"),
-        (2.5, "pairs", "2.5 pairs"),
-        (1000, "pairs", "1,000 pairs"),
-    ],
-)
-def test_a_number_of_things_in_words(number: float, things: str, words: str) -> None:
-    assert counted(number, things) == words
+from packtrain.wording import visible
 
 
 @pytest.mark.parametrize(

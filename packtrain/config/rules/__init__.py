@@ -10,10 +10,11 @@ from collections.abc import Iterator, Set
 
 from packtrain.config.fault import Fault, is_number
 from packtrain.config.keys import check_resume_despite, suggest
-from packtrain.config.rules.fitting import check_fitting, check_optimizer
+from packtrain.config.rules.fitting import check_fitting
 from packtrain.config.rules.objectives import check_objective
-from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig, Topology, name_sources, sources
+from packtrain.config.schema import Optim, RunConfig, Topology, name_sources, sources
 from packtrain.redact import speaks_of_secrets
+from packtrain.strategies.registry import STRATEGIES
 from packtrain.wording import shortened
 
 # launchers set these for each process
@@ -267,8 +268,8 @@ def _schedule(optim: Optim) -> Iterator[Fault]:
 
 def _rounding(config: RunConfig) -> Iterator[Fault]:
     """Yield faults of optim.bf16_rounding. It has nothing to do, or would not do what it says."""
-    rounding, lora, name = config.optim.bf16_rounding, config.peft.kind == "lora", config.strategy.name
-    if rounding == "auto":
+    rounding, lora, strategy = config.optim.bf16_rounding, config.peft.kind == "lora", config.strategy.spec
+    if rounding in ("auto", "undithered"):
         return
     # a reward model's head is trained beside adapters
     trained = bool(config.peft.modules_to_save) or config.objective.spec.scores
@@ -280,8 +281,8 @@ def _rounding(config: RunConfig) -> Iterator[Fault]:
     elif config.model.dtype == "float32" and rounding != "final" and not (lora and whole):
         what = "the weights are float32, so nothing is rounded"
         yield Fault((key, "model.dtype"), what, "Remove it.", because="model.dtype")
-    elif at_updates and name.startswith("zero"):
-        what = f"{name} (DeepSpeed) keeps float32 copies of the weights, which take the updates"
+    elif at_updates and strategy.keeps_masters:
+        what = f"{strategy.name} keeps float32 copies of the weights, which take the updates"
         yield Fault((key, "strategy.name"), what, "Remove it, or use strategy=fsdp2.")
 
 
@@ -310,8 +311,6 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         what = "weights in float16 cannot be trained: small updates become 0, and the loss soon becomes NaN"
         yield Fault(("model.dtype",), what, "Set it to float32 or bfloat16, or train adapters on them: peft=lora.")
     against_fp8 = dict[str, str]()
-    if config.strategy.name.startswith("zero"):
-        against_fp8["strategy.name"] = "DeepSpeed has not been tried with layers that multiply in 8 bits"
     if config.peft.kind != "none":
         against_fp8["peft.kind"] = "torchao's layers make gradients of frozen weights too, for nothing"
     if config.objective.spec.reference:
@@ -343,15 +342,6 @@ def _quantized(config: RunConfig) -> Iterator[Fault]:
     if not config.model.is_base_for_adapters:
         what = "only a model's own files can be loaded in fewer bits, not new weights or a .gguf file"
         yield Fault(("model.quantize", "model.path"), what, "Name a hub id or a folder, or remove the key.")
-    if (name := config.strategy.name) in ("zero3", "zero3_offload"):
-        what = f"{name} cuts weights into pieces that do not match their scales"
-        yield Fault(("model.quantize", "strategy.name"), what, "Use strategy=ddp, zero2 or fsdp2.")
-    elif (name != "ddp" and config.model.quantize == "fp8") or (name == "fsdp2" and config.model.quantize == "int8"):
-        what = f"{name} cannot send the weights of {config.model.quantize}"
-        yield Fault(("model.quantize", "strategy.name"), what, "Use nf4, or strategy=ddp.")
-    if name == "fsdp2" and config.peft.merge:
-        what = "fsdp2 cannot merge adapters into quantised weights yet"
-        yield Fault(("peft.merge", "model.quantize", "strategy.name"), what, "Set peft.merge=false.")
     if config.trainer.mixed_precision == "fp8":
         what = "products in 8 bits need weights in 16 bits, not quantised ones"
         yield Fault(("model.quantize", "trainer.mixed_precision"), what, "Set trainer.mixed_precision=auto.")
@@ -359,32 +349,27 @@ def _quantized(config: RunConfig) -> Iterator[Fault]:
 
 def check_strategy(config: RunConfig) -> Iterator[Fault]:
     """Yield impossible combinations of strategy.name with other keys."""
-    name = config.strategy.name
-    yield from check_optimizer(config)
-    if name != "ddp" and config.model.dtype == "float16":
-        fix = "Set model.dtype to float32 or bfloat16, or strategy=ddp."
-        yield Fault(("model.dtype", "strategy.name"), f"float16 weights cannot be spread by {name}", fix)
-    if name in ("zero3", "zero3_offload") and config.trainer.torch_compile:
-        what = f"{name} gathers the weights of a module in hooks, and compiled modules run no hooks"
-        fix = "Remove it, or choose strategy=fsdp2, zero2 or ddp."
-        yield Fault(("trainer.torch_compile", "strategy.name"), what, fix)
-    if config.strategy.shard_within == "machine" and name != "fsdp2":
-        what = f"only fsdp2 can spread the model within a machine, not {name}"
-        yield Fault(("strategy.shard_within", "strategy.name"), what, "Remove it, or choose strategy=fsdp2.")
+    spec = config.strategy.spec
+    yield from spec.rules(config)
+    if config.strategy.shard_within == "machine" and not spec.shards_within_machines:
+        able = " or ".join(one.name for one in STRATEGIES.all().values() if one.shards_within_machines)
+        what = f"only {able} can spread the model within a machine, not {spec.name}"
+        yield Fault(("strategy.shard_within", "strategy.name"), what, f"Remove it, or choose strategy={able}.")
     if config.strategy.sequence_parallel != 1:
         yield from _split_rows(config)
-    if name in SHARDED_WEIGHTS and config.model.attention == "per_document":
-        what = f"per_document calls the model once per document, and under {name} all processes must call it together"
+    backend = config.model.backend
+    if spec.shards_weights and backend and backend.by_document:
+        what = f"{backend.name} calls the model once per document, and under {spec.name} all processes must call it together"
         fix = "Choose strategy=zero2, or packing.mode=padding with model.attention=auto."
         yield Fault(("model.attention", "strategy.name"), what, fix)
 
 
 def _split_rows(config: RunConfig) -> Iterator[Fault]:
-    key, mode, attention = "strategy.sequence_parallel", config.packing.mode, config.model.attention
+    key, mode, backend = "strategy.sequence_parallel", config.packing.mode, config.model.backend
     if mode == "padding":
         yield Fault((key, "packing.mode"), "padded batches are not split over processes", "Choose packing.mode=packed.")
-    elif attention == "per_document":
-        what = "per_document runs each whole document in one process"
+    elif backend and backend.why_not_split:
+        what = f"{backend.name} {backend.why_not_split}"
         yield Fault((key, "model.attention"), what, "Choose model.attention=auto.")
     elif config.batch.limits(mode)[1] is None:
         what = "without a row length, no document is long enough to be split"

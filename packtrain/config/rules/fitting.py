@@ -1,4 +1,4 @@
-"""Rules about weights: PEFT's arguments, groups of weights, and optimizers."""
+"""Rules about weights: PEFT's arguments and groups of weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ from packtrain.config.fault import Fault, Option
 from packtrain.config.keys import suggest
 from packtrain.config.schema import RunConfig
 from packtrain.wording import shortened
-
-ADAMW = ("adamw_torch", "adamw_torch_fused")
-_WHOLE = {
-    "muon": "needs whole matrices, to make them orthogonal",
-    "adagrad": "makes its states before the weights are spread",
-}
-"""Why optimizers cannot step parts of weights. Others keep a state for the whole weight."""
 
 
 def _is_pattern(value: object) -> bool:
@@ -62,12 +55,9 @@ def check_options(where: str, given: Mapping[str, Any], known: Mapping[str, Opti
 
 
 def check_fitting(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
-    """Yield faults of peft, of optim.groups, and of trainer.ema."""
+    """Yield faults of peft and of optim.groups."""
     yield from _peft(config, given)
     yield from _groups(config)
-    if config.trainer.ema and config.strategy.name.startswith("zero"):
-        what = "DeepSpeed keeps flat parts of weights, which are not averaged yet"
-        yield Fault(("trainer.ema", "strategy.name"), what, "Choose strategy=ddp or fsdp2, or remove the key.")
 
 
 def _peft(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
@@ -94,15 +84,3 @@ def _groups(config: RunConfig) -> Iterator[Fault]:
         where = (f"optim.groups[{at}].match",)
         if not group.match or not _is_pattern(group.match):
             yield Fault(where, f"{group.match!r} is no regular expression", r"Write a part of names, as in layers\.0\.")
-
-
-def check_optimizer(config: RunConfig) -> Iterator[Fault]:
-    """Yield faults of optim.name with strategy.name."""
-    name, optimizer = config.strategy.name, config.optim.name
-    if name == "zero3_offload" and optimizer not in ADAMW:
-        what = f"DeepSpeed's optimizer on the host is AdamW, and it would silently replace {optimizer}"
-        yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw, or strategy=zero3.")
-    elif name != "ddp" and optimizer not in (*ADAMW, "sgd", "rmsprop"):
-        why = _WHOLE.get(optimizer, "keeps a state for a whole weight")
-        what = f"{optimizer} {why}, and {name} gives it parts of weights: the training would differ"
-        yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw or optim=sgd, or strategy=ddp.")

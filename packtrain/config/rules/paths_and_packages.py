@@ -10,12 +10,11 @@ import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import get_args
 
 from packtrain.config.fault import Fault
 from packtrain.config.keys import near, suggest
 from packtrain.config.objective import REFERENCES
-from packtrain.config.schema import LISTED, Bitsandbytes, Data, RunConfig, sources
+from packtrain.config.schema import LISTED, Data, RunConfig, sources
 from packtrain.errors import UserError
 
 BUILT_IN = "quickstart"
@@ -24,8 +23,6 @@ DATA_SUFFIXES = (
     *(".txt", ".tsv", ".xlsx", ".zip", ".zst"),  # common data formats; no hub id ends in one
 )
 MODEL_SUFFIXES = (".gguf", ".safetensors", ".bin")
-_OPTIMIZER_PACKAGES = dict.fromkeys(get_args(Bitsandbytes), "bitsandbytes")
-_OPTIMIZER_PACKAGES |= {"adamw_torch_8bit": "torchao", "adamw_torch_4bit": "torchao"}
 FOR_GPUS = ("model.quantize", "model.kernels", "trainer.mixed_precision", "optim.name")
 """Keys whose packages are for GPUs. On a machine without GPUs, a plan is for another machine."""
 _TRACKER_PACKAGES = {"comet": "comet_ml"}
@@ -53,13 +50,12 @@ def check_paths(config: RunConfig) -> Iterator[Fault]:
 
 def check_packages(config: RunConfig) -> Iterator[Fault]:
     """Yield a fault for each package or program that is not installed."""
-    model, trainer, strategy = config.model, config.trainer, config.strategy.name
-    if package := _OPTIMIZER_PACKAGES.get(config.optim.name):
+    model, trainer, strategy = config.model, config.trainer, config.strategy.spec
+    if package := config.optim.spec.package:
         yield from _not_installed("optim.name", config.optim.name, package, package)
-    if strategy.startswith("zero"):
-        yield from _not_installed(
-            "strategy.name", strategy, "deepspeed", "'packtrain[deepspeed]', or use strategy=fsdp2"
-        )
+    if package := strategy.package:
+        install = f"'packtrain[{package}]', or use strategy=fsdp2"
+        yield from _not_installed("strategy.name", strategy.name, package, install)
     if model.kernels == "liger":
         yield from _not_installed("model.kernels", "liger", "liger_kernel", "'packtrain[liger]'")
     if model.quantize != "no":
@@ -95,15 +91,6 @@ def template_files() -> dict[str, Path]:
 def as_name(text: str) -> str:
     """Return a name's spelling for look-ups: "Llama-3.2" becomes llama_3_2."""
     return re.sub(r"[-.\s]", "_", text.lower())
-
-
-def without_package(optimizer: str) -> str:
-    """Advise about an optimizer whose package is installed and does not work. "" for one without a package."""
-    package = _OPTIMIZER_PACKAGES.get(optimizer)
-    if package is None:
-        return ""
-    works = f"{package} is installed, but does not work here: see python -c 'import {package}'."
-    return f"{works} optim=adamw needs no extra package."
 
 
 def _not_installed(key: str, wanted: str, package: str, install: str) -> Iterator[Fault]:

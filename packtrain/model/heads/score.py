@@ -1,7 +1,7 @@
 """Reward models: one number for a document, from a linear layer `score`.
 
 It reads the document's last token. These are transformers' ...ForSequenceClassification of decoders with num_labels=1. On a padded batch the
-model's own call is the definition. On a flattened row `score` is applied to every token; the row's `ends` are the documents' last tokens.
+model's own call is the definition. On a flattened row `score` is applied to every token, and the loss takes the scores of last tokens.
 """
 
 from __future__ import annotations
@@ -13,16 +13,12 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from packtrain.attention.over_ranks import sum_over_parts
 from packtrain.errors import UserError
-from packtrain.packing.collate import AnswerLayout, on_device, row_arguments, to_device
-from packtrain.packing.segments import SplitSegments, own_tokens
 
 HEAD = "score"
 
@@ -70,33 +66,14 @@ def check_score_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def add_scores(model: PreTrainedModel) -> None:
-    """Add `layout=` to the forward of `model`: `input_ids` [1, T] are then that row. The result equals the padded call,
-    `logits` float32 [documents, 1]. `margin` is ignored: TRL's loss reads it from the same batch."""
+    """Add `every_token=True` to the forward of `model`.
+
+    It then returns the scores of all tokens of a row, `logits` [1, T, 1]."""
     inner = model.forward
 
     @functools.wraps(type(model).forward)
-    def forward(
-        self: PreTrainedModel,
-        *args: Any,
-        layout: AnswerLayout | None = None,
-        margin: torch.Tensor | None = None,
-        every_token: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        if every_token:
-            return _scores(self, kwargs)
-        if layout is None:
-            output = inner(*args, **kwargs)
-            output.logits = output.logits.float()
-            return output
-        ids, segments = kwargs["input_ids"], layout.segments
-        own = own_tokens(segments)
-        row = {"input_ids": ids[:, own], **on_device(row_arguments(segments), ids.device)}
-        # through the attribute: a backend that splits rows wraps this forward
-        scores = self.forward(**row, every_token=True).logits[0].float()
-        if isinstance(segments, SplitSegments):  # the rank that has the last token has the score
-            scores = sum_over_parts(F.pad(scores, (0, 0, own.start, segments.tokens - own.stop)), segments.parts)
-        return SequenceClassifierOutputWithPast(logits=scores[to_device(cast(torch.Tensor, layout.ends), ids.device)])
+    def forward(self: PreTrainedModel, *args: Any, every_token: bool = False, **kwargs: Any) -> Any:
+        return _scores(self, kwargs) if every_token else inner(*args, **kwargs)
 
     model.forward = types.MethodType(forward, model)
 

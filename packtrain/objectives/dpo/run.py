@@ -12,7 +12,7 @@ from packtrain.config.objective import Objective
 from packtrain.data.dataset import PairDataset
 from packtrain.errors import UserError
 from packtrain.model.spread import Ranks
-from packtrain.objectives.answers import PairLogps, Sum, Targets, sum_answers
+from packtrain.objectives.answers import PairLogps, Sum, sum_answers
 from packtrain.objectives.logged_figures import MARGINS, TokenFigures, pair_figures
 from packtrain.objectives.losses import PairCounts, PairOptions, make_pairs, pair_loss
 from packtrain.packing.schedule import Schedule
@@ -55,44 +55,29 @@ class DPOLoss(ReferenceLoss):
         """See ExampleLoss; the loss `sft` is a mean over the chosen tokens of the step, all others over its pairs."""
         reference = PairLogps(*self.compared_with(inputs))  # first: later it would run beside held activations
         outputs = self.score_tokens(model, inputs)
-        pairs = make_pairs(*self._targets(outputs, inputs), reference, self.options)
+        targets = self.targets(outputs, inputs)
+        pairs = make_pairs(targets, reference, self.options)
         step = PairCounts(pairs=counts[3], chosen_tokens=counts[0])
-        named = {name: self.targets_of(outputs, inputs, name) for name in ("entropy", "mean_logits", "is_top1")}
-        chosen, rejected = (TokenFigures(**own) for own in _sides(mask=_mask(inputs), **named))
-        return pair_loss(pairs, self.weights, self.options, step), pair_figures(pairs, self.beta, chosen, rejected)
+        entropy, mean_logits, is_top1 = (
+            self.targets_of(outputs, inputs, name) for name in ("entropy", "mean_logits", "is_top1")
+        )
+        chosen = torch.arange(len(entropy), device=entropy.device) < pairs.chosen_tokens.sum()
+        figures = pair_figures(pairs, self.beta, TokenFigures(chosen, entropy, mean_logits), is_top1)
+        return pair_loss(pairs, self.weights, self.options, step), figures
 
     def logps_of(self, outputs: Any, inputs: dict[str, Any]) -> Logps:
         """See ReferenceLoss."""
-        return sum_answers(*self._targets(outputs, inputs), self.options.ld_alpha)
+        return sum_answers(self.targets(outputs, inputs), self.options.ld_alpha)
 
     def zero_margin_loss(self, batch: MicroBatch) -> float | None:
         """ln 2 for the plain sigmoid loss, None for all others."""
         return math.log(2) if self.weights == {"sigmoid": 1.0} and not self.options.use_weighting else None
-
-    def _targets(self, outputs: Any, inputs: dict[str, Any]) -> tuple[Targets, Targets]:
-        """Return the targets of the chosen and of the rejected answers."""
-        named = {"log_probs": self.targets_of(outputs, inputs), "mask": _mask(inputs)}
-        if getattr(outputs, "log_sum_sq_probs", None) is not None:
-            named["log_sum_sq_probs"] = self.targets_of(outputs, inputs, "log_sum_sq_probs")
-        chosen, rejected = _sides(**named)
-        return Targets(**chosen), Targets(**rejected)
 
 
 def weighted_losses(objective: Objective) -> list[tuple[float, str]]:
     """Return the losses by name, each with its weight."""
     weights = objective.option("loss_weights") or [1.0] * len(objective.losses)
     return [*zip(weights, objective.losses, strict=True)]
-
-
-def _mask(inputs: dict[str, Any]) -> torch.Tensor:
-    """Return bool [rows, slots - 1]: true where a token of an answer is predicted."""
-    return inputs["completion_mask"][:, 1:].bool()
-
-
-def _sides(**of_rows: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Split tensors of rows into those of chosen and of rejected answers."""
-    halves = {name: value.chunk(2) for name, value in of_rows.items()}
-    return {name: chosen for name, (chosen, _) in halves.items()}, {name: other for name, (_, other) in halves.items()}
 
 
 class DPO(PairObjective, ReferenceObjective):
@@ -108,7 +93,9 @@ class DPO(PairObjective, ReferenceObjective):
     def steps(
         self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
     ) -> PairSteps:
-        """See PairObjective. Raises UserError if a loss that sorts all pairs of a step would get only some."""
+        """See PairObjective.
+
+        Raises UserError if a loss that sorts all pairs of a step would get only some."""
         sorting = self.objective.sorting_losses
         most = schedule.summary(ranks.world_size).micro_batches_max if sorting else 1
         if sorting and (ranks.world_size > 1 or most > 1):

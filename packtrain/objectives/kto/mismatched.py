@@ -1,4 +1,4 @@
-"""Steps of answers with labels, and the mismatched pairs that estimate the divergence from the reference."""
+"""Steps of answers with labels, and mismatched pairs, which estimate the divergence from the reference."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.objectives.answers import LabelledAnswers, Sum
 from packtrain.objectives.kto.mismatched import UnpairedSteps
-from packtrain.objectives.logged_figures import unpaired_figures, unpaired_margins
+from packtrain.objectives.logged_figures import TokenFigures, unpaired_figures, unpaired_margins
 from packtrain.objectives.losses import UNPAIRED_LOSSES, UnpairedOptions, estimate_kl
 from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import MicroBatch
@@ -80,16 +80,16 @@ class KTOLoss(ReferenceLoss):
         """See ExampleLoss; the loss is a mean over the answers of the step."""
         (reference,) = self.compared_with(inputs)  # first: later it would run beside held activations
         outputs = self.score_tokens(model, inputs)
-        (logps,) = self.logps_of(outputs, inputs)
-        answers = LabelledAnswers(logps, reference, inputs["label"].bool())
+        targets, desirable = self.targets(outputs, inputs), inputs["label"].bool()
+        answers = LabelledAnswers(targets.logps, reference, desirable)
         loss = self._values(answers, self._kl, self.options).sum() / counts[3].clamp(min=1)
-        named = {name: self.targets_of(outputs, inputs, name) for name in ("entropy", "mean_logits")}
-        mask = inputs["completion_mask"][:, 1:].bool()
-        return loss, unpaired_figures(answers, self._kl, self.beta, mask=mask, **named)
+        entropy, mean_logits = (self.targets_of(outputs, inputs, name) for name in ("entropy", "mean_logits"))
+        tokens = TokenFigures(targets.of_answers(desirable), entropy, mean_logits)
+        return loss, unpaired_figures(answers, self._kl, self.beta, tokens)
 
     def logps_of(self, outputs: Any, inputs: dict[str, Any]) -> Logps:
         """See ReferenceLoss."""
-        return (self.targets_of(outputs, inputs).sum(dim=1),)
+        return (self.targets(outputs, inputs).logps,)
 
     def zero_margin_loss(self, batch: MicroBatch) -> float:
         """Half of the mean weight of the answers."""

@@ -31,7 +31,7 @@ from packtrain.train.loader import MicroBatch
 from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.loss import ExampleLoss, MeanFigures, Setup
+from packtrain.train.objectives.loss import ExampleLoss, MeanFigures, Setup, at_places
 from packtrain.train.objectives.pairs import PairObjective, PairSteps
 
 LEAST, GREATEST = "min_reward", "max_reward"
@@ -104,20 +104,27 @@ class RewardLoss(ExampleLoss):
         self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Sum]]:
         """See ExampleLoss; the loss is a mean over the pairs of the step."""
-        chosen, rejected = model(**inputs, use_cache=False).logits[:, 0].chunk(2)
+        chosen, rejected = self._scores(model, inputs).chunk(2)
         values = bradley_terry(chosen, rejected, margin=inputs["margin"], center_rewards_coefficient=self._center)
         cast(RewardFigures, self._metrics).add_rewards(chosen.detach(), rejected.detach())
         return values.sum() / counts[3], reward_figures(chosen, rejected)
 
     def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """See ExampleLoss."""
-        return model(**inputs, use_cache=False).logits.sum() * 0.0
+        return self._scores(model, inputs).sum() * 0.0
 
     @torch.no_grad()
     def scores(self, batch: MicroBatch) -> torch.Tensor:
         """float32 [2 × pairs]: the rewards of a micro-batch, those of the chosen answers first."""
         with self.accelerator.autocast():
-            return self.model(**self.inputs(batch), use_cache=False).logits[:, 0].float()
+            return self._scores(self.model, self.inputs(batch))
+
+    def _scores(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Return the rewards, float32 [2 × pairs]. A padded batch is scored by the model's own call."""
+        given = {name: value for name, value in inputs.items() if name not in ("margin", "ends")}
+        if "ends" not in inputs:
+            return model(**given, use_cache=False).logits[:, 0].float()
+        return at_places(model(**given, every_token=True).logits, inputs, "ends")[:, 0].float()
 
 
 class Reward(PairObjective):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from packtrain.attention.backends import PER_DOCUMENT
+from packtrain.attention.registry import BACKENDS
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import Document, TokenDataset
 from packtrain.errors import UserError
@@ -146,7 +146,8 @@ class SFT(TrainingObjective):
     def prove(self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
         """Checks the output head and the routers, and has the first steps watched; `attention` is the model's original one."""
         loss, settings = cast(SFTLoss, trainer.loss), trainer.settings
-        if preflight and not settings.sharded and settings.backend not in (None, PER_DOCUMENT):
+        flattened = settings.backend is not None and not BACKENDS[settings.backend].by_document
+        if preflight and not settings.sharded and flattened:
             trainer.first_step_watch = FirstStepWatch(attention, tolerance_of(loss.compute_dtype).outputs)
         loss.choose_head(trainer.steps)
         if loss.head.kind == "full logits":

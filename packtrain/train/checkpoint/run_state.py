@@ -1,4 +1,4 @@
-"""State of a run beside its weights and optimizer: where it is, and the lines it has logged."""
+"""Progress of a run, and its logged lines."""
 
 from __future__ import annotations
 

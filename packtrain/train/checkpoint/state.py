@@ -1,6 +1,6 @@
 """State of a run in a checkpoint (`Checkpoints`): weights, optimizer, schedule, random states, recent figures.
 
-FSDP2 uses torch's distributed checkpoints (model/spread.py), DeepSpeed the checkpoints of its engine.
+How a strategy writes and reads optimizer states and sharded weights is in its folder.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from typing import Any, cast
 import torch
 from accelerate.utils import broadcast_object_list
 from transformers import set_seed
-from transformers.integrations.deepspeed import deepspeed_load_checkpoint
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import SCHEDULER_NAME
 
 from packtrain.model.load import base_model
 from packtrain.model.save import weights_at_least
-from packtrain.model.spread import elements, load_shards, save_shards, shards_of, whole_weights
+from packtrain.model.spread import elements
 from packtrain.model.weights.source import write_base
 from packtrain.model.weights.stream import gathered, plan_files, write_files
 from packtrain.monitor.heartbeat import waiting
@@ -31,13 +30,12 @@ from packtrain.packing.feed import PLACE
 from packtrain.plan.memory import optimizer_bytes
 from packtrain.plan.origin import ORIGIN, list_checkpoints, same_format, world_of, written_into
 from packtrain.run_folder import write_json
-from packtrain.train.checkpoint.contents import ORDER, read_contents
 from packtrain.train.checkpoint.folder import complete, folder_of, prune, staging_of
-from packtrain.train.checkpoint.reshard import go_on, put_into_torch, put_into_zero, put_weights, settings_of
+from packtrain.train.checkpoint.reshard import go_on, settings_of
 from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.checkpoint.writer import CheckpointWriter
-from packtrain.train.engine import Engine
-from packtrain.train.optim.final_weights import exact_weights, in_format, name_format, rounded
+from packtrain.train.engine import Engine, engine_of
+from packtrain.train.optim.final_weights import in_format, name_format, rounded
 from packtrain.train.optim.float32_step import MASTER
 from packtrain.train.optim.groups import AVERAGE
 from packtrain.train.settings import LoopSettings
@@ -54,7 +52,7 @@ class Checkpoints:
         """`held` is the Trainer that the objective holds. Its base class writes the files beside the weights."""
         self._engine, self._settings, self._held = engine, settings, held
         self._model, self._accelerator = engine.model, engine.accelerator
-        self._has_adapters = base_model(engine.model) is not engine.model
+        self._has_adapters = engine.has_adapters
         self.writer = CheckpointWriter(settings.say, settings.first_step or None)
 
     def save(self, state: RunState, spikes: RecentFigures) -> None:
@@ -70,7 +68,7 @@ class Checkpoints:
             return
         if not self._settings.sharded and main:  # sharded weights are saved with the optimizer, without gathering
             writer.write_later(partial(self._write_model, staging, writer.copied(self._saved_weights(), alone=True)))
-        self._save_optimizer(staging)
+        self._engine.save(staging, writer)
         writer.write_now(lambda: self._held._save_rng_state(str(staging)))
         if main:
             writer.write_now(lambda: torch.save(self._engine.lr_schedule.state_dict(), staging / SCHEDULER_NAME))
@@ -125,7 +123,7 @@ class Checkpoints:
                 return sum(number for number, _ in files.values())
         trained = [weight for weight in self._model.parameters() if weight.requires_grad]
         number, bytes_each = sum(map(elements, trained)), trained[0].itemsize if trained else 0
-        states = optimizer_bytes(self._settings.optim, self._settings.strategy, number, bytes_each)
+        states = optimizer_bytes(self._settings.optim, self._engine.spec, number, bytes_each)
         return self._weights_bytes() + states + _SMALL_FILES
 
     def _weights_bytes(self) -> int:
@@ -140,33 +138,6 @@ class Checkpoints:
         with suppress(OSError):  # the next checkpoint tries again
             prune(folder, keep, best, self._settings.origin)
 
-    def _save_optimizer(self, folder: Path) -> None:
-        """Write copies of the optimizer's state, in the background."""
-        writer, optimizer = self.writer, self._engine.optimizer
-        if self._engine.deepspeed:
-            self._save_engine(folder)
-        elif self._settings.strategy == "fsdp2":
-            shards = writer.copied(shards_of(self._model, optimizer.optimizer))
-            writer.write_later(lambda: save_shards(shards, folder, writer.group))
-        elif self._accelerator.is_main_process:
-            states = writer.copied({**optimizer.state_dict(), ORDER: self._engine.weight_order}, alone=True)
-            writer.write_later(partial(torch.save, states, folder / OPTIMIZER_NAME))
-
-    def _save_engine(self, folder: Path) -> None:
-        """Write DeepSpeed's checkpoint. Its engine decides the contents of each file; the writer writes the files in the background."""
-        engine, writer = self._engine.wrapped, self.writer
-        files = engine.checkpoint_engine
-        save, add_scripts = files.save, engine._copy_recovery_script
-        files.save = lambda state_dict, path: writer.write_later(partial(save, writer.copied(state_dict), path))
-        engine._copy_recovery_script = lambda path: writer.write_later(partial(add_scripts, path))
-        tag = f"global_step{engine.global_steps}"
-        try:
-            engine.save_checkpoint(str(folder), tag, save_latest=False, exclude_frozen_parameters=self._has_adapters)
-        finally:
-            del files.save, engine._copy_recovery_script
-        if self._accelerator.is_main_process:
-            writer.write_later(partial((folder / "latest").write_text, tag))
-
     def restore(self, checkpoint: Path) -> None:
         """Load weights, optimizer and schedule of `checkpoint`. Any strategy may have written it, on any number of processes.
 
@@ -179,33 +150,17 @@ class Checkpoints:
 
     def _restore_states(self, checkpoint: Path) -> None:
         """Load weights and optimizer. By name, unless strategy and number of processes are the checkpoint's."""
-        strategy, processes = world_of(checkpoint)
         engine, model, optimizer = self._engine, self._model, self._engine.plain_optimizer
         names = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
         beside = {} if self._has_adapters else model.state_dict(keep_vars=True)
         buffers = {value: name for name, value in beside.items() if not isinstance(value, torch.nn.Parameter)}
-        contents = read_contents(checkpoint, strategy, model)
-        same = strategy == self._settings.strategy and same_format(checkpoint, self._settings.origin)
+        strategy = world_of(checkpoint)[0]
+        contents = engine_of(strategy).read_checkpoint(checkpoint, model)
+        same = strategy == engine.spec.name and same_format(checkpoint, self._settings.origin)
         # other versions of libraries may order weights differently
         same = same and contents.order in (None, engine.weight_order)
-        same = same and not (strategy == "fsdp2" and engine.ema)  # torch's target has no averages before the first step
-        if same and strategy == "fsdp2":
-            load_shards(model, optimizer, checkpoint)
-        elif same and strategy == "ddp":
-            put_weights(contents, names | buffers)
-            # the ranks of a machine share the mapped file, and copy it to their GPUs tensor by tensor
-            mapped = self._accelerator.device.type == "cuda"
-            states = torch.load(checkpoint / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=mapped)
-            engine.optimizer.load_state_dict(states)
-        elif same and processes == self._accelerator.num_processes:
-            deepspeed_load_checkpoint(engine.wrapped, str(checkpoint), load_module_strict=not self._has_adapters)
-            engine.wrapped.optimizer.clip_grad = engine.args.max_grad_norm
-        elif engine.deepspeed:
-            put_into_zero(contents, engine.wrapped.optimizer, names)
-            put_weights(contents, buffers)
-        else:
-            put_weights(contents, names | buffers)
-            put_into_torch(contents, optimizer, names)
+        if not (same and engine.load_own(checkpoint, contents, names | buffers)):
+            engine.load_by_name(contents, names, buffers)
         for states in () if engine.ema else optimizer.state.values():
             states.pop(AVERAGE, None)  # else a later run would continue with this outdated average
 
@@ -245,7 +200,7 @@ class Checkpoints:
         """Write the model like `save_model`, with the weights in `dtype`; adapters stay float32. The source are the float32 masters, if any,
         or the optimizer's state named `kept_as`."""
         main, dither = self._accelerator.is_main_process, self._engine.dither
-        exact = exact_weights(self._engine.optimizer, deepspeed=self._engine.deepspeed, kept_as=kept_as)
+        exact = self._engine.exact_weights(kept_as)
         names = {weight: name for name, weight in self._model.named_parameters()}
 
         def made(weight: torch.Tensor) -> torch.Tensor | None:
@@ -283,13 +238,8 @@ class Checkpoints:
     def _whole_weights(self) -> dict[str, torch.Tensor] | None:
         """Return the state dict of sharded weights, on the main process. None if the weights are not sharded."""
         adapted, main = self._has_adapters, self._accelerator.is_main_process
-        if not self._settings.sharded:
+        if (whole := self._engine.whole_weights(trained_only=adapted)) is None:
             return None
-        if self._settings.strategy == "fsdp2":
-            whole = whole_weights(self._model, trained_only=adapted)
-        else:
-            engine = self._engine.wrapped
-            whole = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=adapted) or {}
         for name, weight in self._model.named_parameters() if adapted else ():
             if ".default" in name and not weight.requires_grad:  # frozen adapters are saved with the others
                 value = gathered(weight).cpu()

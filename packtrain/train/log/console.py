@@ -32,12 +32,12 @@ from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks, elements, layers_of
 from packtrain.plan.known_model import ReferenceChoice
-from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.comparison import has_routers
 from packtrain.redact import clean
 from packtrain.standard_streams import kept
+from packtrain.strategies.spec import StrategySpec
 from packtrain.train.loader import Steps
 from packtrain.train.optim.float32_step import loses_updates
 from packtrain.wording import count_dropped, counted, in_millions, visible
@@ -123,7 +123,13 @@ def log_changes(log: Log, checkpoint: str, asked_for: list[str], others: list[st
 
 
 def log_model(
-    log: Log, settings: Model, peft: Peft, optim: Optim, model: PreTrainedModel, precision: Precision, strategy: str
+    log: Log,
+    settings: Model,
+    peft: Peft,
+    optim: Optim,
+    model: PreTrainedModel,
+    precision: Precision,
+    strategy: StrategySpec,
 ) -> None:
     """Log the model and its number formats."""
     base = base_model(model)
@@ -142,7 +148,7 @@ def log_model(
         )
     why = f" ({precision.why})" if precision.why != "asked for" else ""
     masters = ""
-    if any(map(loses_updates, model.parameters())) and (optim.keeps_masters or strategy in STAGES):
+    if any(map(loses_updates, model.parameters())) and (optim.keeps_masters or strategy.keeps_masters):
         masters = ", float32 masters"
     products = ", layers multiplied in 8 bits" if precision.fp8 else ""
     log.fact("precision", f"{_dtype(precision.weights)} weights, computed in {computed}{products}{why}{masters}")
@@ -211,7 +217,7 @@ def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | 
     if decision is None:
         log.fact("attention", f"{model.config._attn_implementation} on padded batches, as the model comes")
         return
-    log.fact("attention", f"{decision.backend.name} ({decision.backend.why})")
+    log.fact("attention", f"{decision.backend.name} ({decision.why})")
     if (proof := decision.proof) is None:
         log.warn("isolation  not proved (verify.preflight=false): documents of a row may see each other")
     else:

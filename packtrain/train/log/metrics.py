@@ -149,7 +149,7 @@ class SourceCounts:
 
 
 class MetricsFile(Listener):
-    """Writer of metrics.jsonl: a line for every logged step and evaluation (the main process has it).
+    """Writer of metrics.jsonl, a line for every logged step and evaluation, on the main process.
 
     A run that resumes first removes the lines of steps and evaluations that it repeats. `seconds` of a line is the training time
     of the run until then, over all its attempts, evaluations included.

@@ -64,7 +64,7 @@ class Tracker(Listener):
             self._within(EVENT_S, partial(self._tracker.store_init_configuration, self._settings))
 
     def log(self, state: RunState, line: dict[str, Any]) -> None:
-        """Pass on the numbers of the line, under the names that transformers gives them: train/loss, eval/loss."""
+        """Pass on the numbers of the line, under transformers' names: train/loss, eval/loss."""
         numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
         named = {f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": numbers[name] for name in numbers}
         self._within(EVENT_S, partial(self._tracker.log, {**named, "train/global_step": state.step}, step=state.step))

@@ -8,7 +8,7 @@ loss of dpo, half of the weights for kto, for other losses what TRL's code gives
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -18,46 +18,47 @@ import torch.nn.functional as F
 from packtrain.attention.backends import attention_of
 from packtrain.errors import CheckFailed, Problem
 from packtrain.model.load import base_model
+from packtrain.objectives.answers import Targets
 from packtrain.packing.collate import IGNORE
 from packtrain.plan.memory import CHECKED_LOGITS, COMPARED_PAIRS
 from packtrain.proof.comparison import check_equal, evaluating, model_refusals, tolerance_of
 from packtrain.proof.isolation import vocabulary_size
-from packtrain.train.loader import MicroBatch
+from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.objectives.loss import AnswerLoss, ReferenceLoss
 
 
 @torch.no_grad()
-def check_answer_forward(loss: AnswerLoss, batch: MicroBatch, attention: str) -> None:
+def check_answer_forward(loss: AnswerLoss, steps: Steps, first_step: int, attention: str) -> None:
     """Compares log-probabilities of the first answers as training computes them with those of a padded batch and the model's logits.
 
     Those of COMPARED_PAIRS pairs and at most CHECKED_LOGITS logits: of all tokens of short answers, of every n-th of long ones.
     `attention` is the model's original implementation. Raises CheckFailed if they differ.
     """
     model, base = loss.model, base_model(loss.model)
-    inputs = loss.inputs(batch)
-    model_inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
-    sides = len(loss.answers)
-    per_side = len(labels) // sides
-    compared = min(per_side, 2 * COMPARED_PAIRS // sides)
-    few = [side * per_side + row for side in range(sides) for row in range(compared)]
-    columns = (labels[few, 1:] != IGNORE).any(dim=0).nonzero()[:, 0]  # in which an answer has a label
-    max_columns = max(2, CHECKED_LOGITS // (len(few) * vocabulary_size(base)))
+    numbers, sides = steps.first_examples(first_step), len(loss.answers)
+    few = numbers[: 2 * COMPARED_PAIRS // sides]
+    batch = loss.inputs(steps.collate(numbers))
+    padded = loss.inputs(replace(steps, layout="padding").collate(few))
+    ids, counts, slots = padded["input_ids"], padded["target_counts"], padded["input_ids"].shape[1]
+    columns = (padded["target_places"] % slots).unique()
+    max_columns = max(2, CHECKED_LOGITS // (len(ids) * vocabulary_size(base)))
     columns = columns[:: max(1, math.ceil(len(columns) / max_columns))]
     keep = {"logits_to_keep": columns} if "logits_to_keep" in signature(type(base).forward).parameters else {}
     with evaluating(model), loss.accelerator.autocast():
-        layout = {"layout": inputs["layout"]} if "layout" in inputs else {}
-        log_probs = model(**model_inputs, **layout, labels=labels, fused_lm_head=True).log_probs
-        ours = log_probs[few][:, columns].sum(dim=1).float()
+        log_probs = loss.targets_of(loss.score_tokens(model, batch), batch)
         with (
             attention_of(base, attention),
             model_refusals(f"{type(base).__name__} cannot run padded pairs", fix="please report this model"),
         ):
-            logits = model(**{name: rows[few] for name, rows in model_inputs.items()}, **keep, use_cache=False).logits
+            logits = model(input_ids=ids, attention_mask=padded["attention_mask"], **keep, use_cache=False).logits
     logits = logits if logits.shape[1] == len(columns) else logits[:, columns]
-    answers = labels[few][:, columns + 1]
-    nll = F.cross_entropy(logits.flatten(0, 1).float(), answers.flatten(), reduction="none")
-    theirs = -nll.view(answers.shape).sum(dim=1)
+    labels = padded["shift_labels"][:, columns]
+    nll = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="none")
+    theirs = -nll.view(labels.shape).sum(dim=1)
+    own = log_probs.split(batch["target_counts"].tolist())
+    ours = torch.cat([part for side in range(sides) for part in own[side * len(numbers) :][: len(few)]])
+    compared = torch.isin(padded["target_places"] % slots, columns)
+    ours = Targets(torch.where(compared, ours, 0).float(), counts).logps
 
     what = (
         "an answer of the first pairs has log-probability {candidate:.6g}, but {definition:.6g} from padded batches and full "
@@ -133,7 +134,7 @@ def _rounding(loss: ReferenceLoss, batch: MicroBatch, largest: float) -> float:
     with evaluating(loss.model):
         once, again = (torch.stack(loss.policy_logps(batch)).float() for _ in range(2))
     rounding += 4 * (once - again).abs().max().item()
-    tokens = int(batch.inputs["completion_mask"].sum(dim=1).max())
+    tokens = int(batch.inputs["target_counts"].max())
     allowance = 16 * torch.finfo(loss.compute_dtype).eps * math.sqrt(tokens)
     if loss.reference is not None and any("lora_B" in name for name, _ in loss.model.named_parameters()):
         return rounding + allowance

@@ -1,6 +1,6 @@
 """Losses: of an objective (`Loss`), over a step's examples (`ExampleLoss`), against a reference (`ReferenceLoss`).
 
-A micro-batch of answers is a padded batch that runs as a row (model/forward.py). The formulas are in packtrain/objectives. Losses are means
+The formulas are in packtrain/objectives. Losses are means
 over the examples or tokens of the global step, and each logged figure is a mean over its own units.
 """
 
@@ -14,21 +14,27 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, TrainingArguments
-from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
 
+from packtrain.attention.over_ranks import sum_over_parts
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import Document
 from packtrain.model.compiled import compile_layers, is_compiled
 from packtrain.model.forward import Head, patch_forward
 from packtrain.model.load import base_model
+from packtrain.model.spread import placement_of
 from packtrain.monitor.heartbeat import waiting
-from packtrain.objectives.answers import Sum
-from packtrain.packing.collate import IGNORE, on_device
+from packtrain.objectives.answers import Sum, Targets
+from packtrain.packing.collate import on_device
+from packtrain.packing.segments import SplitSegments
+from packtrain.strategies.registry import STRATEGIES
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.patches import hold_trainer
 from packtrain.train.settings import LoopSettings
 
+BESIDE = ("target_places", "target_counts", "label", "ref_logps", "ref_chosen_logps", "ref_rejected_logps")
+"""Inputs of a micro-batch of answers that do not go to the model."""
 Logps = tuple[torch.Tensor, ...]
 """Log-probabilities, float32. Pairs: two tensors [pairs], chosen and rejected. Answers with labels: one tensor [answers]."""
 EvaluationBatches = Callable[..., Iterator[MicroBatch]]
@@ -37,7 +43,7 @@ EvaluationBatches = Callable[..., Iterator[MicroBatch]]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The model, its tokenizer and the settings of the loop, from which a loss is made."""
+    """Model, tokenizer and settings of the loop, for a loss to be made from them."""
 
     model: Any
     arguments: TrainingArguments
@@ -61,10 +67,11 @@ class Loss:
         self.accelerator, self.device = self.held.accelerator, setup.arguments.device
         self.compute_dtype: torch.dtype = self.settings.autocast or base_model(self.model).dtype
         """Number format of computation."""
-        # accelerate wraps the forward in autocast, except under DeepSpeed
-        self.autocast = self.settings.autocast if self.held.is_deepspeed_enabled else None
+        self.strategy = STRATEGIES[self.settings.strategy]
+        # accelerate wraps the forward in autocast, except in another's engine
+        self.autocast = self.settings.autocast if self.strategy.steps_in_backward else None
         self.changes: list[str] = []
-        """Names of the changes made to how the model computes (verify/changes.py)."""
+        """Names of the changes made to how the model computes (packtrain/changes)."""
         self.report_phase: Callable[..., object] = lambda phase, **_: None
         """Called with each new phase by losses that run the model more than once (set by loop.py)."""
 
@@ -84,7 +91,7 @@ class Loss:
         return None
 
     def definition(self, documents: Sequence[Document]) -> Iterator[Callable[[], torch.Tensor]] | None:
-        """Return the parts of the loss of these documents, each computed alone by the model's own forward.
+        """Return the parts of the loss, of each document alone by the model's own forward.
 
         `packtrain verify` compares the modes with their sum. None: it compares with padded micro-batches of one example.
         """
@@ -225,28 +232,28 @@ class AnswerLoss(ExampleLoss):
         patch_forward(base, answer_outputs=self.outputs, autocast=self.autocast, backend=self.settings.backend)
 
     def score_tokens(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Return the head's outputs for each token of a padded batch, [rows, slots - 1]."""
-        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
-        return model(**self.model_inputs(inputs), labels=labels, fused_lm_head=True, use_cache=False)
+        """Return the head's outputs for each token of a batch, [rows, T]."""
+        return model(**{name: value for name, value in inputs.items() if name not in BESIDE}, answer_scores=True)
 
     def targets_of(self, outputs: Any, inputs: dict[str, Any], name: str = "log_probs") -> torch.Tensor:
-        """Return the output `name`, [rows, slots - 1]. It has no virtual tokens of prompt tuning."""
-        return getattr(outputs, name)[:, 1 - inputs["input_ids"].shape[1] :]
+        """Return the output `name` at the targets, answer by answer: [targets]."""
+        return at_places(getattr(outputs, name), inputs, "target_places")
 
-    def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the inputs that go to the model."""
-        unused = ("completion_mask", "label")
-        return {name: value for name, value in inputs.items() if not (name in unused or name.startswith("ref_"))}
+    def targets(self, outputs: Any, inputs: dict[str, Any]) -> Targets:
+        """Return the targets of a micro-batch's answers."""
+        has_squares = getattr(outputs, "log_sum_sq_probs", None) is not None
+        squares = self.targets_of(outputs, inputs, "log_sum_sq_probs") if has_squares else None
+        return Targets(self.targets_of(outputs, inputs), inputs["target_counts"], squares)
 
     def of_rows(self, batch: MicroBatch) -> torch.Tensor:
         """See Loss: minus the mean log-probability of the answers' tokens."""
-        log_probs = self.score_tokens(self.model, self.inputs(batch)).log_probs
+        inputs = self.inputs(batch)
+        log_probs = self.targets_of(self.score_tokens(self.model, inputs), inputs)
         return -log_probs.sum() / max(1, batch.trained + batch.rejected)
 
     def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        """See ExampleLoss."""
-        untrained = {**inputs, "completion_mask": torch.zeros_like(inputs["completion_mask"])}
-        return self.score_tokens(model, untrained).log_probs.sum() * 0.0
+        """See ExampleLoss; fillers have no targets."""
+        return self.score_tokens(model, inputs).log_probs.sum() * 0.0
 
 
 class ReferenceLoss(AnswerLoss):
@@ -277,9 +284,7 @@ class ReferenceLoss(AnswerLoss):
         """Give the reference its output head. Place and shard it as the strategy does for models without updates."""
         add_fused_lm_head(reference)
         disable_dropout_in_model(reference)
-        if self.held.is_deepspeed_enabled:
-            return prepare_deepspeed(reference, self.accelerator)
-        return self.accelerator.prepare_model(reference, evaluation_mode=True)
+        return placement_of(self.strategy).wrap_frozen(reference, self.accelerator)
 
     def policy_logps(self, batch: MicroBatch) -> Logps:
         """Return log-probabilities of a micro-batch's answers by the trained model."""
@@ -334,6 +339,18 @@ class ReferenceLoss(AnswerLoss):
         if self.settings.sharded:
             self.compared_with(inputs)
         return super().zero(model, inputs)
+
+
+def at_places(values: torch.Tensor, inputs: dict[str, Any], places: str) -> torch.Tensor:
+    """Return `values` [rows, T, …] at places of the flattened batch; `places` names them in the inputs.
+
+    For a split row the values come from all its ranks."""
+    segments, flat = inputs.get("segments"), values.flatten(0, 1)
+    if isinstance(segments, SplitSegments):
+        own = segments.own
+        before, after = (flat.new_zeros(number, *flat.shape[1:]) for number in (own.start, segments.tokens - own.stop))
+        flat = sum_over_parts(torch.cat([before, flat, after]), segments.parts)
+    return flat[inputs[places]]
 
 
 def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

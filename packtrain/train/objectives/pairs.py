@@ -47,7 +47,7 @@ class PairSteps(Steps):
             known = self.reference[numbers] if len(numbers) else np.zeros((1, 2), np.float32)
             chosen, rejected = torch.from_numpy(known).unbind(1)
             inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-        tokens = int(inputs["attention_mask"].sum()) if pairs else 0
+        tokens = sum(len(pair.chosen.input_ids) + len(pair.rejected.input_ids) for pair in pairs)
         return MicroBatch(
             inputs=inputs,
             trained=sum(int(pair.chosen.loss_mask[1:].sum()) for pair in pairs),
@@ -66,7 +66,7 @@ class PairSteps(Steps):
 
 
 class PairObjective(TrainingObjective):
-    """The parts of preference pairs: how a pair is laid out in a row is decided once, by proof."""
+    """Base of objectives of preference pairs. A proof decides once how pairs are laid out in rows."""
 
     shares_unless_told = True
 

@@ -1,5 +1,4 @@
-"""What an objective is to a run: its data, attention, steps and loss, and the proofs of these; the shared parts of
-objectives with a reference."""
+"""Interface of an objective to a run, and the base of objectives with a reference."""
 
 from __future__ import annotations
 
@@ -103,7 +102,7 @@ class TrainingObjective:
         The base class checks the forward of losses of answers.
         """
         if preflight and isinstance(trainer.loss, AnswerLoss):
-            check_answer_forward(trainer.loss, trainer.steps.first_batch(trainer.settings.first_step), attention)
+            check_answer_forward(trainer.loss, trainer.steps, trainer.settings.first_step, attention)
 
 
 class ReferenceObjective(TrainingObjective):

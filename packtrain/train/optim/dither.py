@@ -47,7 +47,7 @@ def dither_(masters: torch.Tensor, seed: int, name: str, first: int = 0) -> None
         _add_places(part, seed, name, first + start)
         wrong |= (part.bfloat16().view(torch.int16) != before.view(torch.int16)).any()
     if wrong:
-        raise CheckFailed(f"dithered masters of {name} do not round to its weights", where="optim.dither")
+        raise CheckFailed(f"dithered masters of {name} do not round to its weights", where="optim.bf16_rounding")
 
 
 @torch.no_grad()

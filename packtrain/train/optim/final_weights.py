@@ -16,10 +16,7 @@ from torch import nn
 from packtrain.config.schema import Rounding
 from packtrain.model.adapters import untie_if_adapted
 from packtrain.model.load import base_model
-from packtrain.model.weights.stream import gathered
 from packtrain.train.optim.dither import Dither, dithered
-from packtrain.train.optim.float32_step import MASTER
-from packtrain.train.optim.seen_updates import optimizer_inside
 
 Exact = Callable[[torch.Tensor], torch.Tensor | None]
 """Returns the optimizer's whole float32 tensor of a trained weight; None if it keeps none. All processes call it together."""
@@ -27,7 +24,7 @@ Exact = Callable[[torch.Tensor], torch.Tensor | None]
 
 def format_of(rounding: Rounding, loaded: torch.dtype) -> torch.dtype:
     """Return the format of the saved weights; `loaded` is the model's format."""
-    return {"never": torch.float32, "final": torch.bfloat16}.get(rounding, loaded)
+    return {"never": torch.float32, "undithered": torch.float32, "final": torch.bfloat16}.get(rounding, loaded)
 
 
 def format_in_final(name: str, weight: torch.Tensor, dtype: torch.dtype, *, adapted: bool) -> torch.dtype | None:
@@ -40,21 +37,6 @@ def format_in_final(name: str, weight: torch.Tensor, dtype: torch.dtype, *, adap
     if not weight.requires_grad:
         return None
     return dtype if ".modules_to_save." in name else torch.float32
-
-
-def exact_weights(optimizer: Any, *, deepspeed: bool, kept_as: str = MASTER) -> Exact:
-    """Return a function for masters in the trainer's `optimizer`, or its states named `kept_as`."""
-    if deepspeed:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return lambda weight: safe_get_full_fp32_param(weight) if weight.requires_grad else None
-    states = optimizer_inside(optimizer).state
-
-    def exact(weight: torch.Tensor) -> torch.Tensor | None:
-        master = states[weight].get(kept_as) if weight in states else None
-        return None if master is None else gathered(master)
-
-    return exact
 
 
 def in_format(

@@ -1,4 +1,4 @@
-"""Group weights by their share of the learning rate (optim.groups); combine Muon and AdamW.
+"""Group weights by their share of the learning rate (optim.groups).
 
 A group whose share is 0 is frozen before anything is made from the model: no gradient, no state, no exchange.
 """
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon, Optimizer
 
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Optim, WeightGroup
@@ -45,7 +44,7 @@ def freeze(model: nn.Module, groups: Sequence[WeightGroup]) -> None:
 
 def group_weights(model: nn.Module, optim: Optim, decayed: Collection[str]) -> list[dict[str, Any]]:
     """Return torch's parameter groups of the trained weights; weights named in `decayed` have weight decay. Groups with the run's own learning
-    rate, which is logged, come first. With muon a group has only matrices of layers (`muon`) or none."""
+    rate, which is logged, come first. With an optimizer of packtrain's own a group has only matrices of layers (`muon`) or none."""
     inside = {id(weight) for layer in layers_of(model) for weight in layer.parameters() if weight.ndim == 2}
     groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for name, weight in model.named_parameters():
@@ -53,34 +52,15 @@ def group_weights(model: nn.Module, optim: Optim, decayed: Collection[str]) -> l
             group = _group_of(name, optim.groups) or WeightGroup()
             own = optim.weight_decay if name in decayed else 0.0
             decay = own if group.weight_decay is None else group.weight_decay
-            muon = optim.name == "muon" and id(weight) in inside
+            muon = bool(optim.spec.own) and id(weight) in inside
             groups.setdefault((group.lr_scale, decay, muon), []).append(weight)
     ordered = sorted(groups.items(), key=lambda item: item[0][0] != 1)
     return [
         {"params": weights, "lr": scale * optim.learning_rate, "weight_decay": decay}
-        | ({"muon": muon} if optim.name == "muon" else {})
+        | ({"muon": muon} if optim.spec.own else {})
         for (scale, decay, muon), weights in ordered
     ]
 
 
 def _group_of(name: str, groups: Sequence[WeightGroup]) -> WeightGroup | None:
     return next((group for group in groups if re.search(group.match, name)), None)
-
-
-class MuonAndAdamW(Optimizer):
-    """torch's Muon for groups with `muon`, and AdamW for the others. Muon's updates are as large as AdamW's (arXiv 2502.16982)."""
-
-    def __init__(self, params: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
-        super().__init__(params, {"lr": lr})
-        muons, others = ([group for group in self.param_groups if group["muon"] is muon] for muon in (True, False))
-        # both fill in their settings
-        self._parts: list[tuple[bool, Optimizer]] = (
-            [(True, Muon(muons, adjust_lr_fn="match_rms_adamw"))] if muons else []
-        )
-        self._parts += [(False, AdamW(others, betas=betas, eps=eps))] if others else []
-
-    def step(self, closure: Any = None) -> None:
-        """Update all weights that have a gradient. Groups and states belong to this optimizer, also after a load."""
-        for muon, part in self._parts:
-            part.state, part.param_groups = self.state, [group for group in self.param_groups if group["muon"] is muon]
-            part.step()

@@ -17,7 +17,7 @@ from torch import nn
 from packtrain.errors import UserError
 from packtrain.model.heads.score import outputs_of_tokens
 from packtrain.model.load import base_model
-from packtrain.model.spread import Ranks, elements
+from packtrain.model.spread import Ranks, elements, placement_of
 from packtrain.packing.segments import Segments
 from packtrain.proof.comparison import evaluating
 from packtrain.proof.isolation import logits_of, random_ids, training_mode_without_dropout
@@ -56,12 +56,9 @@ def reduce_unreached(model: Any, ranks: Ranks, at_times: bool) -> None:
 
     Otherwise a rank adds up gradients of different weights, or fails. Raises UserError for a strategy that cannot do it.
     """
-    base: Any = base_model(model)
     if not at_times or ranks.world_size == 1:
         return
-    if ranks.strategy == "fsdp2" and hasattr(base, "set_reduce_scatter_unused_params"):
-        base.set_reduce_scatter_unused_params(True)
-    elif ranks.strategy in ("fsdp2", "zero1", "zero2"):  # fsdp2 here: an older torch
+    if not placement_of(ranks.spec).reduces_unreached(model, ranks.spec):
         what = "it cannot train a model whose batches reach different weights, such as experts"
         raise UserError(what, where=f"strategy.name ({ranks.strategy})", fix="take strategy=ddp, or zero3")
 

@@ -21,12 +21,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from packtrain import fast_imports
-from packtrain.config.schema import SHARDED_WEIGHTS, Model, Peft, RunConfig, Topology, Trainer
+from packtrain.config.schema import Model, Peft, RunConfig, Topology, Trainer
 from packtrain.errors import CheckFailed
 from packtrain.objectives.registry import OBJECTIVES
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import detect_surroundings
 from packtrain.run_folder import RunFolder
+from packtrain.strategies.registry import STRATEGIES
 from packtrain.wording import counted, listed
 
 _ISOLATION_FIGURES = {
@@ -131,7 +132,7 @@ def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         once = "computed once in a micro-batch" if documents else "computed once for both answers"
         each = "document" if documents else "answer"
         yield "prefixes" if documents else "prompts", f"computed for each {each} ({why})" if why else once
-    if report["strategy"] in SHARDED_WEIGHTS:
+    if STRATEGIES[report["strategy"]].shards_weights:
         whole = ", but for losses and gradients: those are of the whole model" if report["modes_on"] == "whole" else ""
         yield "strategy", f"on the model as {report['strategy']} spreads it over processes{whole}"
     if OBJECTIVES[report["objective"]].reference and not report["start"]:

@@ -20,8 +20,8 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
-from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.attention.over_ranks import KEY, open_group
+from packtrain.attention.registry import BACKENDS
 from packtrain.config.schema import RunConfig
 from packtrain.errors import CheckFailed, Disagreement, Problem
 from packtrain.model.forward import Head
@@ -34,6 +34,7 @@ from packtrain.proof.choice import NotExact, choose_attention, prove_backend
 from packtrain.proof.isolation import NO_FIGURES, TREE, Proof, check_causal_and_padding
 from packtrain.proof.leak import Leak
 from packtrain.run_folder import RunFolder, write_json
+from packtrain.strategies.registry import DEFAULT
 from packtrain.train.objectives.first_loss import FirstLoss
 from packtrain.train.objectives.loss import ReferenceLoss
 from packtrain.train.objectives.training_objective import ReferenceObjective
@@ -116,8 +117,8 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
     run.close_proofs()
     # without masters, updates are rounded at random and are right on average
     seen = expected_share(masters_of(run), config.optim.learning_rate) if config.optim.keeps_masters else None
-    if ranks.gathers_by_engine:  # all ranks agreed before
-        run = _load(replace(run, ranks=replace(ranks, strategy="ddp"), peers=None))
+    if ranks.spec.gathers_by_engine:  # all ranks agreed before
+        run = _load(replace(run, ranks=replace(ranks, strategy=DEFAULT), peers=None))
     head, comparison, start = _modes(run, isolation, shares=pairs is not None and not pairs[0])
     losses_by = "full logits" if head and head.kind == "full logits" else "fused"
     # if prompts cannot be shared, training computes them for each answer; this is a finding only with share_prefix=true
@@ -133,7 +134,7 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         "device": str(ranks.device),
         "processes": ranks.world_size,
         "strategy": ranks.strategy,
-        "modes_on": "spread" if ranks.sharded and not ranks.gathers_by_engine else "whole",
+        "modes_on": "spread" if ranks.sharded and not ranks.spec.gathers_by_engine else "whole",
         "rank": ranks.rank,
         "head": "score" if config.objective.spec.scores else losses_by,
         "backend": isolation.backend,
@@ -220,7 +221,7 @@ def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autoca
         problem = refusal.problems[0]
         return Isolation(None, problem.what, problem=problem)
     problem = why_not_together(ranks, choice.backend.name, model) if config.packing.mode != "padding" else None
-    isolation = Isolation(choice.backend.name, choice.backend.why, choice.rejected, choice.proof, problem)
+    isolation = Isolation(choice.backend.name, choice.why, choice.rejected, choice.proof, problem)
     parts = _ranks_per_row(config, ranks)
     return isolation if problem or parts == 1 else _split(isolation, model, autocast, ranks, parts)
 
@@ -246,7 +247,8 @@ def _findings(
             )
             fix = f"set packing.mode={exact[0]}, and {_REPORT}" if exact else _REPORT
             yield "unsupported" if mode == "padding" else "leaks", what, fix
-    if not comparison.sees and isolation.backend != PER_DOCUMENT:  # PER_DOCUMENT is exact by construction
+    by_construction = isolation.backend is not None and BACKENDS[isolation.backend].by_document
+    if not comparison.sees and not by_construction:
         cause = f"the control changes gradients by only {comparison.control.grad_rel_diff or 0.0:.2g}"
         what = f"inconclusive, since a row without borders may look exact: {comparison.control.problem or cause}"
         yield "unsupported", what, "check the model's weights"

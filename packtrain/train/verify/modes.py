@@ -124,7 +124,7 @@ def compare_modes(
     if isinstance(loss, ReferenceLoss):
         loss.reference = None
         padded = with_own_reference(loss, padded, off=_OFF)
-        check_answer_forward(loss, padded.first_batch(0), own_attention(base))
+        check_answer_forward(loss, padded, 0, own_attention(base))
     every = list(range(len(padded.data)))
     flat, shared = replace(padded, layout="flat"), replace(padded, layout="shared")
     layouts = _lay_out(padded, flat, every, split)
@@ -305,11 +305,9 @@ class _Borderless(Segments):
 
 def _without_borders(row: MicroBatch) -> MicroBatch:
     """Return the control: `row` as one document."""
-    layout = row.inputs.get("layout")
-    segments = row.inputs["segments"] if layout is None else layout.segments
+    segments = row.inputs["segments"]
     whole = _Borderless((segments.tokens,), positions=tuple(segments.position_ids()[0].tolist()))
-    changed = row_arguments(whole) if layout is None else {"layout": replace(layout, segments=whole)}
-    return replace(row, inputs={**row.inputs, **changed})
+    return replace(row, inputs={**row.inputs, **row_arguments(whole)})
 
 
 def _backward(model: Any, what: str, autocast: torch.dtype | None, loss_of: Callable[[], torch.Tensor]) -> float:

@@ -12,10 +12,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from packtrain.attention import flash
-from packtrain.attention.backends import deterministic
-from packtrain.attention.kernels.selection import LayerFeatures, choose_kernel, dense_attention, forget_kernels
-from packtrain.attention.kernels.varlen import Kernel, Scoring, attend_by_segments
+from packtrain.attention.backends import Service, deterministic, serve
+from packtrain.attention.flash import run as flash
+from packtrain.attention.flash.selection import LayerFeatures, choose_kernel, dense_attention, forget_kernels
+from packtrain.attention.flash.varlen import Kernel, Scoring, attend_by_segments
+from packtrain.attention.registry import BACKENDS
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 from tests.stand_in_kernels import (
@@ -286,17 +287,17 @@ def test_without_a_gpu_or_in_float32_flash_is_not_available() -> None:
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     )
-    assert flash.available(model, CPU) == (None, "the device is cpu")
-    choice, why = flash.available(model, torch.device("cuda"))
-    assert choice is None and "torch.float32" in why
+    assert serve(BACKENDS["flash"], model, CPU) == Service(None, "the device is cpu")
+    service = serve(BACKENDS["flash"], model, torch.device("cuda"))
+    assert service.kernel is None and "torch.float32" in service.why
 
 
 def test_dropout_of_the_attention_is_looked_up_since_proofs_run_without_it() -> None:
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.1)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    choice, why = flash.available(model, torch.device("cuda"), torch.bfloat16)
-    assert choice is None and "attention_dropout=0" in why
+    service = serve(BACKENDS["flash"], model, torch.device("cuda"), torch.bfloat16)
+    assert service.kernel is None and "attention_dropout=0" in service.why
     assert flash.plain_features(config, torch.bfloat16) == LayerFeatures(torch.bfloat16, 2, 16, 16)
 
 

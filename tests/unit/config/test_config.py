@@ -14,6 +14,7 @@ from packtrain.config.keys import ELSEWHERE, keys
 from packtrain.config.schema import Batch, Optim, RunConfig, groups
 from packtrain.config.yaml_files import shipped
 from packtrain.errors import Problem, UserError
+from packtrain.optimizers.spec import OPTIMIZERS, OptimizerSpec
 
 COMPLETE = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32"]
 BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
@@ -455,11 +456,14 @@ def test_docs_config_md_is_what_the_dataclasses_say() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_help_has_every_key_on_two_screens_and_explains_those_that_are_named(width: int) -> None:
-    lines = key_help.help_text(width).splitlines()
-    named = re.findall(r"(?<=[ (])([a-z_0-9]+)=", " ".join(lines))
-    assert {path.rpartition(".")[2] for path in keys()} <= {*named} and len(lines) <= 80
-    assert len(keys()) <= 110  # 100 and those of data at scale: temperature, stages, streaming, shuffle_buffer
+def test_the_help_has_sixty_keys_or_all_and_explains_those_that_are_named(width: int) -> None:
+    lines, every = (key_help.help_text(width, asked).splitlines() for asked in ([], ["all"]))
+    short, named = (re.findall(r"(?<=[ (])([a-z_0-9]+)=", " ".join(shown)) for shown in (lines, every))
+    assert {path.rpartition(".")[2] for path in keys()} <= {*named} and len(every) <= 80
+    heads = {"group", *(name for name in groups() if key_help.options(name))}
+    assert len(short) - len(heads) <= 60
+    assert f"-h all shows {len(named) - len(short)} more" in " ".join(lines)
+    assert "learning_rate" in short and "beta2" not in short
     asked = key_help.help_text(width, ["optim", "trainer.max_steps"]).splitlines()
     assert [key for key in keys() if any(line.startswith(f"{key} ") for line in asked)] == [
         *(key for key in keys() if key.startswith("optim.")),
@@ -513,3 +517,16 @@ def test_a_group_given_as_text_keeps_its_choice_when_the_command_line_sets_one_o
 def test_the_fault_of_a_file_that_a_group_names_as_text_is_found_there(text: str, place: str) -> None:
     write(text, "peft/mine.yaml")
     assert [problem.where for problem in problems(write("peft: mine\n"), *COMPLETE)] == [place]
+
+
+def test_the_page_has_every_optimizer_with_its_states_package_and_strategies() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs/fitting.md").read_text()
+    table = page.partition("## Optimizers")[2].partition("**Muon**")[0]
+    known = dict[str, OptimizerSpec]()
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for name in re.findall(r"`(\w+)`", cells[0]) if len(cells) == 4 and cells[0] != "`optim.name`" else ():
+            known[name] = spec = OPTIMIZERS[name]
+            assert (cells[1][0] == str(spec.states)) == (spec.states > 0) and cells[2] == spec.package, name
+            assert cells[3] == ("all" if spec.on_host else "`ddp`" if spec.whole else "all but `zero3_offload`"), name
+    assert known == OPTIMIZERS

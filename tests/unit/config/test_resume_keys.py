@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.config.keys import check_resume_despite, is_fixed, is_free
+from packtrain.config.keys import check_resume_despite, is_fixed, is_free, keys
 from packtrain.config.rules.paths_and_packages import resume_folder
 
 FREE = (
@@ -17,13 +17,18 @@ DECISIVE = (
     "data.train data.shuffle trainer.seed optim.learning_rate objective.beta batch.examples_per_step model.dtype peft.alpha "
     "model.config.rope_theta model.weights trainer.max_steps trainer.mixed_precision packing.strategy optim.a_key_of_tomorrow"
 )
-FIXED = "model peft.r peft.kind optim.name optim.dither objective.kind"
+FIXED = "model peft.r peft.kind optim.name optim.groups objective.kind"
 
 
 def test_keys_are_free_decisive_or_fixed() -> None:
     assert all(map(is_free, FREE.split()))
     assert not any(is_free(name) or is_fixed(name) for name in DECISIVE.split())
     assert all(is_fixed(name) and not is_free(name) for name in FIXED.split())
+
+
+def test_a_key_of_the_loss_the_optimizer_or_the_adapters_is_not_free_by_omission() -> None:
+    groups = ("objective.", "optim.", "peft.")
+    assert [name for name in keys() if name.startswith(groups) and is_free(name)] == ["peft.merge"]
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_a_machine_of_which_nothing_is_known_is_no_crash() -> None:
 
 NO_TORCH = {"version": None, "available": None}
 CPU_BUILD = {"version": "2.13.0+cpu", "cuda": None, "available": False}
-KERNELS = {"FlashAttention 4": "not installed", "torch's varlen_attn": "wrong by 3"}
+KERNELS = {"flash": {"FlashAttention 4": "not installed", "torch's varlen_attn": "wrong by 3"}}
 FLASH = Model(attention="flash", dtype="float32")
 TROUBLE: list[tuple[str, Facts, PlannedRun, str, str, str]] = [
     # check, machine, run, status, what is found, what the fix names
@@ -143,7 +143,7 @@ def test_interfaces_are_chosen_as_nccl_does(wanted: str, names: list[str]) -> No
 
 
 def test_the_attention_that_auto_comes_to_is_named_with_what_better_kernels_lack() -> None:
-    found = torch(kernels={"FlashAttention 4": "not installed", "FlashAttention 2": ""})
+    found = torch(kernels={"flash": {"FlashAttention 4": "not installed", "FlashAttention 2": ""}})
     (check,) = named(found, PlannedRun(), "attention")
     assert check.found == "flash: FlashAttention 2 (FlashAttention 4: not installed)"
     backends = attention_json(found, PlannedRun())

@@ -62,13 +62,13 @@ def made_up_pairs(count: int, options: PairOptions, device: str = "cpu") -> Pair
     """Pairs with answers of 1 to 9 random targets."""
     generator = torch.Generator().manual_seed(0)
 
-    def targets(mask: torch.Tensor) -> Targets:
-        log_probs, squares = -torch.rand(2, count, 9, generator=generator)
-        return Targets(log_probs.to(device), mask.to(device), squares.to(device))
+    counts = torch.randint(1, 10, (2 * count,), generator=generator)
 
-    chosen, rejected = torch.arange(9).expand(2, count, 9) < torch.randint(1, 10, (2, count, 1), generator=generator)
-    reference = sum_answers(targets(chosen), targets(rejected), options.ld_alpha)
-    return make_pairs(targets(chosen), targets(rejected), reference, options)
+    def targets() -> Targets:
+        log_probs, squares = -torch.rand(2, int(counts.sum()), generator=generator)
+        return Targets(log_probs.to(device), counts.to(device), squares.to(device))
+
+    return make_pairs(targets(), sum_answers(targets(), options.ld_alpha), options)
 
 
 @pytest.mark.parametrize("name", sorted(set(PAIR_LOSSES) - SORTING))
@@ -93,15 +93,14 @@ def test_no_loss_and_no_figure_reads_a_tensor_on_the_host(divergence: FDivergenc
     options = replace(SMOOTHED_WEIGHTED, f_divergence_type=divergence)
     pairs, values, slots = made_up_pairs(3, options, "meta"), *(torch.zeros(3, n, device="meta") for n in (1, 9))
     answers = LabelledAnswers(values[:, 0], values[:, 0], values[:, 0].bool())
-    head = TokenFigures(slots.bool(), slots, slots, slots.bool())
+    head = TokenFigures(slots.bool(), slots, slots)
     loss = pair_loss(
         pairs, dict.fromkeys(PAIR_LOSSES, 1.0), options, PairCounts(pairs.chosen_logps[0], pairs.weights[0])
     )
     kl = estimate_kl(Sum(loss, loss))
-    outputs = {"mask": head.mask, "entropy": head.entropy, "mean_logits": head.mean_logits}
     found = [
-        *pair_figures(pairs, 0.1, head, head).values(),
-        *unpaired_figures(answers, kl, 0.1, **outputs).values(),
+        *pair_figures(pairs, 0.1, head, slots.bool()).values(),
+        *unpaired_figures(answers, kl, 0.1, head).values(),
         *reward_figures(answers.logps, answers.ref_logps).values(),
     ]
     losses = [one(answers, kl, UnpairedOptions()) for one in UNPAIRED_LOSSES.values()]
@@ -114,8 +113,8 @@ def test_no_pairs_and_no_answers_of_a_label_add_nothing() -> None:
     none = torch.zeros(0)
     assert reward_extremes(none, none) == {"min_reward": torch.inf, "max_reward": -torch.inf}
     answers = LabelledAnswers(torch.zeros(2), torch.zeros(2), torch.tensor([True, True]))
-    outputs = {"mask": torch.ones(2, 1).bool(), "entropy": torch.zeros(2, 1), "mean_logits": torch.zeros(2, 1)}
-    figures = unpaired_figures(answers, torch.zeros(()), 0.1, **outputs)
+    tokens = TokenFigures(torch.ones(2).bool(), torch.zeros(2), torch.zeros(2))
+    figures = unpaired_figures(answers, torch.zeros(()), 0.1, tokens)
     assert {name for name, figure in figures.items() if not figure.weight} == {
         "logits/rejected",
         "rewards/rejected",
@@ -125,9 +124,9 @@ def test_no_pairs_and_no_answers_of_a_label_add_nothing() -> None:
 
 
 def test_weights_by_wpo_need_their_output_of_the_head() -> None:
-    targets = Targets(torch.zeros(1, 2), torch.ones(1, 2).bool())
+    targets = Targets(torch.zeros(2), torch.ones(2).long())
     with pytest.raises(ValueError, match="log_sum_sq_probs"):
-        make_pairs(targets, targets, PairLogps(torch.zeros(1), torch.zeros(1)), PairOptions(use_weighting=True))
+        make_pairs(targets, PairLogps(torch.zeros(1), torch.zeros(1)), PairOptions(use_weighting=True))
 
 
 def test_an_alpha_divergence_stays_finite_in_float32() -> None:

@@ -5,7 +5,7 @@ TRL's trainers compute theirs with the fused head, the functions get log-probabi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -18,7 +18,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 
 from packtrain.config.schema import Model
 from packtrain.data.tokens.pretrained import load_tokenizer
-from packtrain.objectives.answers import LabelledAnswers, Sum, Targets, masked, sum_answers
+from packtrain.objectives.answers import LabelledAnswers, Sum, Targets, sum_answers
 from packtrain.objectives.logged_figures import (
     TokenFigures,
     pair_figures,
@@ -111,25 +111,18 @@ class Scored:
     mean_logits: torch.Tensor
     is_top1: torch.Tensor
 
-    def halves(self) -> Iterator[Scored]:
-        """The chosen answers, then the rejected ones."""
-        ours = self.targets
-        assert ours.log_sum_sq_probs is not None
-        both = (ours.log_probs, ours.mask, ours.log_sum_sq_probs, self.entropy, self.mean_logits, self.is_top1)
-        for log_probs, mask, squares, *rest in zip(*(values.chunk(2) for values in both), strict=True):
-            yield Scored(Targets(log_probs, mask, squares), *rest)
-
-    def figures(self) -> TokenFigures:
-        return TokenFigures(self.targets.mask, self.entropy, self.mean_logits, self.is_top1)
+    def tokens(self, chosen: torch.Tensor) -> TokenFigures:
+        """Return the figures of the targets; `chosen` bool [answers] tells the two sides apart."""
+        return TokenFigures(self.targets.of_answers(chosen), self.entropy, self.mean_logits)
 
 
 def scored(model: PreTrainedModel, ids: torch.Tensor, attended: torch.Tensor, trained: torch.Tensor) -> Scored:
     logits = model(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, :-1]
-    every, following = logits.log_softmax(dim=-1), ids[:, 1:]
+    every, following, mask = logits.log_softmax(dim=-1), ids[:, 1:], trained[:, 1:].bool()
     own = every.gather(2, following[..., None])[..., 0]
-    targets = Targets(own, trained[:, 1:].bool(), (2 * every.detach()).logsumexp(dim=-1))
+    targets = Targets(own[mask], mask.sum(dim=1), (2 * every.detach()).logsumexp(dim=-1)[mask])
     entropy, top = -(every.exp() * every).sum(dim=-1), logits.argmax(dim=-1) == following
-    return Scored(targets, entropy, logits.mean(dim=-1), top)
+    return Scored(targets, entropy[mask], logits.mean(dim=-1)[mask], top[mask])
 
 
 def means(figures: Mapping[str, Sum]) -> dict[str, float]:
@@ -241,13 +234,13 @@ def pair_trainer(folder: Path, case: PairCase) -> DPOTrainer:
 
 def our_pairs(trainer: DPOTrainer, batch: Batch, case: PairCase) -> Found:
     inputs = (batch["input_ids"], batch["attention_mask"], batch["completion_mask"])
-    chosen, rejected = scored(model_of(trainer), *inputs).halves()
+    ours = scored(model_of(trainer), *inputs)
     with torch.no_grad():
-        sides = [half.targets for half in scored(reference_of(trainer), *inputs).halves()]
-    reference = sum_answers(sides[0], sides[1], case.options.ld_alpha)
-    pairs = make_pairs(chosen.targets, rejected.targets, reference, case.options)
+        reference = sum_answers(scored(reference_of(trainer), *inputs).targets, case.options.ld_alpha)
+    pairs = make_pairs(ours.targets, reference, case.options)
     counts = PairCounts(torch.tensor(case.pairs), pairs.chosen_tokens.sum())
-    figures = pair_figures(pairs, case.options.beta, chosen.figures(), rejected.figures())
+    tokens = ours.tokens(torch.arange(2 * case.pairs) < case.pairs)
+    figures = pair_figures(pairs, case.options.beta, tokens, ours.is_top1)
     return pair_loss(pairs, case.weights, case.options, counts), means(figures)
 
 
@@ -332,8 +325,7 @@ def our_answers(trainer: KTOTrainer, batch: Batch, case: UnpairedCase) -> Found:
             kl = estimate_kl(Sum((sides[0] - sides[1]).sum(), torch.tensor(len(case.labels))))
     answers = LabelledAnswers(policy.targets.logps, ref_logps, batch["label"].bool())
     losses = UNPAIRED_LOSSES[case.loss](answers, kl, case.options)
-    outputs = {"mask": policy.targets.mask, "entropy": policy.entropy, "mean_logits": policy.mean_logits}
-    figures = means(unpaired_figures(answers, kl, case.options.beta, **outputs))
+    figures = means(unpaired_figures(answers, kl, case.options.beta, policy.tokens(answers.desirable)))
     return losses.sum() / len(case.labels), figures | unpaired_margins(figures)
 
 
@@ -395,6 +387,4 @@ def token_trainer(folder: Path, loss: str) -> tuple[Trainer, Batch]:
 
 def our_tokens(trainer: Trainer, batch: Batch, loss: str) -> Found:
     ours = scored(model_of(trainer), batch["input_ids"], batch["attention_mask"], batch["labels"] != -100)
-    mask = ours.targets.mask
-    total = masked(TOKEN_LOSSES[loss](ours.targets.log_probs), mask).sum()
-    return total / mask.sum(), {}
+    return TOKEN_LOSSES[loss](ours.targets.log_probs).mean(), {}

@@ -12,7 +12,6 @@ from packtrain.errors import CheckFailed, UserError
 from packtrain.launch.execute import execute
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.launchers import expand
-from packtrain.plan.screen import print_plan
 from packtrain.plan.surroundings import Surroundings
 
 JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_CPUS_ON_NODE": "64"}
@@ -294,39 +293,6 @@ def test_deepspeed_s_launcher_is_joined_on_as_many_machines_as_it_has() -> None:
     env = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}
     made = plan({"nodes": 2, "gpus_per_node": 1}, {**env, "LOCAL_SIZE": "1", "CROSS_RANK": "1", "CROSS_SIZE": "2"})
     assert (made.num_processes, made.nodes, made.gpus_per_node) == (2, 2, 1)
-
-
-@pytest.mark.parametrize(
-    ("topology", "arguments", "slurm", "by_hand"),
-    [
-        ({}, [], True, "topology.kind=manual topology.main_address=MAIN_ADDRESS topology.node_rank=K"),
-        ({}, ["topology=auto"], True, "topology.kind=manual topology.main_address=MAIN_ADDRESS topology.node_rank=K"),
-        ({"main_address": "n1"}, ["topology=cluster"], True, "topology=cluster topology.kind=manual topology.node_rank=K"),
-        ({"kind": "manual", "main_address": "n1"}, [], False, "topology.node_rank=K"),
-        ({"kind": "slurm"}, [], True, None),
-        ({"kind": "slurm", "nodes": 1}, [], True, None),
-    ],
-)  # fmt: skip
-def test_what_a_plan_shows_to_type_works_where_it_is_typed(
-    topology: dict[str, Any],
-    arguments: list[str],
-    slurm: bool,
-    by_hand: str | None,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    topology = {"nodes": 2, "gpus_per_node": 8, **topology}
-    config = RunConfig(topology=Topology(**topology), batch=Batch(examples_per_step=32))
-    for here in (True, False):  # whether this machine has Slurm's commands
-        monkeypatch.setattr(
-            "shutil.which", lambda name, here=here: "/bin/sbatch" if here and name == "sbatch" else None
-        )
-        print_plan(config, plan(topology), "sft", ["a b.yaml", *arguments])
-        (command,) = [line for line in capsys.readouterr().out.splitlines() if "sft 'a b.yaml'" in line]
-        if slurm and (here or not by_hand):
-            assert "sbatch sft 'a b.yaml'" in command and command.endswith(" --submit")
-        else:
-            assert command.partition("'a b.yaml' ")[2] == by_hand
 
 
 @pytest.mark.parametrize(

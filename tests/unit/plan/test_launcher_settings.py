@@ -6,20 +6,22 @@ import json
 
 import pytest
 
-from packtrain.plan.launcher_settings import STAGES, deepspeed_config, launch_argv, launch_config
+from packtrain.plan.launcher_settings import launch_argv, launch_config
 from packtrain.plan.topology import Processes
+from packtrain.strategies.registry import STRATEGIES
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2")
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
 TWO = Processes(1, 2, "two on this machine")
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", STRATEGIES.all())
 def test_deepspeed_has_every_number_from_the_config_and_nothing_to_fill_in(name: str) -> None:
-    made = deepspeed_config(name, dtype="bfloat16", max_grad_norm=0.3)
-    if name not in STAGES:
-        assert made is None
+    make = STRATEGIES[name].engine_settings
+    assert (make is not None) == (name in STAGES)
+    if make is None:
         return
-    assert made is not None and "auto" not in json.dumps(made)
+    made = make("bfloat16", 0.3)
+    assert "auto" not in json.dumps(made)
     assert made["gradient_clipping"] == 0.3
     assert (made["train_micro_batch_size_per_gpu"], made["gradient_accumulation_steps"]) == (1, 1)
     assert not {"optimizer", "scheduler", "fp16"} & made.keys()
@@ -31,8 +33,11 @@ def test_deepspeed_has_every_number_from_the_config_and_nothing_to_fill_in(name:
     ("name", "kind"), [("ddp", "MULTI_GPU"), *((name, "DEEPSPEED") for name in STAGES), ("fsdp2", "FSDP")]
 )
 def test_accelerate_is_told_the_same_in_its_yaml_and_on_its_command_line(name: str, kind: str) -> None:
-    settings = launch_config(TWO, 0, name, deepspeed_file="run/deepspeed.json", port=29500, gpus=True)
-    flags = launch_argv("accelerate", "run/accelerate.yaml", settings, ["sft", "run.yaml"], join_timeout_s=300)
+    launcher = STRATEGIES[name].launcher("run/deepspeed.json")
+    settings = launch_config(TWO, 0, launcher, port=29500, gpus=True)
+    flags = launch_argv(
+        "accelerate", "run/accelerate.yaml", settings, launcher, ["sft", "run.yaml"], join_timeout_s=300
+    )
     assert settings["distributed_type"] == kind
     if kind == "DEEPSPEED":
         assert settings["deepspeed_config"]["deepspeed_config_file"] == "run/deepspeed.json"

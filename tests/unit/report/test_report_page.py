@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packtrain.report.figures import POINTS_OF_A_CURVE, figures_of, points_of, thin
-from packtrain.report.headline import answers, compare_settings, duration, number, percent, rank_times
+from packtrain.report.headline import answers, compare_settings, rank_times
 from packtrain.report.page import page
 from packtrain.report.run_record import read_run
 from tests.unit.report.run_folders import FACTS, leave_run, lines_of
@@ -139,15 +139,6 @@ def test_the_slow_rank_is_named(tmp_path: Path) -> None:
     run = read_run(leave_run(tmp_path / "run", rank_seconds=seconds))
     assert [rank.slow for rank in rank_times(run)] == [False, False, True]
     assert "Slow: rank 2" in Elements(page([run])).words
-
-
-def test_figures_are_written_as_people_read_them() -> None:
-    assert [number(value) for value in (7.57998, 0.172044, 15568.1, 3e-5, 12, None, float("nan"))] == [
-        *("7.580", "0.1720", "15,568", "3.0e-05", "12", "–", "–"),
-    ]
-    times = ["1.8 ms", "0.823 s", "61.2 s", "4 min 05 s", "3 h 20 min", "52 h 00 min"]
-    assert [duration(seconds) for seconds in (0.00182, 0.8231, 61.2, 245, 12000, 187200)] == times
-    assert percent(0.41666) == "41.7 %"
 
 
 def test_the_command_writes_into_the_run_folder_or_where_it_is_asked_to(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`model.kernels`: Liger's fused kernels (arXiv 2410.10989) for norms, rotation and activations.
+"""`model.kernels=liger`: Liger's fused kernels (arXiv 2410.10989) for norms, rotation and activations.
 
 Liger's own functions patch the loaded model, by model type. Its cross-entropies stay off, since model/forward.py has the output head. Experts
 are not patched: Liger's kernel for them does not support autocast, and model.experts groups their products.
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from packtrain.changes.spec import Change, Proposal, Situation
+from packtrain.model.compiled import is_compiled
 from packtrain.model.load import base_model
 
 _ABSENT = object()
@@ -74,3 +76,15 @@ def fuse_by_liger(model: PreTrainedModel) -> Callable[[], None]:
 
 def _put_back(place: dict[str, Any], name: str, value: Any) -> None:
     place.pop(name, None) if value is _ABSENT else place.__setitem__(name, value)
+
+
+def _propose(situation: Situation) -> Proposal | None:
+    if situation.config.model.kernels == "auto" and not situation.on_gpu:
+        return None
+    lacks = why_no_liger(situation.model, situation.ranks.device)
+    if not lacks and is_compiled(situation.model):
+        lacks = "trainer.torch_compile fuses them already"
+    return Proposal(what="norms, rotation and activations by Liger's kernels", make=fuse_by_liger, lacks=lacks)
+
+
+CHANGE = Change(name="liger", label="kernels", order=30, propose=_propose)

@@ -1,9 +1,7 @@
 """`flash`: packed attention by varlen kernels, one call per layer for a whole row.
 
 No mask exists and nothing is computed between documents, as in `segmented`, but without its calls per segment. Every layer
-gets the kernel that was found right for its features (kernels/selection.py): a model may mix layers with and without windows.
-
-Its NAME must not hold the word "flash": transformers would take it for one of its own implementations and look for that package.
+gets the kernel that was found right for its features (selection.py): a model may mix layers with and without windows.
 """
 
 from __future__ import annotations
@@ -14,15 +12,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.flash_attention import get_target_dtype
 
-from packtrain.attention.kernels.selection import KernelChoice, LayerFeatures, choose_kernel
-from packtrain.attention.kernels.varlen import Scoring, attend_by_segments
-from packtrain.attention.segmented import registered
+from packtrain.attention.backends import AttentionFunction, Service
+from packtrain.attention.flash.selection import LayerFeatures, choose_kernel
+from packtrain.attention.flash.varlen import Scoring, attend_by_segments
+from packtrain.attention.flattened import registered
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 
 NAME = "packtrain_varlen"
-DEVICES: tuple[str, ...] = ("cuda",)
-FORMATS: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 _DROPS = "the kernels drop no scores (set model.config.attention_dropout=0, or the like of its type)"
 _OTHER = "set model.attention=auto: segmented and per_document need no kernel"
 
@@ -58,27 +55,23 @@ def flash_attention(
     return attend_by_segments(choice.kernel, q, k, v, segments, scoring, s_aux)[None]
 
 
-def available(
-    model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None = None
-) -> tuple[KernelChoice | None, str]:
-    """Choose the kernel for a plain layer of `model`, None if there is none. Also returns a line for the log.
+class Flash(AttentionFunction):
+    """The backend: a kernel for each layer."""
 
-    `dtype` is the compute dtype on `device`: autocast's, by default the format of the weights. The line names the kernel and why
-    better ones were not chosen, or why there is none. Special needs of single layers (windows, sinks) are checked when they run;
-    dropout is read from the config, since proofs run without it.
-    """
-    dtype = dtype or model.dtype
-    if device.type not in DEVICES:
-        return None, f"the device is {device.type}"
-    if dtype not in FORMATS:
-        return None, f"the layers compute in {dtype}, the kernels in bfloat16 and float16"
-    config: Any = model.config.get_text_config()
-    if any(getattr(config, name, None) for name in ("attention_dropout", "attn_pdrop", "attn_dropout")):
-        return None, _DROPS
-    choice = choose_kernel(plain_features(config, dtype), device)
-    if choice.kernel is None:
-        return None, f"no kernel is right: {choice.why_not()}"
-    return choice, f"{choice.kernel.name} ({choice.why_not()})" if choice.lacks else choice.kernel.name
+    def serve(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> Service:
+        """See Attention. It takes the kernel of a plain layer.
+
+        Special needs of single layers (windows, sinks) are checked when they run; dropout is read from the config, since proofs run
+        without it.
+        """
+        config: Any = model.config.get_text_config()
+        if any(getattr(config, name, None) for name in ("attention_dropout", "attn_pdrop", "attn_dropout")):
+            return Service(None, _DROPS)
+        choice = choose_kernel(plain_features(config, dtype), device)
+        if choice.kernel is None:
+            return Service(None, f"no kernel is right: {choice.why_not()}")
+        name = choice.kernel.name
+        return Service(name, f"{name} ({choice.why_not()})" if choice.lacks else name)
 
 
 def plain_features(config: Any, dtype: torch.dtype) -> LayerFeatures:
@@ -89,3 +82,6 @@ def plain_features(config: Any, dtype: torch.dtype) -> LayerFeatures:
     head_dim = getattr(config, "qk_head_dim", None) or head_dim  # latent attention has heads of two widths
     value_dim = getattr(config, "v_head_dim", None) or head_dim
     return LayerFeatures(dtype, max(1, heads // kv_heads), head_dim, value_dim)
+
+
+ATTENTION = Flash(NAME)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from packtrain.changes.spec import Change, Proposal, Situation
 from packtrain.errors import UserError
 from packtrain.model.spread import layers_of
 from packtrain.proof.comparison import Tolerance
@@ -71,3 +72,18 @@ def _fits(name: str, module: nn.Module) -> bool:
     if type(module) is not nn.Linear or name.rpartition(".")[2] in _ROUTERS:
         return False
     return module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
+
+
+def _check(situation: Situation) -> None:
+    if situation.precision.fp8:
+        check_float8(situation.ranks.device)
+
+
+def _propose(situation: Situation) -> Proposal | None:
+    if not situation.precision.fp8:
+        return None
+    what = "products of layers in 8 bits (torchao, rowwise)"
+    return Proposal(what=what, make=multiply_in_float8, key=KEY, tolerance=TOLERANCE)
+
+
+CHANGE = Change(name="fp8", order=40, kernel=False, propose=_propose, check=_check)

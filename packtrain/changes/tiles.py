@@ -17,10 +17,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from packtrain.changes.spec import Change, Proposal, Situation
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import base_model
 from packtrain.model.spread import layers_of
 from packtrain.proof.comparison import difference, evaluating, model_refusals, tolerance_of
+from packtrain.wording import counted
 
 KEY = "trainer.tokens_per_mlp_tile"
 _NAMES = ("mlp", "feed_forward", "ffn")
@@ -88,3 +90,24 @@ def _by_tiles(run: Callable[[torch.Tensor], torch.Tensor], tokens: int, hidden: 
     if len(tiles) == 1:
         return run(hidden)
     return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles]).view(hidden.shape)
+
+
+def _check(situation: Situation) -> None:
+    if situation.config.trainer.tokens_per_mlp_tile:
+        check_tiles(situation.model)
+
+
+def _propose(situation: Situation) -> Proposal | None:
+    tokens = situation.config.trainer.tokens_per_mlp_tile
+    if not tokens:
+        return None
+    return Proposal(
+        what=f"{counted(len(mlps_of(situation.model)), 'MLPs')} on tiles of {tokens:,} tokens",
+        make=lambda model: tile_mlps(model, tokens),
+        # without tiles the first documents may exceed the device
+        unproved="compared when the model was loaded",
+    )
+
+
+# the last, since others replace the code of the MLPs
+CHANGE = Change(name="tiles", order=1000, kernel=False, propose=_propose, check=_check)

@@ -1,7 +1,6 @@
-"""`model.experts`: the experts of a layer run in a loop, or in one grouped product.
+"""`model.experts=grouped`: the experts of a layer run in one grouped product.
 
-Both are transformers' own (transformers.integrations.moe): the loop is the code of the model; `grouped_mm` sorts tokens by expert and gives
-all to torch's grouped product. torch's product does not support autocast (pytorch/pytorch#174763): over float32 weights it would compute in
+It is transformers' own (transformers.integrations.moe): `grouped_mm` sorts tokens by expert and gives all to torch's grouped product. torch's product does not support autocast (pytorch/pytorch#174763): over float32 weights it would compute in
 float32. So here it gets weights and tokens in autocast's format, as the linear layers of the loop do.
 """
 
@@ -15,32 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from packtrain.errors import UserError
-from packtrain.proof.comparison import has_routers
+from packtrain.changes.spec import NO_GRADIENTS, Change, Proposal, Situation
+from packtrain.model.expert_loop import KEY, LOOP, can_group
 
-KEY = "model.experts"
-LOOP, GROUPED = "eager", "packtrain_grouped"
-"""Names of the two ways in transformers' ExpertsInterface."""
-
-
-def can_group(model: nn.Module) -> bool:
-    """Return whether tensors of `model` hold all experts of a layer. transformers can then multiply them in any way."""
-    quantised = getattr(model, "is_quantized", False)  # their experts have their own formats and code
-    return not quantised and any(hasattr(module, "_is_expert_parallel") for module in model.modules())
-
-
-def loop_over_experts(model: PreTrainedModel, asked: str) -> None:
-    """Make experts compute one after the other. train/verify/changes.py groups them later, by proof.
-
-    Raises UserError if `asked`, model.experts, names a way that this model does not have.
-    """
-    if can_group(model):
-        model.set_experts_implementation(LOOP)
-    elif asked != "auto":
-        what = "its experts are code of its own" if has_routers(model) else "it has no experts"
-        raise UserError(
-            f"{type(model).__name__} cannot do that: {what}", where=f"{KEY} ({asked})", fix="set it to auto"
-        )
+GROUPED = "packtrain_grouped"
+"""Its name in transformers' ExpertsInterface."""
 
 
 def group_experts(model: PreTrainedModel) -> Callable[[], None]:
@@ -70,3 +48,19 @@ class _InFormat:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.module, name)
         return value.to(self.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _propose(situation: Situation) -> Proposal | None:
+    asked, ranks = situation.config.model.experts, situation.ranks
+    if asked == "loop" or not can_group(situation.model):
+        return None
+    return Proposal(
+        what="all of a layer in one grouped product",
+        make=group_experts,
+        key=KEY if asked == "grouped" else None,
+        # transformers groups experts without a proof too
+        unproved=f"{ranks.strategy} {NO_GRADIENTS}" if ranks.spec.gathers_by_engine else "",
+    )
+
+
+CHANGE = Change(name="experts", order=10, kernel=False, propose=_propose)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from packtrain.attention.kernels.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
+from packtrain.attention.flash.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 from packtrain.wording import first_line
@@ -76,6 +76,12 @@ def choose_kernel(layer: LayerFeatures, device: torch.device) -> KernelChoice:
         with ThreadPoolExecutor(1) as thread:
             _choices[key] = thread.submit(_first_right, layer, device).result()
     return _choices[key]
+
+
+def try_kernels(dtype: torch.dtype) -> dict[str, str]:
+    """Try the kernels in order on a usual layer. Return each with its lack, down to the right one, whose lack is ""."""
+    choice = choose_kernel(LayerFeatures(dtype, 4, 128, 128), torch.device("cuda", 0))
+    return {**dict(choice.lacks), **({choice.kernel.name: ""} if choice.kernel else {})}
 
 
 def forget_kernels() -> None:

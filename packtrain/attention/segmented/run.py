@@ -6,10 +6,6 @@ a causal mask. No T×T mask is built and nothing is computed between documents: 
 different length. The function is transformers' own: sdpa if it supports the layer, else the model's eager function
 (soft-cap, attention sinks). On a CPU under autocast short segments use the eager one too: bfloat16 instructions speed up its
 products, but not sdpa's kernel.
-
-It is registered in `AttentionInterface` only: for a name that `AttentionMaskInterface` does not have, transformers builds no mask.
-So the model's own mask, whose builder may ignore `position_ids`, is not used. The row's Segments arrive as the keyword argument
-`segments` of the model's forward; a model that does not pass it down to its layers fails here at once instead of leaking.
 """
 
 from __future__ import annotations
@@ -18,55 +14,20 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from packtrain.attention.over_ranks import attend_over_ranks
-from packtrain.attention.sliding_window import local_segments
-from packtrain.errors import CheckFailed
-from packtrain.packing.segments import Segments, SplitSegments
+from packtrain.attention.backends import AttentionFunction
+from packtrain.attention.flattened import attention_function, mask_of, registered
+from packtrain.packing.segments import Segments
 
 NAME = "packtrain_segmented"
-_EAGER_ONLY = ("softcap", "s_aux")  # features that sdpa lacks
 _BLOCKS, _LEAST_BLOCK = 4, 128
 """A segment of more blocks than this attends in blocks of at least its window."""
 _SHORT = 512
 """Most keys for the eager function on a CPU: there it is twice as fast in bfloat16, and its scores take little memory."""
-
-
-def registered(name: str) -> Callable[[Callable[..., torch.Tensor]], Callable[..., tuple[torch.Tensor, None]]]:
-    """Register the attention of a flattened row under `name` in `AttentionInterface`, with transformers' signature.
-
-    It is called as attend(module, query, key, value, segments, window, **kwargs): `query` [1, heads, T, d], `key`
-    [1, kv_heads, T, d], `value` [1, kv_heads, T, d_v] → [1, T, heads, d_v]; T is `segments.tokens`. For a row that is split over ranks it gets
-    all tokens and some heads (over_ranks.py). Raises CheckFailed if the layer does not get the segments of its row, or its window is
-    unknown.
-    """
-
-    def register(attend: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, None]]:
-        @functools.wraps(attend)
-        def attention(module, query, key, value, attention_mask, *, segments=None, sliding_window=None, **kwargs):
-            if not isinstance(segments, SplitSegments):
-                segments, window = row_of(module, query, key, attention_mask, segments, sliding_window, kwargs)
-                return attend(module, query, key, value, segments, window, **kwargs), None
-
-            def on_whole_row(module, query, key, value, sinks):
-                row, window = row_of(module, query, key, attention_mask, segments.whole, sliding_window, kwargs)
-                given = kwargs if sinks is None else {**kwargs, "s_aux": sinks}
-                return attend(module, query, key, value, row, window, **given)
-
-            sinks = kwargs.get("s_aux")
-            return attend_over_ranks(on_whole_row, module, query, key, value, segments, sinks), None
-
-        AttentionInterface.register(name, attention)
-        return attention
-
-    return register
 
 
 @registered(NAME)
@@ -172,58 +133,4 @@ def joined(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
-def row_of(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    segments: Segments | None,
-    sliding_window: int | None,
-    kwargs: dict[str, Any],
-) -> tuple[Segments, int | None]:
-    """Return the segments of the row `query` as this layer sees them, and its window.
-
-    Refuses keys of other tokens than the row's (deepseek_v4 compresses them), and a layer's own mask or bias of the whole row (doge has one).
-    """
-    if segments is None or segments.tokens != query.shape[2] or query.shape[0] != 1:
-        what = "ran on a flattened row without knowing its documents (does its model pass on keyword arguments?)"
-    elif key.shape[2] != query.shape[2]:
-        what = "attends to keys of other tokens"
-    elif attention_mask is not None:
-        what = "brings a mask of its own"
-    elif kwargs.get("position_bias") is not None:
-        what = "adds a bias by position in the row"
-    else:
-        return local_segments(module, segments, sliding_window)
-    raise CheckFailed(f"{type(module).__name__} {what}", fix="set model.attention=per_document")
-
-
-def attention_function(module: torch.nn.Module, kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """Return the attention function of this layer: sdpa, or the model's own eager one."""
-    if all(kwargs.get(name) is None for name in _EAGER_ONLY):
-        return sdpa_attention_forward
-    return sys.modules[type(module).__module__].eager_attention_forward
-
-
-@lru_cache(maxsize=16)
-def mask_of(
-    attend: Callable, queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor | None:
-    """Return the causal mask of one segment, [1, 1, queries, keys]. Its `queries` are the last of its `keys`.
-
-    Boolean (True = visible) for sdpa, additive for eager functions; None if sdpa's `is_causal` is enough.
-    """
-    narrow = window if window is not None and window < keys else None
-    if attend is sdpa_attention_forward and narrow is None and queries == keys:
-        return None
-    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    if narrow is not None:
-        visible = visible.triu(keys - queries + 1 - narrow)  # a query sees itself and the window - 1 keys before it
-    return as_mask(attend, visible, dtype)
-
-
-def as_mask(attend: Callable, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `visible` [queries, keys] as `attend` takes it, [1, 1, queries, keys]. It is boolean for sdpa, additive for eager functions."""
-    if attend is sdpa_attention_forward:
-        return visible[None, None]
-    return torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype)[None, None]
+ATTENTION = AttentionFunction(NAME)

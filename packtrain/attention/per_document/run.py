@@ -9,13 +9,13 @@ prefix each compute it, and only the first one counts it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from packtrain.attention.backends import Attention, Undo
 from packtrain.attention.forwards import replace_forward
 from packtrain.packing.collate import IGNORE, to_device
 from packtrain.packing.segments import Segments
@@ -25,7 +25,7 @@ _KERNEL_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 _ROW_KEYS = ("segments", "position_ids", "label_places", *_KERNEL_KEYS)
 
 
-def run_one_document_at_a_time(model: PreTrainedModel) -> Callable[[], None]:
+def run_one_document_at_a_time(model: PreTrainedModel) -> Undo:
     """Make calls of `model` with `segments` run per document. Returns the undo function.
 
     The result is as for a flattened row: per-token outputs [1, T, …], and sums of scalars. Other calls are unchanged.
@@ -77,3 +77,14 @@ def _joined(outputs: list[Any], sources: torch.Tensor) -> Any:
         return torch.stack(outputs).sum()
     tokens = torch.cat([output.flatten(0, 1) for output in outputs])
     return tokens.index_select(0, to_device(sources, tokens.device))[None]
+
+
+class PerDocument(Attention):
+    """The backend, which changes calls with `segments` only."""
+
+    def install(self, model: PreTrainedModel) -> Undo:
+        """See Attention."""
+        return run_one_document_at_a_time(model)
+
+
+ATTENTION = PerDocument()

@@ -1,1 +1,0 @@
-"""Variable-length attention kernels for GPUs, and the choice of one for a layer."""

@@ -1,0 +1,1 @@
+"""The whole model, called once for each length of documents."""

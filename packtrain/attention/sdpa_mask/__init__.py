@@ -1,0 +1,1 @@
+"""Attention under one dense mask: the plain reference, for tests and small rows."""

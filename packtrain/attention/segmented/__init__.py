@@ -1,0 +1,1 @@
+"""Attention by an ordinary function, called once for each length of segments."""

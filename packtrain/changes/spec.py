@@ -1,0 +1,73 @@
+"""The declaration of a change to the loaded model's computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from packtrain.config.schema import RunConfig
+from packtrain.model.precision import Precision
+from packtrain.model.spread import Ranks
+from packtrain.proof.comparison import Tolerance
+
+Make = Callable[[PreTrainedModel], Callable[[], object]]
+"""Changes a model and returns the function that undoes it. If it raises an exception, nothing is changed."""
+
+NO_GRADIENTS = "computes no gradients before step 1, by which it would be proved"
+"""Said of a strategy under which nothing can be proved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """The run that a change is for. `model` is the loaded model, without adapters around it."""
+
+    config: RunConfig
+    model: PreTrainedModel
+    ranks: Ranks
+    precision: Precision
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model computes on a GPU."""
+        return self.ranks.device.type == "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A change as a run could make it."""
+
+    what: str
+    """The changed computation in words, for the log: "norms by a fused kernel"."""
+    make: Make
+    """It also changes the reference of preferences. Otherwise the two round differently, and first margins are not zero."""
+    lacks: str = ""
+    """Why it cannot be made here; "" if it can."""
+    key: str | None = None
+    """Config key that requires it: if it is not available or not exact, the run ends. None: the run goes on without it."""
+    tolerance: Tolerance | None = None
+    """Differences that are allowed. None: rounding in the format of the computation."""
+    unproved: str = ""
+    """Why it is made without a proof on the first documents; "" if it is proved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change to the computation.
+
+    It is the constant CHANGE of a file in packtrain/changes, or an entry point of another package.
+    """
+
+    name: str
+    """Its name in the log, and the value of model.kernels that requires it."""
+    propose: Callable[[Situation], Proposal | None]
+    """Return the change for this run. None leaves the model unchanged, and logs nothing."""
+    kernel: bool = True
+    """Whether model.kernels chooses it: auto tries it, its name requires it. False: `propose` reads another key."""
+    check: Callable[[Situation], object] = lambda situation: None
+    """Raise UserError early if the config asks for it and it is impossible. Called before the model is spread."""
+    label: str = ""
+    """Its name in the log, if that is another."""
+    order: int = 100
+    """Changes with a lower number are made first."""

@@ -1,1 +1,0 @@
-"""Changes to layers: grouped experts, and MLPs by tiles of tokens."""

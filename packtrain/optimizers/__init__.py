@@ -1,0 +1,1 @@
+"""Optimizers: the table of all, and packtrain's own."""

@@ -1,0 +1,1 @@
+"""DistributedDataParallel: each process keeps everything."""

@@ -1,0 +1,1 @@
+"""The ZeRO stages, by DeepSpeed."""

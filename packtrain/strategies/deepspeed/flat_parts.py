@@ -1,0 +1,156 @@
+"""DeepSpeed's flat parts: each process keeps one of every optimizer group's float32 weights and states.
+
+Here a weight is found in them: in a checkpoint, and in the optimizer of this process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from packtrain.train.checkpoint.contents import CheckpointContents
+from packtrain.train.checkpoint.reshard import Names, exact_weight, put_weights, states_for
+
+_FLATS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+"""Attributes with the float32 weights: of ZeRO-3, of ZeRO-1 and ZeRO-2, and of ZeRO-1 over bfloat16 weights."""
+
+
+class FlatParts:
+    """Reader of a checkpoint of DeepSpeed. Each process wrote a flat float32 part of each group's weights and states."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        folder = checkpoint / (checkpoint / "latest").read_text().strip()
+        self._ranks: list[dict[str, Any]] = []
+        while files := list(folder.glob(f"*zero_pp_rank_{len(self._ranks)}_mp_rank_00_optim_states.pt")):
+            self._ranks.append(_opened(files[0])["optimizer_state_dict"])
+        first = folder / "mp_rank_00_model_states.pt"  # stages 1 and 2 keep weights whole
+        first = first if first.is_file() else folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+        engine = _opened(first)
+        groups, self._module = engine["param_shapes"], engine["module"]
+        self._shapes = {name: shape for group in groups for name, shape in group.items()}
+        self.order = list(self._shapes)
+        self._pieces = self._by_partition(groups) if "fp32_flat_groups" in self._ranks[0] else self._by_fragment()
+
+    def weight(self, name: str) -> torch.Tensor:
+        if name not in self._pieces:  # a buffer
+            return self._module[name]
+        key = "fp32_flat_groups" if "fp32_flat_groups" in self._ranks[0] else "single_partition_of_fp32_groups"
+        return self._whole(name, [self._ranks[rank][key][group] for rank, group, _, _ in self._pieces[name]])
+
+    def states(self, name: str) -> dict[str, Any]:
+        kept = [self._state(rank, group) for rank, group, _, _ in self._pieces[name]]
+        return {key: self._whole(name, [state[key] for state in kept]) for key in kept[0]}
+
+    def _state(self, rank: int, group: int) -> dict[str, Any]:
+        kept = self._ranks[rank]
+        part = kept["optimizer_state_dict" if "optimizer_state_dict" in kept else "base_optimizer_state"]
+        return part["state"].get(group, {})
+
+    def _whole(self, name: str, parts: list[Any]) -> Any:
+        """Concatenate the parts. Values that are not split are equal on all ranks; return the first."""
+        if not isinstance(parts[0], torch.Tensor) or not parts[0].dim():
+            return parts[0]
+        places = [(start, count) for _, _, start, count in self._pieces[name]]
+        pieces = [part.narrow(0, *place) for part, place in zip(parts, places, strict=True)]
+        return torch.cat(pieces).view(self._shapes[name])
+
+    def _by_fragment(self) -> dict[str, list[tuple[int, int, int, int]]]:
+        """Map name → (rank, group, start, count) of its pieces, in order. Stages 1 and 2 cut a group as a whole."""
+        pieces = defaultdict(list)
+        for rank, kept in enumerate(self._ranks):
+            for group, fragments in enumerate(kept["param_slice_mappings"]):
+                for name, fragment in fragments.items():
+                    pieces[name].append((rank, group, fragment.start, fragment.numel))
+        return pieces
+
+    def _by_partition(self, groups: list[dict[str, torch.Size]]) -> dict[str, list[tuple[int, int, int, int]]]:
+        """Map name → (rank, group, start, count) of its pieces. Stage 3 cuts each weight and pads its last part."""
+        pieces = defaultdict(list)
+        for group, shapes in enumerate(groups):
+            start = 0
+            for name, shape in shapes.items():
+                size = math.ceil(shape.numel() / len(self._ranks))
+                for rank in range(len(self._ranks)):
+                    count = max(0, min(size, shape.numel() - rank * size))
+                    pieces[name].append((rank, group, start, count))
+                start += size
+        return pieces
+
+
+def _opened(file: Path) -> dict[str, Any]:
+    return torch.load(file, map_location="cpu", mmap=True, weights_only=False)  # they contain classes of DeepSpeed
+
+
+def put_into_zero(contents: CheckpointContents, zero: Any, names: Names) -> None:
+    """Fill `zero`, DeepSpeed's optimizer: float32 weights and states, and the model's weights."""
+    partitioned = hasattr(zero, _FLATS[0])
+    flats, places = _flats_and_places(zero, names)
+    filled: list[dict[str, Any]] = [{} for _ in flats]
+    for weight, group, at, start, count in places:
+        name, flat = names[weight], flats[group]
+        for key, value in {
+            "": exact_weight(contents, name),
+            **states_for(zero.optimizer, contents.states(name)),
+        }.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                part = filled[group].setdefault(key, torch.zeros_like(flat, requires_grad=False))
+                part[at : at + count] = value.reshape(-1)[start : start + count]
+            else:
+                filled[group].setdefault(key, value)
+    own = zero.state_dict()
+    exact = [state.pop("", flat) for state, flat in zip(filled, flats, strict=True)]
+    own["fp32_flat_groups" if partitioned else "single_partition_of_fp32_groups"] = exact
+    states = {group: state for group, state in enumerate(filled) if state}
+    own["optimizer_state_dict" if partitioned else "base_optimizer_state"]["state"] = states
+    rank = torch.distributed.get_rank()
+    if partitioned:
+        zero.checkpoint_event_prologue()
+    zero.load_state_dict({rank: own}, load_optimizer_states=True, load_from_fp32_weights=True)
+    if partitioned:
+        zero.checkpoint_event_epilogue()
+    else:
+        put_weights(contents, names)
+
+
+def masters_in(zero: Any, names: Names) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Yield each weight, this process's part of its float32 master, and the part's start.
+
+    The start is a flat index in the weight. The part is DeepSpeed's own tensor, so changes take effect."""
+    flats, places = _flats_and_places(zero, names)
+    for weight, group, at, start, count in places:
+        yield weight, flats[group].detach()[at : at + count], start
+
+
+def _flats_and_places(zero: Any, names: Names) -> tuple[list[torch.Tensor], list[_Place]]:
+    """Return the flat float32 weights of each group, and the place of each weight."""
+    flats = next(getattr(zero, name) for name in _FLATS if hasattr(zero, name))
+    return flats, (_by_partition if hasattr(zero, _FLATS[0]) else _by_fragment)(zero, names)
+
+
+_Place = tuple[torch.Tensor, int, int, int, int]
+"""A weight and the place of this process's part: optimizer group, start in its flat tensor, start in the weight, count."""
+
+
+def _by_fragment(zero: Any, names: Names) -> list[_Place]:
+    """Return the places under ZeRO-1 and ZeRO-2, which cut a group as a whole."""
+    places = []
+    for weight in names:
+        if (mapping := getattr(weight, "_hp_mapping", None)) is not None:
+            at, part = mapping.hp_fragment_address.start, mapping.lp_fragment_address
+            places.append((weight, mapping.param_group_index, at, part.start, part.numel))
+    return places
+
+
+def _by_partition(zero: Any, names: Names) -> list[_Place]:
+    """Return the places under ZeRO-3, which cuts each weight and pads its last part."""
+    places = []
+    for weight in names:
+        group, at, size = zero.grad_position[zero.get_param_id(weight)]
+        start = torch.distributed.get_rank() * size
+        places.append((weight, group, at, start, max(0, min(size, cast(Any, weight).ds_numel - start))))
+    return places
