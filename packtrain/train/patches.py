@@ -9,6 +9,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers import trainer as library
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from packtrain.boundary import holding
+
 
 def arguments_on_one_gpu(**arguments: Any) -> TrainingArguments:
     """Return transformers' arguments for one device: a process that is alone would split its batches over all GPUs."""

@@ -151,7 +151,10 @@ def load(run: Prepared) -> None:
 
 
 def check_model(run: Prepared, *, padded: bool, trains: bool) -> None:
-    """Raise UserError if the model cannot be trained (`trains`), or cannot take documents this long, `padded` or flat."""
+    """Raise UserError for a model that cannot train, if it `trains`, or cannot take documents this long.
+
+    `padded`: the documents are padded, not flat.
+    """
     if trains:
         check_trainable(run.model)
     check_positions(run.model, run.longest, padded=padded)

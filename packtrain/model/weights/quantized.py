@@ -77,7 +77,7 @@ def dequantized(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def dequantized_in(dtype: torch.dtype) -> str:
-    """Say in which format the weights of a merged model are."""
+    """Describe the format of a merged model."""
     return f"its quantised weights converted back to {str(dtype).removeprefix('torch.')}"
 
 
