@@ -159,12 +159,17 @@ def base_model(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def check_trainable(model: PreTrainedModel) -> None:
-    """Raise UserError if quantised or float16 weights would be trained. Updates of float16 underflow or overflow."""
-    if getattr(model, "is_quantized", False) and base_model(model) is model:
-        method = cast(Any, model).hf_quantizer.quantization_config.quant_method
-        fix = "take the model that they were made of, or train adapters (peft=lora)"
+    """Raise UserError if quantised or float16 weights would be trained. Updates of float16 underflow or overflow.
+
+    Also for adapters, on a kind of quantised weights that has no gradients.
+    """
+    base: Any = base_model(model)
+    quantizer = base.hf_quantizer if getattr(base, "is_quantized", False) else None
+    if quantizer and (base is model or not quantizer.is_trainable):
+        method = quantizer.quantization_config.quant_method
         what = f"weights quantised by {getattr(method, 'value', method)} cannot be trained"
-        raise UserError(what, where="model.path", fix=fix)
+        more = ", or train adapters (peft=lora)" if quantizer.is_trainable else ""
+        raise UserError(what, where="model.path", fix=f"take the model that they were made of{more}")
     if any(weight.requires_grad and weight.dtype == torch.float16 for weight in model.parameters()):
         fix = "set it to float32 or bfloat16, or train adapters (peft=lora)"
         raise UserError("float16 weights cannot be trained", where="model.dtype", fix=fix)

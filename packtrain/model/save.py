@@ -18,15 +18,17 @@ from typing import Any, cast
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer_utils import align_special_tokens
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from packtrain.boundary import boundary
+from packtrain.boundary import boundary, holding
 from packtrain.config.schema import Model
 from packtrain.errors import UserError
 from packtrain.model.load import base_model
+from packtrain.model.weights.quantized import check_dequantizes
 from packtrain.model.weights.source import carry
 from packtrain.plan.known_model import folder_of
 from packtrain.wording import first_line
@@ -77,11 +79,19 @@ class _AsItCame(GenerationConfig):
 def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -> None:
     """Save everything except the weights into a temporary folder, as at the end. `whole`: for the model too, not only for adapters.
     Raises UserError for parts that cannot be saved."""
+    base = base_model(model)
+    if whole:
+        check_dequantizes(base)
+        if getattr(base, "is_quantized", False) and any(isinstance(weight, DTensor) for weight in base.parameters()):
+            fix = "Set it to false, and merge after the training: packtrain merge."
+            raise UserError("fsdp2 cannot merge adapters into quantised weights yet", where="peft.merge", fix=fix)
     with TemporaryDirectory(prefix="packtrain-saving-") as folder:
-        with _raising_user_error("the model's config", "model.path"):
-            for part in {model, base_model(model)} if whole else {model}:
+        # a quantised base is saved dequantised, without the conversions of its loading: they have no reverse
+        own = {"_weight_conversions": None} if getattr(base, "is_quantized", False) else {}
+        with _raising_user_error("the model's config", "model.path"), holding(base, **own):
+            for part in {model, base} if whole else {model}:
                 # PEFT looks up the layers of modules_to_save, and would ask the hub about embedding layers
-                names = model.state_dict() if part is not base_model(model) else {}
+                names = model.state_dict() if part is not base else {}
                 empty = {name: torch.empty(0) for name in names}
                 part.save_pretrained(folder, state_dict=empty, save_embedding_layers=False)
         with _raising_user_error("the tokenizer", "model.tokenizer"):

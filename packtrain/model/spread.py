@@ -154,8 +154,10 @@ def loading_whole() -> AbstractContextManager[None]:
 
 
 def elements(parameter: torch.Tensor) -> int:
-    """Return the number of elements of the whole parameter. This process may hold only a part of it."""
-    return getattr(parameter, "ds_numel", parameter.numel())
+    """Return the number of elements of the whole parameter. This process may hold only a part of it, or it is packed in 4 bits."""
+    if packed := getattr(parameter, "quant_state", None):
+        return packed.shape.numel()
+    return getattr(parameter, "packed_numbers", getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def max_over_ranks(number: int, device: torch.device) -> int:

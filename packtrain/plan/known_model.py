@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -29,6 +30,10 @@ _COUNT = re.compile(
     r"vocab_size|(moe_)?intermediate_size|hidden_size|head_dim|num_\w+_(layers|heads)|n_(embd|layer|head)"
 )
 _HEADER_LIMIT = 100 * 2**20
+_BESIDE = re.compile(
+    r"(.+\.)(?:weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\w+)|SCB|weight_format)"
+)
+"""Names of tensors beside a weight that bitsandbytes has quantised."""
 _MAX_LAYERS = 10_000  # far more than any model has; a plan for a mistyped number would not be instant
 FAST_ENOUGH = 1.5
 """Least speed of a CPU's bfloat16 products, with float32 as 1, for trainer.mixed_precision=fast. The rest of a step gains less."""
@@ -42,11 +47,15 @@ Kind = Literal["model", "adapters_off", "adapters", "precomputed", "path"]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weight `shapes` by name, bytes per `stored` number, known config values (`sizes`)."""
+    """Weight `shapes` by name, bytes per `stored` number, known config values (`sizes`).
+
+    `packed`: bytes per number in layers that bitsandbytes has quantised, with their scales. None: there are no such layers.
+    """
 
     shapes: Shapes
     stored: int
     sizes: Mapping[str, Any]
+    packed: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +299,7 @@ def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
     index = _read(folder / "model.safetensors.index.json").get("weight_map")
     names = sorted(set(map(str, index.values()))) if isinstance(index, dict) and index else ["model.safetensors"]
     shapes: dict[str, tuple[int, ...]] = {}
-    width = 4
+    tensors: dict[str, tuple[str, int]] = {}  # number format and bytes
     for file in (folder / name for name in names):
         if not file.is_file():
             raise UserError("there are no weights, or they are no regular file", where=str(file))
@@ -298,12 +307,25 @@ def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
             with open(file, "rb") as stream:
                 size = int.from_bytes(stream.read(8), "little")
                 header = json.loads(stream.read(min(size, _HEADER_LIMIT)))
-            header.pop("__metadata__", None)
-            shapes |= {name: tuple(item["shape"]) for name, item in header.items()}
-            width = 2 if any(item["dtype"] in ("BF16", "F16") for item in header.values()) else 4
+                header.pop("__metadata__", None)
+                for name, item in header.items():
+                    first, end = item["data_offsets"]
+                    tensors[name] = item["dtype"], end - first
+                    if ".quant_state." in name:  # the weight is packed: its real shape is here
+                        stream.seek(8 + size + first)
+                        real = json.loads(stream.read(end - first))["shape"]
+                        shapes[name.partition(".quant_state.")[0]] = tuple(map(int, real))
+                    else:
+                        shapes.setdefault(name, tuple(item["shape"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{file} cannot be read as safetensors") from error
-    return Weights(shapes, width, sizes)
+    beside = {name: f"{match[1]}weight" for name in tensors if (match := _BESIDE.fullmatch(name))}
+    quantised = shapes.keys() & beside.values()
+    numbers = sum(math.prod(shapes[name]) for name in quantised)
+    packed = sum(size for name, (_, size) in tensors.items() if name in beside or name in quantised)
+    formats = {kind for name, (kind, _) in tensors.items() if name not in beside and name not in quantised}
+    shapes = {name: shape for name, shape in shapes.items() if name not in beside}
+    return Weights(shapes, 2 if formats & {"BF16", "F16"} else 4, sizes, packed / numbers if numbers else None)
 
 
 def _read(path: Path) -> dict[str, Any]:

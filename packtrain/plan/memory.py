@@ -202,6 +202,7 @@ def _measure(config: RunConfig) -> ModelSize:
     rest = blocks.pop("", 0)
     return ModelSize(
         width=BYTES.get(config.model.dtype, weights.stored),
+        packed=QUANTIZED_BYTES.get(config.model.quantize, weights.packed),
         all=rest + sum(blocks.values()),
         linear=linear,
         block=max(blocks.values(), default=0),
@@ -224,7 +225,7 @@ def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, *
     shards = processes // machines if copied else processes
     rounded = spec.keeps_masters and model.width == 2  # all weights, adapters too
     trained_width = model.width if full or rounded else ADAPTER_BYTES
-    saved = model.linear * (model.width - QUANTIZED_BYTES.get(config.model.quantize, model.width))
+    saved = model.linear * (model.width - (model.packed or model.width))
     parts = {
         "weights": math.ceil(model.all * model.width - saved) + (0 if full else model.trained * trained_width),
         "gradients": model.trained * (4 if rounded else trained_width),  # summed in float32
@@ -273,7 +274,7 @@ def _load(config: RunConfig, model: ModelSize, trained_width: int, processes: in
         model=model,
         trained_width=trained_width,
         compute=compute,
-        block_width=QUANTIZED_BYTES.get(config.model.quantize, compute),
+        block_width=model.packed or compute,
         whole=config.peft.kind == "none",
         processes=processes,
         machines=machines,
@@ -339,7 +340,7 @@ def _first_watch(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
 
 def _autocast_copies(config: RunConfig, model: ModelSize) -> int:
     """Return the bytes of autocast's copies. Copies of trained weights exist until the step ends, others as long as activations."""
-    if config.trainer.mixed_precision != "bf16" or model.width != 4 or config.model.quantize != "no":
+    if config.trainer.mixed_precision != "bf16" or model.width != 4 or model.packed:
         return 0
     every = period(config.trainer.gradient_checkpointing)
     return 2 * model.linear if config.peft.kind == "none" or not every else 2 * model.linear * (every - 1) // every

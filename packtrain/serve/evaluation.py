@@ -144,7 +144,9 @@ def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConf
         trained = find_trained(model.path)
         tokenizer = model.tokenizer if "model.tokenizer" in keys else None  # its own
         changed = {} if start.init == "random" else model.config
-        model = replace(model, path=trained.path, init="pretrained", config=changed, tokenizer=tokenizer)
+        quantize = model.quantize if trained.base or "model.quantize" in keys else "no"  # it is for bases of adapters
+        own_of_it: Any = {"config": changed, "tokenizer": tokenizer, "quantize": quantize}
+        model = replace(model, path=trained.path, init="pretrained", **own_of_it)
         peft = adapters_of(trained)
         if objective.spec.reference and objective.reference in REFERENCES:
             if start.path is None or start.init == "random":

@@ -4,6 +4,7 @@ Adapters are merged by the code that writes final-merged/. Each target (hub, GGU
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +14,7 @@ from packtrain.boundary import boundary
 from packtrain.config.schema import Model
 from packtrain.data.tokens.pretrained import tokenizer_of
 from packtrain.errors import UserError
+from packtrain.plan.known_model import known_sizes
 from packtrain.plan.surroundings import find_converter
 from packtrain.serve.gguf import convert, give_to_ollama
 from packtrain.serve.trained import Trained, find_trained, load_trained
@@ -88,17 +90,19 @@ def check_free_place(place: Path) -> None:
 
 
 def write_merged(trained: Trained, target: Path, dtype: str | None) -> None:
-    """Write the merged model and its tokenizer, whole or not at all."""
-    model, tokenizer = load_trained(trained, "float32" if dtype == "float32" else "auto")
+    """Write the merged model and its tokenizer, whole or not at all. A quantised base is dequantised."""
+    model, tokenizer = load_trained(trained, "float32" if dtype == "float32" else "auto", dequantize=True)
     import torch
     from peft.utils.save_and_load import load_peft_weights
 
     from packtrain.model.load import base_model
-    from packtrain.model.save import complete, mend_generation_config, weights_at_least
+    from packtrain.model.save import complete, mend_generation_config
+    from packtrain.model.weights.quantized import dequantized_in
     from packtrain.train.optim.final_weights import merged_in
     from packtrain.train.results import published, staging
 
     wanted = base_model(model).dtype if dtype is None else getattr(torch, dtype)
+    quantised = known_sizes(Model(path=trained.path)).get("quantization_config")
     mend_generation_config(model, tokenizer)
     weights: Any = load_peft_weights(str(trained.folder), device="cpu")
     with ExitStack() as stack:
@@ -106,7 +110,8 @@ def write_merged(trained: Trained, target: Path, dtype: str | None) -> None:
         stack.enter_context(published([target]))
         stack.enter_context(torch.no_grad())
         whole = stack.enter_context(merged_in(model, weights, wanted))
-        stack.enter_context(weights_at_least(whole, staging(target)))
         whole.save_pretrained(staging(target))
         tokenizer.save_pretrained(staging(target))
         complete(whole, Model(path=trained.path), staging(target))
+    if quantised:
+        print(f"{trained.base}: {dequantized_in(wanted)}", file=sys.stderr)

@@ -26,13 +26,9 @@ def convert(program: list[str], model: Path, target: Path, outtype: str) -> Path
     with published([target]):
         place.mkdir()
         command = [*program, str(model), "--outfile", str(place / "model.gguf"), "--outtype", outtype]
-        try:
-            _run(command, "Does this llama.cpp know the architecture, and has it its requirements.txt installed?")
-            if not (place / "model.gguf").is_file():
-                raise UserError("the converter wrote nothing", where=shlex.join(command), fix="Run it by hand.")
-        except UserError:
-            shutil.rmtree(place)
-            raise
+        _run(command, "Does this llama.cpp know the architecture, and has it its requirements.txt installed?")
+        if not (place / "model.gguf").is_file():
+            raise UserError("the converter wrote nothing", where=shlex.join(command), fix="Run it by hand.")
     return target / "model.gguf"
 
 

@@ -68,9 +68,12 @@ def adapters_of(trained: Trained) -> Peft:
 
 
 def load_trained(
-    trained: Trained, dtype: str = "auto", *, trust: bool = False, on_gpu: bool = False
+    trained: Trained, dtype: str = "auto", *, trust: bool = False, on_gpu: bool = False, dequantize: bool = False
 ) -> tuple[Any, Any]:
-    """Load the model in eval mode, and its tokenizer. `on_gpu`: use a GPU if there is one. Adapters stay apart (a PeftModel)."""
+    """Load the model in eval mode, and its tokenizer. `on_gpu`: use a GPU if there is one. Adapters stay apart (a PeftModel).
+
+    `dequantize`: quantised weights become numbers in the model's format.
+    """
     with fast_imports():
         import torch
 
@@ -84,6 +87,7 @@ def load_trained(
 
     named: Any = Model(path=trained.path, dtype=dtype, trust_remote_code=trust)  # type: ignore[arg-type]
     tokenizer = load_tokenizer(named)
-    model: Any = load_model(named, Peft(), tokenizer, seed=0, scores=trained.scores, apart=True)
+    how: Any = {"scores": trained.scores, "dequantize": dequantize, "apart": True}
+    model: Any = load_model(named, Peft(), tokenizer, seed=0, **how)
     device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
     return model.to(device).eval().requires_grad_(False), tokenizer

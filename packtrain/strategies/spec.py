@@ -20,10 +20,11 @@ class ModelSize:
 
     `width` is the bytes of a weight. Numbers of weights: `all`, in the `linear` layers and experts of its blocks, in the largest
     `block`, outside of blocks (`rest`, with any untied `embedding`), in the `largest` tensor, and `trained`.
-    `sizes` are the known values of its own config.
+    `sizes` are the known values of its own config. `packed`: bytes of a number in the linear layers if they are quantised.
     """
 
     width: int
+    packed: float | None
     all: int
     linear: int
     block: int

@@ -6,7 +6,10 @@ from typing import Any
 
 from peft import PeftModel
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import trainer as library
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from packtrain.boundary import holding
 
 
 def arguments_on_one_gpu(**arguments: Any) -> TrainingArguments:
@@ -22,7 +25,9 @@ def hold_trainer(model: PreTrainedModel, arguments: TrainingArguments, tokenizer
         model.enable_input_require_grads()  # else a recomputed layer whose inputs are frozen gives its adapters no gradient
     nothing: Any = [0]  # a data set is required
     given: Any = {"data_collator": list, "train_dataset": nothing, "eval_dataset": nothing}
-    trainer = Trainer(model=model, args=arguments, processing_class=tokenizer, **given)
+    # quantised models may be evaluated; model/load.py::check_trainable refuses to train them
+    with holding(library, validate_quantization_for_training=lambda model: None):
+        trainer = Trainer(model=model, args=arguments, processing_class=tokenizer, **given)
     if trainer.accelerator.ddp_handler is not None:  # DDP need not copy what it has reduced back to the gradients
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
     return trainer

@@ -150,9 +150,13 @@ def load(run: Prepared) -> None:
     run.attention = own_attention(base_model(run.model))
 
 
-def check_model(run: Prepared, *, padded: bool) -> None:
-    """Raise UserError if the model cannot be trained. Also if not on documents this long, `padded` or flat."""
-    check_trainable(run.model)
+def check_model(run: Prepared, *, padded: bool, trains: bool) -> None:
+    """Raise UserError for a model that cannot train, if it `trains`, or cannot take documents this long.
+
+    `padded`: the documents are padded, not flat.
+    """
+    if trains:
+        check_trainable(run.model)
     check_positions(run.model, run.longest, padded=padded)
 
 

@@ -30,6 +30,7 @@ from packtrain.errors import UserError
 from packtrain.model.load import base_model, load_model
 from packtrain.model.save import complete, weights_at_least
 from packtrain.model.spread import loading_whole
+from packtrain.model.weights.quantized import dequantized_in
 from packtrain.monitor.heartbeat import progress
 from packtrain.plan.known_model import base_of
 from packtrain.plan.surroundings import command_of, find_converter
@@ -76,7 +77,7 @@ def save_final(
             f"the same, with the average of its weights over the steps (decay {trainer.engine.ema:g})"
         )
     main = trainer.accelerator.is_main_process
-    with published([*contents] if main else []):
+    with published([*contents] if main else [], partly=True):
         if peft.kind == "none" and dtype == base_model(model).dtype and not trainer.engine.dither.moved:
             trainer.checkpoints.save_model(staging(adapters))
         else:
@@ -92,6 +93,8 @@ def save_final(
             if trainer.settings.sharded or quantised:
                 with loading_whole():
                     model = load_model(settings, peft, tokenizer, seed=seed, scores=scores, dequantize=True)
+            if quantised:
+                contents |= {place: f"{contents[place]}, {dequantized_in(dtype)}" for place in merged}
             weights = load_file(staging(adapters) / "adapter_model.safetensors")
             with merged_in(model, weights, dtype) as whole:
                 if whole.can_generate():
@@ -111,15 +114,20 @@ def staging(place: Path) -> Path:
 
 
 @contextmanager
-def published(places: Sequence[Path]) -> Iterator[None]:
-    """Publish the folders that the block writes as `staging`. Weights are published even if a config could not be saved."""
+def published(places: Sequence[Path], *, partly: bool = False) -> Iterator[None]:
+    """Publish the folders that the block writes as `staging`. `partly`: weights of a training even if a config could not be saved."""
     for place in places:
         shutil.rmtree(staging(place), ignore_errors=True)  # left by a killed run
 
     refusal: UserError | None = None
     try:
         yield
-    except UserError as error:
+    except BaseException as error:
+        if not partly:
+            for place in places:
+                shutil.rmtree(staging(place), ignore_errors=True)
+        if not (partly and isinstance(error, UserError)):
+            raise
         refusal = error
     for place in (place for place in places if staging(place).is_dir()):
         tidy(staging(place))

@@ -237,10 +237,11 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     base, scores = base_model(prepared.model), config.objective.spec.scores
     if not scores and is_reward_model(base.config) and config.model.init == "pretrained":
         log.warn(f"{config.model.path} is a reward model or classifier: its head is left away, and final/ has none")
-    check_model(prepared, padded=config.packing.mode == "padding")
+    check_model(prepared, padded=config.packing.mode == "padding", trains=not log.evaluates)
 
     trainer = _make_trainer(run, checkpoint)
-    _try_saving(run, ends)
+    if not log.evaluates:
+        _try_saving(run, ends)
     run.before = _answers(run)
     begins = f"resuming from {checkpoint.name}" if checkpoint else "evaluating" if log.evaluates else "training"
     with suppress(OSError):  # a later write reports the disk's error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,7 +145,12 @@ def test_float16_and_quantised_weights_are_not_trained_but_adapters_on_them_are(
     check_trainable(half.requires_grad_(False))
     quantised: Any = tiny_model("llama")
     quantised.is_quantized = True
-    quantised.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="some method"))
+    method = SimpleNamespace(quant_method="some method")
+    quantised.hf_quantizer = SimpleNamespace(quantization_config=method, is_trainable=True)
     with pytest.raises(UserError, match="quantised by some method"):
         check_trainable(quantised)
-    check_trainable(cast(Any, get_peft_model(quantised, LoraConfig(target_modules=["q_proj"]))))
+    adapted: Any = get_peft_model(quantised, LoraConfig(target_modules=["q_proj"]))
+    check_trainable(adapted)
+    quantised.hf_quantizer.is_trainable = False
+    with pytest.raises(UserError, match="quantised by some method"):
+        check_trainable(adapted)

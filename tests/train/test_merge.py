@@ -10,7 +10,10 @@ import torch
 from peft import PeftModel
 from running import packtrain
 from tiny_served import save_adapters, save_model, save_run
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from packtrain.errors import UserError
+from packtrain.serve.export import merge
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -54,6 +57,21 @@ def test_a_run_is_merged_beside_its_adapters_in_the_format_that_is_asked_for(tmp
     expected = adapted(base, run / "final")
     assert merged.dtype == torch.bfloat16
     assert (logits(merged) - expected).norm() <= 0.05 * expected.norm()
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = save_adapters(tmp_path / "adapters", save_model(tmp_path / "base"))
+
+    def save(model: Any, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").touch()
+        raise ValueError("no saving")
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", save)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="no saving"):
+        merge(str(adapters), None, None)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

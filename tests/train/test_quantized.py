@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from here import run_here
-from running import LLAMA, base_config, train, write_jsonl
+from running import LLAMA, Run, base_config, packtrain, train, write_jsonl
 from safetensors.torch import load_file, save_file
 from test_eval import PAIRS
+from test_eval import config_of as evaluated_config
+from tiny_served import save_model
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -22,6 +25,8 @@ from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
 from packtrain.model.load import load_model
+from packtrain.serve.export import merge
+from packtrain.serve.trained import find_trained, load_trained
 
 PACKAGES = {"nf4": "bitsandbytes", "int8": "bitsandbytes", "fp8": "torchao"}
 
@@ -56,6 +61,8 @@ def test_two_processes_train_as_one_and_adapters_stay_float32(tmp_path: Path, qu
     alone = train(tmp_path, config, f"model.quantize={quantize}", name="alone")
     how = [f"model.quantize={quantize}", f"strategy={strategy}", f"peft.merge={strategy != 'fsdp2'}".lower()]
     two = train(tmp_path, config, *how, name="two", processes=2)
+    counted = [re.search(r"\(LlamaForCausalLM, .*", run.log) for run in (alone, two)]
+    assert counted[0] and counted[1] and counted[0][0] == counted[1][0]
     assert two.losses == pytest.approx(alone.losses, rel=1e-4 if quantize == "int8" else 1e-5)
     plain = train(tmp_path, config, name="plain")
     assert plain.losses[0] != alone.losses[0] == pytest.approx(plain.losses[0], rel=2e-2)
@@ -97,6 +104,90 @@ def test_a_model_that_comes_in_four_bits_trains_adapters_and_nothing_else(tmp_pa
     assert run_here(tmp_path, config, name="saved-run").losses == pytest.approx(loaded.losses, rel=1e-6)
     with pytest.raises(UserError, match="weights quantised by bitsandbytes cannot be trained"):
         run_here(tmp_path, config, "peft=none", name="full")
+
+
+@pytest.fixture(scope="module", params=["nf4", "int8"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model (`base`), its saved copy in few bits (`few`), and a `run` on the copy."""
+    if find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    (folder := tmp_path_factory.mktemp("few") / request.param).mkdir()
+    base = Model(path=str(save_model(folder / "base")), quantize=request.param)
+    load_model(base, Peft(), tokenizer := load_tokenizer(base), seed=0).save_pretrained(folder / "few")
+    tokenizer.save_pretrained(folder / "few")
+    config = evaluated_config(folder, model={"path": str(folder / "few")}, peft={"kind": "lora", "merge": True})
+    run_here(folder, config)
+    return folder
+
+
+def test_a_model_in_few_bits_counts_as_many_weights_as_before(saved: Path) -> None:
+    def planned(*more: str) -> dict[str, Any]:
+        return json.loads(packtrain("plan", str(saved / "run.yaml"), *more, "--json").stdout)["memory"]
+
+    base = f"model.path={saved / 'base'}"
+    plain, base_in_few, few = planned(base), planned(base, f"model.quantize={saved.name}"), planned()
+    assert [few[key] for key in ("parameters", "trained")] == [plain[key] for key in ("parameters", "trained")]
+    assert plain["weights"] > few["weights"] == pytest.approx(base_in_few["weights"], rel=0.06)
+    whole = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(saved / "base").parameters())
+    log = Run(saved / "run").log
+    assert whole == plain["parameters"] and f"{whole + plain['trained']:,} parameters" in log  # adapters included
+    assert "100% of the weights in layers" in log
+
+
+def test_a_model_that_comes_in_few_bits_is_evaluated_without_adapters(saved: Path) -> None:
+    run, path = Run(saved / "run"), str(saved / "run.yaml")
+    told = packtrain("eval", path, f"model.path={saved / 'few'}", "--json", "--generate", "1", "--max-tokens", "2")
+    report = json.loads(told.stdout)
+    assert report["figures"]["eval_loss"] == pytest.approx(run.evals[0]["eval_loss"], rel=1e-6)
+    assert report["generated"]["rows"] == 1 and "MatMul8bitLt" not in told.stderr
+    report = json.loads(packtrain("eval", str(saved / "run"), "--json").stdout)
+    assert report["figures"]["eval_loss"] == pytest.approx(run.evals[-1]["eval_loss"], rel=1e-6)
+
+
+def test_adapters_on_few_bits_are_merged_into_what_the_bits_stand_for(saved: Path) -> None:
+    command = ["merge"] if saved.name == "nf4" else ["export", "--to", "merged"]
+    done = packtrain(*command, str(saved / "run"), "--output", str(saved / "merged"))
+    assert done.stdout == f"{saved / 'merged'}\n" and "converted back to float32" in done.stderr
+    model: Any = AutoModelForCausalLM.from_pretrained(saved / "merged", dtype="auto")
+    assert model.dtype == torch.float32 and not hasattr(model.config, "quantization_config")
+    first, second = (load_file(place / "model.safetensors") for place in (saved / "merged", saved / "run/final-merged"))
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+    adapted, _ = load_trained(find_trained(str(saved / "run")))
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        expected, found = adapted(ids).logits, model(ids).logits
+    allowed = 1e-5 if saved.name == "nf4" else 0.05  # int8 rounds the inputs of its layers, too
+    assert (found - expected).norm() <= allowed * expected.norm()
+
+
+def test_bits_that_cannot_be_converted_back_are_named_before_anything_is_written(tmp_path: Path) -> None:
+    if find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    config = evaluated_config(tmp_path, model={"path": str(save_model(tmp_path / "base", "gpt2")), "quantize": "nf4"})
+    config["peft"] = {"kind": "lora", "merge": True}
+    with pytest.raises(UserError, match="cannot be converted back"):  # Conv1D: transposed, bitsandbytes forgets that
+        run_here(tmp_path, config)
+    assert not [*(tmp_path / "run").glob("final*")]
+    few = Model(path=str(tmp_path / "base"), quantize="nf4")
+    load_model(few, Peft(), tokenizer := load_tokenizer(few), seed=0).save_pretrained(tmp_path / "few")
+    tokenizer.save_pretrained(tmp_path / "few")
+    (tmp_path / "adapters").mkdir()
+    named = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "few")}
+    (tmp_path / "adapters/adapter_config.json").write_text(json.dumps(named))
+    save_file({"none": torch.zeros(1)}, tmp_path / "adapters/adapter_model.safetensors")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="cannot be converted back"):
+        merge(str(tmp_path / "adapters"), None, None)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_whole_model_is_evaluated_as_it_is_though_the_config_quantises_bases(saved: Path) -> None:
+    path, base = str(saved / "run.yaml"), f"model.path={saved / 'base'}"
+    plain, same = (
+        json.loads(packtrain("eval", path, base, *more, "--json").stdout)["figures"]["eval_loss"]
+        for more in ([], [f"model.quantize={saved.name}"])
+    )
+    assert plain != same == pytest.approx(Run(saved / "run").evals[0]["eval_loss"], rel=1e-6)
 
 
 def test_a_model_in_mxfp4_trains_as_what_its_weights_stand_for(tmp_path: Path) -> None:

@@ -10,9 +10,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import HfQuantizer
 
 from packtrain.boundary import boundary
 from packtrain.config.schema import Quantize
+from packtrain.errors import UserError
 
 
 def quantization_config(quantize: Quantize, dtype: torch.dtype) -> Any:
@@ -42,13 +45,28 @@ def keep_layout(model: nn.Module) -> None:
             cast(Any, module).support_avx512bf16_for_cpu = False
 
 
+def check_dequantizes(model: nn.Module) -> None:
+    """Raise UserError if `model` is quantised and its weights cannot be converted back."""
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is None or _is_torchao(quantizer):
+        return
+    method = quantizer.quantization_config.quant_method
+    lacks = type(quantizer)._dequantize is HfQuantizer._dequantize
+    # bitsandbytes stores a Conv1D transposed, and dequantises it to a Linear that nobody can load
+    if lacks or any(getattr(module, "source_cls", None) is Conv1D for module in model.modules()):
+        what = f"weights of {type(model).__name__} quantised by {getattr(method, 'value', method)} cannot be converted back"
+        fix = "Keep the adapters apart (peft.merge=false): chat and eval load them on these weights."
+        raise UserError(f"{what}, so nothing can be merged into them", where="model.path", fix=fix)
+
+
 def dequantized(model: PreTrainedModel) -> PreTrainedModel:
     """Dequantise all weights of `model` in place, to its number format. Raises UserError if the quantised format cannot be converted back."""
     quantizer: Any = getattr(model, "hf_quantizer", None)
     if quantizer is None:
         return model
-    with boundary("the quantised model cannot be merged with adapters", "peft.merge", "Set it to false."):
-        if type(quantizer).__name__ != "TorchAoHfQuantizer":
+    check_dequantizes(model)
+    with boundary("the quantised model cannot be dequantised, to merge adapters into it", "model.path"):
+        if not _is_torchao(quantizer):
             return cast(PreTrainedModel, model.dequantize(model.dtype))
         for module in model.modules():  # transformers cannot convert torchao's back
             weight: Any = getattr(module, "weight", None)
@@ -56,3 +74,12 @@ def dequantized(model: PreTrainedModel) -> PreTrainedModel:
                 module.weight = nn.Parameter(weight.dequantize().to(model.dtype), requires_grad=False)
         quantizer.remove_quantization_config(model)
     return model
+
+
+def dequantized_in(dtype: torch.dtype) -> str:
+    """Describe the format of a merged model."""
+    return f"its quantised weights converted back to {str(dtype).removeprefix('torch.')}"
+
+
+def _is_torchao(quantizer: Any) -> bool:
+    return type(quantizer).__name__ == "TorchAoHfQuantizer"

@@ -58,6 +58,11 @@ class _FSDP2Placement(Placement):
             # libraries look classes up by name
             type(part).__name__, type(part).__module__ = own.__name__, own.__module__
         put_slices(model, slices)
+        for module in model.modules():
+            if state := getattr(
+                module, "quant_state", None
+            ):  # the shard of a packed weight does not know its real shape
+                cast(Any, module).weight.packed_numbers = state.shape.numel()
         if embedding is not None:
             embedding.set_unshard_in_backward(False)
         base._is_fsdp_managed_module = True  # makes transformers generate on all processes together

@@ -5,6 +5,7 @@ Messages of libraries go to the log file or are turned off.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -91,6 +92,7 @@ def quiet_libraries(*, on_cpu: bool) -> None:
     """Turn off progress bars, advice and deprecation warnings of libraries. Called once, before a process trains."""
     warnings.simplefilter("ignore", FutureWarning)
     transformers_logging.set_verbosity_error()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns in every product of 8 bits
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
     if on_cpu:  # else DeepSpeed prints on stdout that it found no GPU
