@@ -204,7 +204,7 @@ class StepTrainer:
         self._forget_step = self.loss.mark_metrics()
         self.loss.open_step(micro_batches)
         # sharded weights are gathered one layer at a time; caching their bfloat16 copies would keep every layer in memory
-        with nullcontext() if self.settings.sharded else weights_cast_once():
+        with nullcontext() if self.engine.spec.shards_weights else weights_cast_once():
             for number, batch in enumerate(micro_batches, start=1):
                 self.work.begin(self.state.step, number, batch)
                 self.clock.enter("forward", micro=number)
