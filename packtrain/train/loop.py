@@ -87,6 +87,7 @@ class StepTrainer:
         self.engine = engine_of(settings.strategy)(loss, settings)
         self.checkpoints = Checkpoints(self.engine, settings, loss.held)
         self.writer = self.checkpoints.writer
+        self._sharded = settings.sharded
         self.spikes = SpikeJudge(settings.spikes, self.accelerator, settings.say)
         self.work = WorkRecord(loss.device)
         self.changes: dict[str, str] = {}
@@ -204,7 +205,7 @@ class StepTrainer:
         self._forget_step = self.loss.mark_metrics()
         self.loss.open_step(micro_batches)
         # sharded weights are gathered one layer at a time; caching their bfloat16 copies would keep every layer in memory
-        with nullcontext() if self.engine.spec.shards_weights else weights_cast_once():
+        with nullcontext() if self._sharded else weights_cast_once():
             for number, batch in enumerate(micro_batches, start=1):
                 self.work.begin(self.state.step, number, batch)
                 self.clock.enter("forward", micro=number)
