@@ -15,7 +15,7 @@ from packtrain.proof.comparison import Tolerance
 Make = Callable[[PreTrainedModel], Callable[[], object]]
 """Changes a model and returns the function that undoes it. If it raises an exception, nothing is changed."""
 
-NO_GRADIENTS = "computes no gradients before step 1, by which it would be proved"
+NO_GRADIENTS = "computes no gradients before step 1, and the proof needs them"
 """Said of a strategy under which nothing can be proved."""
 
 

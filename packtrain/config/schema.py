@@ -381,8 +381,8 @@ class Trainer:
     keep_checkpoints: int | None = key(2, "Newest checkpoints that are kept, and the best; none for all.", minimum=1)
     mirror: str | None = advanced(
         None,
-        "URL of a folder in a bucket (s3://…, gs://…, any protocol of fsspec). It gets a copy of the run, from which a fresh machine can "
-        "resume (docs/resume.md).",
+        "URL of a folder in a bucket (s3://…, gs://…, any protocol of fsspec). It gets a copy of the run. A fresh machine can "
+        "resume from it (docs/resume.md).",
     )
     on_spike: Literal["stop", "skip", "rollback"] = advanced(
         "stop", "Reaction to a spike, before its update is made: stop, skip the update, or roll back (docs/resume.md)."
@@ -413,7 +413,7 @@ class Trainer:
     gradient_checkpointing: Checkpointing = key(
         "auto",
         "Layers that compute their activations again in the backward pass, to save memory: none, every fourth to every second, all (full), "
-        "or all but their costliest results (selective). auto: the fewest with which the plan fits the GPU (docs/planning.md).",
+        "or all but their costliest results (selective). auto: as few as fit the GPU (docs/planning.md).",
     )
     activation_offload: bool = advanced(
         False,

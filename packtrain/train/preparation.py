@@ -151,9 +151,9 @@ def load(run: Prepared) -> None:
 
 
 def check_model(run: Prepared, *, padded: bool, trains: bool) -> None:
-    """Raise UserError for a model that cannot train, if it `trains`, or cannot take documents this long.
+    """Check a loaded model. Raise UserError if it cannot be used.
 
-    `padded`: the documents are padded, not flat.
+    It must take documents this long and, if it `trains`, be trainable. `padded`: the documents are padded, not flat.
     """
     if trains:
         check_trainable(run.model)

@@ -111,7 +111,7 @@ def tasks(cluster: Slurm, home: Path) -> Running:
 
 @pytest.fixture(scope="module", autouse=True)
 def jobs(cluster: Slurm, home: Path) -> dict[str, dict[str, Any]]:
-    """Jobs beside the tests: an array of two learning rates, and one with a broken row."""
+    """Two jobs: an array of two learning rates, and a run with a broken row."""
     (home / "bad.jsonl").write_text('{"messages": 3}\n')
     swept = ["optim.learning_rate=1e-3,2e-3", "trainer.output_dir=runs/sweep", "-m"]
     return {

@@ -47,7 +47,7 @@ def odd_pairs() -> list[Preference]:
 
 
 def said(family: str, layout: RowLayout | None, backend: str | None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Figures of the targets of the odd pairs, and the gradient of a sum of log-probabilities that differ in weight.
+    """Figures of the targets of the odd pairs, and the gradient of a weighted sum of log-probabilities.
 
     Without a layout by TRL's own padded call, which knows nothing of ours.
     """

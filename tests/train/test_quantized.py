@@ -108,7 +108,7 @@ def test_a_model_that_comes_in_four_bits_trains_adapters_and_nothing_else(tmp_pa
 
 @pytest.fixture(scope="module", params=["nf4", "int8"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model (`base`), its saved copy in few bits (`few`), and a `run` on the copy."""
+    """A folder with a model (`base`), its copy in few bits (`few`), and a `run`."""
     if find_spec("bitsandbytes") is None:
         pytest.skip("bitsandbytes is not installed")
     (folder := tmp_path_factory.mktemp("few") / request.param).mkdir()

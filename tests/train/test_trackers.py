@@ -1,4 +1,4 @@
-"""Trackers get every figure of a run under its name, by accelerate's trackers and stand-ins of their packages."""
+"""Trackers of accelerate, on stand-ins of their packages, get every figure of a run."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ LAYERS = (
 )
 """Each imports only what stands before it."""
 KINDS_OF_THINGS = ("attention", "objectives", "strategies")
-"""Folders of things: what a `spec` and the registry say is known to all, what a `run` does is found by its name in the spec."""
+"""Folders of things. Any module may import a spec and the registry; a run is imported by its name in the spec."""
 FOR_TYPES = {(f"packtrain.{kind}.spec", "packtrain.config.schema") for kind in ("objectives", "strategies")}
 """The rules of a thing take the whole config."""
 LAUNCH = {
