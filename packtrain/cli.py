@@ -21,11 +21,10 @@ import typer
 from typer.core import TyperCommand
 
 from packtrain import __version__, fast_imports, work
-from packtrain.errors import UserError
-from packtrain.exit_code import exit_code_of, report_error
+from packtrain.errors import UserError, exit_code_of, report_error
 from packtrain.objectives.registry import OBJECTIVES
-from packtrain.redact import CleanStream, clean, learn
-from packtrain.standard_streams import open_streams, outlive_terminal
+from packtrain.system import open_streams, outlive_terminal
+from packtrain.wording import CleanStream, clean, learn
 
 try:
     _objectives = OBJECTIVES.all()

@@ -28,7 +28,7 @@ from packtrain.config.schema import Batch, RunConfig, Tracking
 from packtrain.errors import CheckFailed, UserError
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder, object_of
-from packtrain.standard_streams import redirect_output
+from packtrain.system import redirect_output
 from packtrain.train.verify.command import on_this_machine
 
 MIN_S, MAX_S = 5, 86_400

@@ -35,10 +35,9 @@ from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.launchers import DEFAULT_PORT
 from packtrain.plan.surroundings import detect_surroundings
 from packtrain.plan.topology import GPUS_PER_NODE, choose_processes
-from packtrain.redact import Redactor
 from packtrain.run_folder import environment
-from packtrain.time_limit import start
-from packtrain.wording import listed, size
+from packtrain.system import start
+from packtrain.wording import Redactor, listed, size
 
 GATHER_S = 20.0  # to wait for the machines; topology.join_timeout may shorten it
 REPORT_S = 15.0

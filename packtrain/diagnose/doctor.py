@@ -22,9 +22,8 @@ from packtrain.monitor.diagnosis import FRAMES_SHOWN, RankState
 from packtrain.monitor.processes import life_of
 from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, stacks_of
 from packtrain.plan.network_settings import LOOPBACK
-from packtrain.redact import Redactor
 from packtrain.run_folder import RunFolder, as_type, object_of, read_as, text_of
-from packtrain.wording import ranks_in_words
+from packtrain.wording import Redactor, ranks_in_words
 
 WATCHDOG_ANSWER_S = 20  # it may have to ask the ranks for stacks first
 _SILENT_S = 10

@@ -1,7 +1,7 @@
 """`packtrain env [CONFIG]`: facts of this machine for a bug report, and whether they suffice.
 
 All questions are asked at once, and answered within ten seconds; a missing answer is a line of the report. No process stays
-behind, and nothing secret is shown (packtrain/redact.py).
+behind, and nothing secret is shown (packtrain/wording.py).
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from packtrain.errors import CheckFailed, PacktrainError
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.network_settings import read_network
 from packtrain.plan.surroundings import Surroundings, detect_surroundings
-from packtrain.redact import Redactor
-from packtrain.time_limit import start
-from packtrain.wording import size
+from packtrain.system import start
+from packtrain.wording import Redactor, size
 
 TORCH_S, DRIVER_S, FOLDER_S = 8.0, 5.0, 5.0
 """Seconds for the answers, from the start on."""

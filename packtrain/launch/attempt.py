@@ -22,14 +22,14 @@ from filelock import FileLock, Timeout
 
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig, sources
-from packtrain.durable import write_text
 from packtrain.errors import UserError
 from packtrain.monitor.channel import PUBLISHED
 from packtrain.plan.known_model import base_of
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.plan.origin import check_config
-from packtrain.redact import Redactor, clean
 from packtrain.run_folder import RunFolder, environment, object_of, write_json
+from packtrain.system import write_text
+from packtrain.wording import Redactor, clean
 
 LOCK = "lock"
 _TAKE_S = 1  # to wait for the lock: a process that only checks it holds it for a moment

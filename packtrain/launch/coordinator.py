@@ -14,16 +14,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from packtrain.errors import PeerFailed
-from packtrain.exit_code import BUG
+from packtrain.errors import BUG, PeerFailed
 from packtrain.launch.exit_status import MOST_TELLING, MachineReport, Verdict, decide_exit
 from packtrain.monitor.channel import CALL_S, Client, NoAnswer, Rejected
 from packtrain.monitor.diagnosis import Diagnosis
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan.origin import list_checkpoints
-from packtrain.redact import clean
 from packtrain.run_folder import RunFolder, as_type, write_json
-from packtrain.time_limit import in_time
+from packtrain.system import in_time
+from packtrain.wording import clean
 
 BEAT_S = 1.0
 ENDING_S = 30

@@ -19,13 +19,12 @@ from typing import Any, Literal
 
 from packtrain.config.compose import to_yaml
 from packtrain.config.yaml_files import shipped
-from packtrain.durable import write_text
 from packtrain.errors import UserError
 from packtrain.launch.slurm_jobs import Job, print_unchanged, render
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.surroundings import Surroundings
-from packtrain.redact import clean, speaks_of_secrets
-from packtrain.wording import counted
+from packtrain.system import write_text
+from packtrain.wording import clean, counted, speaks_of_secrets
 
 Engine = Literal["kubeflow", "skypilot", "dstack"]
 _SUBMIT = {

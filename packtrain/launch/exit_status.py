@@ -25,8 +25,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from packtrain.exit_code import BUG, stopped_by
+from packtrain.errors import BUG
 from packtrain.monitor.processes import ProcessState
+from packtrain.system import stopped_by
 
 MOST_TELLING = (2, 3, 1, 4)  # exit codes, the most informative first
 _PRINTED_BY_RANK_0 = (2, 3, 4)  # rank 0 prints its own PacktrainError on the terminal

@@ -24,14 +24,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from packtrain.errors import PeerFailed, UserError
-from packtrain.exit_code import ENDING, leave, listening, report_error
+from packtrain.errors import PeerFailed, UserError, report_error
 from packtrain.launch.attempt import is_locked
 from packtrain.launch.exit_status import MOST_TELLING, TAIL_LINES, is_failure
 from packtrain.launch.rendezvous import PROGRESS_S
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.plan.surroundings import free_port
 from packtrain.run_folder import RunFolder
+from packtrain.system import ENDING, leave, listening
 from packtrain.wording import first_line
 
 ON_RAY = "PACKTRAIN_ON_RAY"

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from packtrain import fast_imports
-from packtrain.errors import LostPeers, PacktrainError
-from packtrain.exit_code import exit_code_of
-from packtrain.redact import clean
-from packtrain.standard_streams import outlive_terminal, redirect_output
+from packtrain.errors import LostPeers, PacktrainError, exit_code_of
+from packtrain.system import outlive_terminal, redirect_output
+from packtrain.wording import clean
 
 EXIT_DIR = "PACKTRAIN_EXIT_DIR"
 LOG_DIR = "PACKTRAIN_LOG_DIR"

@@ -28,7 +28,6 @@ from trl.models.utils import add_hooks, remove_hooks
 from packtrain.attention.backends import attention_by
 from packtrain.attention.forwards import replace_forward
 from packtrain.attention.registry import BACKENDS, tried_by_auto
-from packtrain.boundary import holding
 from packtrain.errors import CheckFailed, UserError
 from packtrain.library.padded import (
     TAKEN,
@@ -47,6 +46,7 @@ from packtrain.packing.segments import Segments
 from packtrain.proof.choice import AttentionChoice, choose_attention
 from packtrain.proof.comparison import difference, evaluating, model_refusals, tolerance_of
 from packtrain.proof.isolation import random_ids
+from packtrain.system import holding
 
 Share = Literal["auto", True, False]
 _MODELS = ("model", "ref_model", "teacher_model")

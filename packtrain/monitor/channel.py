@@ -25,7 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from packtrain.time_limit import in_time
+from packtrain.system import in_time
 
 SECRET = "PACKTRAIN_SECRET"
 """Environment variable with the run's secret. A launcher or a batch script may give one to all machines."""

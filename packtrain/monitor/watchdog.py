@@ -21,7 +21,7 @@ from packtrain.monitor.diagnosis import Diagnosis, RankState, describe_waits, di
 from packtrain.monitor.heartbeat import BEFORE_TRAINING, TimeLimits
 from packtrain.monitor.processes import Collective, ProcessState, main_stack
 from packtrain.run_folder import write_json
-from packtrain.time_limit import in_time
+from packtrain.system import in_time
 
 DIAGNOSIS = "diagnosis.txt"
 RANKS = "ranks.json"

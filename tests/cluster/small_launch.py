@@ -33,7 +33,7 @@ BY_TORCHRUN = (
 import sys
 from dataclasses import replace
 from packtrain.config.compose import load_config
-from packtrain.exit_code import exit_code_of
+from packtrain.errors import exit_code_of
 from packtrain.launch.execute import execute
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.surroundings import detect_surroundings
@@ -149,7 +149,7 @@ def _signal(workers: Iterable[int], number: int) -> None:
 
 
 if __name__ == "__main__":
-    from packtrain.exit_code import exit_code_of
+    from packtrain.errors import exit_code_of
 
     if sys.argv[1:2] == ["--start"]:
         sys.exit(start(*sys.argv[2:]))

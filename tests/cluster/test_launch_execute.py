@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from packtrain.exit_code import BUG
+from packtrain.errors import BUG
 from tests.cluster.small_launch import BY_TORCHRUN, SMALL, at_work
 from tests.cluster.test_stalls import CONFIG
 from tests.cluster.two_hosts import LONG_S

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.durable import aside, publish, remove, write_text
+from packtrain.system import aside, publish, remove, write_text
 
 
 @pytest.fixture

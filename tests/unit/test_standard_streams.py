@@ -12,7 +12,7 @@ import packtrain
 
 SHARED = """
 import os
-from packtrain.standard_streams import outlive_terminal
+from packtrain.system import outlive_terminal
 outlive_terminal()
 os.set_blocking(1, False)
 for number in range(3000):
@@ -40,7 +40,7 @@ leak.itself = leak
 """
 IMPORTS = """
 from packtrain import fast_imports
-from packtrain.standard_streams import kept
+from packtrain.system import kept
 with fast_imports():
     import noisy
 print("ours", sorted("".join(kept).splitlines()))

@@ -12,7 +12,7 @@ import pytest
 from packtrain.diagnose import devices, host
 from packtrain.diagnose.env import trl_block
 from packtrain.diagnose.facts import Facts, Gpu, Torch, ask_python
-from packtrain.time_limit import start
+from packtrain.system import start
 
 MIB = 2**20
 ROW = "{}, NVIDIA H100 80GB HBM3, GPU-{}, 81559, 4, {}, 570.133.20"

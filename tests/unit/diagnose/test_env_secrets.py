@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from packtrain.config.keys import keys
-from packtrain.redact import Redactor, speaks_of_secrets
+from packtrain.wording import Redactor, speaks_of_secrets
 
 SECRET = "s3cr3t-9f8e7d"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from packtrain.exit_code import BUG
+from packtrain.errors import BUG
 from packtrain.launch import coordinator as machines
 from packtrain.launch.coordinator import Coordinator, Orders, Reporter
 from packtrain.launch.exit_status import MachineReport, Verdict, decide_exit

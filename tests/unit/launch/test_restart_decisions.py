@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.exit_code import BUG
+from packtrain.errors import BUG
 from packtrain.launch.coordinator import Restarts, newest_step
 from packtrain.launch.exit_status import Verdict
 from packtrain.run_folder import RunFolder
