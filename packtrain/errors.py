@@ -3,7 +3,7 @@
 A PacktrainError is raised where the fault is detected. `boundary` turns errors of libraries, or of a model's code, into a UserError with
 the file or config key, the first line of the error, and a fix. Bugs of packtrain stay bugs (exit code 1); the file that raised an error
 tells them apart. `explain` is the last boundary, for errors that no stage expected. `exit_code_of` prints all of them. A run of several
-processes has an exit code of its own (launch/exit_status.py).
+processes has an exit code of its own (launch/coordinator.py).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from packtrain.diagnose.facts import ask_python
+from packtrain.diagnose.machine import ask_python
 from packtrain.wording import first_line, listed
 
 TOGETHER_S = 40.0  # for all machines to import torch; a busy one takes half of them

@@ -24,8 +24,7 @@ from rich.markup import escape
 from packtrain.diagnose.all_reduce import PROCESS_S as REDUCE_S
 from packtrain.diagnose.all_reduce import check_all_reduce, describe_pair, summarize, take_part
 from packtrain.diagnose.env import check_all, gather, print_check, report_json
-from packtrain.diagnose.facts import Facts, Load, PlannedRun, Status
-from packtrain.diagnose.host import reported_variables
+from packtrain.diagnose.machine import Facts, Load, PlannedRun, Status, reported_variables
 from packtrain.errors import CheckFailed, PeerFailed, UserError
 from packtrain.launch.rendezvous import Group, MeetingPoint, meet, own_addresses
 from packtrain.launch.slurm_jobs import run_srun

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.errors import PeerFailed, UserError
-from packtrain.launch.attempt import is_locked
-from packtrain.launch.exit_status import MOST_TELLING, tail_of
+from packtrain.launch.coordinator import MOST_TELLING, tail_of
+from packtrain.launch.execute import is_locked
 from packtrain.monitor.channel import PUBLISHED, Channel, Client
-from packtrain.monitor.diagnosis import FRAMES_SHOWN, RankState
-from packtrain.monitor.processes import life_of
-from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, stacks_of
+from packtrain.monitor.heartbeat import life_of
+from packtrain.monitor.watchdog import DIAGNOSIS, FRAMES_SHOWN, RANKS, RankState, stacks_of
 from packtrain.plan.network_settings import LOOPBACK
 from packtrain.run_folder import RunFolder, as_type, object_of, read_as, text_of
 from packtrain.wording import Redactor, ranks_in_words

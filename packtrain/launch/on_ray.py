@@ -25,17 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.errors import PeerFailed, UserError, report_error
-from packtrain.launch.attempt import is_locked
-from packtrain.launch.exit_status import MOST_TELLING, TAIL_LINES, is_failure
+from packtrain.launch.coordinator import MOST_TELLING, TAIL_LINES, is_failure
+from packtrain.launch.execute import ON_RAY, is_locked
 from packtrain.launch.rendezvous import PROGRESS_S
+from packtrain.monitor.channel import free_port
 from packtrain.plan.launch_plan import LaunchPlan
-from packtrain.plan.surroundings import free_port
 from packtrain.run_folder import RunFolder
 from packtrain.system import ENDING, leave, listening
 from packtrain.wording import first_line
 
-ON_RAY = "PACKTRAIN_ON_RAY"
-"""Processes with this variable were started by a worker of Ray. They end with it."""
 _POLL_S = 0.3
 _SILENT_S = 60
 """Seconds of silence that make the cluster lost, or all workers of a launch."""

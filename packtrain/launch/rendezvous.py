@@ -21,10 +21,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, error_from_json
-from packtrain.monitor.channel import SECRET, Client, NoAnswer, Server, new_secret
+from packtrain.monitor.channel import SECRET, Client, NoAnswer, Server, free_port, new_secret
 from packtrain.plan.agreement import Member, compare_counts, compare_members, names_of, same_number_error
 from packtrain.plan.network_settings import addresses_by_interface, is_loopback
-from packtrain.plan.surroundings import free_port
 from packtrain.run_folder import as_type
 from packtrain.wording import listed, ranks_in_words
 

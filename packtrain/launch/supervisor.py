@@ -19,10 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from packtrain.launch.coordinator import Reporter
-from packtrain.launch.exit_status import Verdict, is_failure, tail_of
-from packtrain.launch.worker import read_exits
-from packtrain.monitor.processes import Life, ProcessState, count_oom_kills, crash_of, life_of
+from packtrain.launch.coordinator import Reporter, Verdict, is_failure, tail_of
+from packtrain.monitor.heartbeat import Life, ProcessState, count_oom_kills, crash_of, life_of, read_exits
 from packtrain.system import Stopped, in_time, listening
 
 SELF_EXIT_S = 2

@@ -25,6 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from packtrain.errors import UserError
 from packtrain.system import in_time
 
 SECRET = "PACKTRAIN_SECRET"
@@ -36,6 +37,8 @@ CALL_S = 5.0
 MAX_BYTES = 16 * 2**20
 _IDLE_S = 5  # for a caller that connects and sends nothing
 _HEADER = "X-Packtrain-Secret"
+# like Slurm's ports (plan/launchers.py), below Linux's range for outgoing connections
+_FIRST_PORT, _PORTS = 20_000, 10_000
 _NAME = "packtrain"  # the Server header; a client recognises packtrain by it
 
 Handler = Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -59,6 +62,15 @@ class Rejected(OSError):
 
 def new_secret() -> str:
     return secrets.token_urlsafe(24)
+
+
+def free_port() -> int:
+    """Find a free port below the range of outgoing connections. There it most likely stays free until it is used."""
+    for port in (*(_FIRST_PORT + secrets.randbelow(_PORTS) for _ in range(50)), 0):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return probe.getsockname()[1]
+    raise UserError("no port of this machine is free", where="topology.main_port")
 
 
 class Server(ThreadingHTTPServer):

@@ -22,7 +22,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from packtrain.launch import supervisor
-from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent, write_exit
+from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent
+from packtrain.monitor.heartbeat import write_exit
 
 ROOT = Path(__file__).parents[2]
 PRELOAD = "PRELOAD"

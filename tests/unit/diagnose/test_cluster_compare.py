@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from packtrain.diagnose.cluster import Traits, exit_code_for, find_differences, group_checks, traits_of
-from packtrain.diagnose.facts import Driver, Facts, Gpu, Host, Torch
+from packtrain.diagnose.machine import Driver, Facts, Gpu, Host, Torch
 
 H100 = Gpu(0, "H100", memory=80 * 2**30)
 FACTS = Facts(

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from packtrain.config.schema import Model, RunConfig, Strategy, Topology, Trainer
-from packtrain.diagnose.devices import attention_json
 from packtrain.diagnose.env import check_all, plan_run
-from packtrain.diagnose.facts import Check, Driver, Facts, Folder, Gpu, Host, PlannedRun, Torch
+from packtrain.diagnose.machine import Check, Driver, Facts, Folder, Gpu, Host, PlannedRun, Torch, attention_json
 from packtrain.plan.network_settings import HostNetwork, Interface, Port, matching
 from packtrain.plan.surroundings import Surroundings
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from packtrain.diagnose import devices, host
+from packtrain.diagnose import machine
 from packtrain.diagnose.env import trl_block
-from packtrain.diagnose.facts import Facts, Gpu, Torch, ask_python
+from packtrain.diagnose.machine import Facts, Gpu, Torch, ask_python
 from packtrain.system import start
 
 MIB = 2**20
@@ -28,7 +28,7 @@ def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> No
 
 def test_gpus_are_read_with_what_is_wrong_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(tmp_path, monkeypatch, f"echo '{ROW.format(0, 0, 0)}'; echo '{ROW.format(1, 1, 2)}'")
-    found = devices.ask_driver(60)
+    found = machine.ask_driver(60)
     well, sick = found.gpus
     assert (found.error, found.version) == ("", "570.133.20")
     assert well == Gpu(0, "NVIDIA H100 80GB HBM3", "GPU-0", 81559 * MIB, 4 * MIB)
@@ -48,30 +48,30 @@ def test_a_driver_that_does_not_answer_is_described(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, why: str
 ) -> None:
     nvidia_smi(tmp_path, monkeypatch, script)
-    found = devices.ask_driver(1)
+    found = machine.ask_driver(1)
     assert (found.gpus, why in found.error) == ((), True)
 
 
 def test_a_folder_that_is_not_there_yet_is_judged_by_its_parent(tmp_path: Path) -> None:
-    new = host.read_folder("trainer.output_dir", str(tmp_path / "a/b/c"))
+    new = machine.read_folder("trainer.output_dir", str(tmp_path / "a/b/c"))
     assert not new.lack and new.free and list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     for place in ("/proc/run", str(tmp_path / "file/run")):  # whatever their rights say to root
-        assert host.read_folder("trainer.output_dir", place).lack
+        assert machine.read_folder("trainer.output_dir", place).lack
 
 
 def test_packages_that_do_not_fit_are_found_by_what_packtrain_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"torch": "2.9.0+cu128", "trl": "1.16.0", "flash-attn": "2.6.0"}
     wanted = ["torch>=2.10", "trl>=1.16,<2", "peft>=0.21", 'flash-attn>=2.8; extra == "flash"']
-    monkeypatch.setattr(host, "installed_version", installed.get)
-    monkeypatch.setattr(host.metadata, "requires", lambda package: wanted)
-    assert list(host.conflicts()) == [("torch>=2.10", "2.9.0+cu128"), ("peft>=0.21", "none")]
+    monkeypatch.setattr(machine, "installed_version", installed.get)
+    monkeypatch.setattr(machine.metadata, "requires", lambda package: wanted)
+    assert list(machine.conflicts()) == [("torch>=2.10", "2.9.0+cu128"), ("peft>=0.21", "none")]
 
 
 def test_what_torch_could_not_finish_saying_counts_as_far_as_it_came() -> None:
     said = '{"version": "2.13.0", "cuda": "13.0"}\n{"kind": "cu'
     expected = Torch("no answer within 8 s", version="2.13.0", cuda="13.0")
-    assert devices.read_torch(said, "no answer within 8 s") == expected
+    assert machine.read_torch(said, "no answer within 8 s") == expected
 
 
 HANGS = """
@@ -131,6 +131,6 @@ def test_the_first_block_of_env_is_that_of_trl_env_line_for_line(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpus[index])
     print_env()
     theirs = capsys.readouterr().out.strip("\n").splitlines()[2:]
-    asked = Torch(available=bool(gpus), accelerators=devices.accelerators(gpus), accelerate=devices.accelerate_config())
-    assert trl_block(Facts(host.read_host(), asked)).splitlines() == theirs
+    asked = Torch(available=bool(gpus), accelerators=machine.accelerators(gpus), accelerate=machine.accelerate_config())
+    assert trl_block(Facts(machine.read_host(), asked)).splitlines() == theirs
     assert ("  - num_processes: 4" in theirs) == configured and len(theirs) >= 15

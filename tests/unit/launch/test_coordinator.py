@@ -17,11 +17,9 @@ import pytest
 
 from packtrain.errors import BUG
 from packtrain.launch import coordinator as machines
-from packtrain.launch.coordinator import Coordinator, Orders, Reporter
-from packtrain.launch.exit_status import MachineReport, Verdict, decide_exit
+from packtrain.launch.coordinator import Coordinator, MachineReport, Orders, Reporter, Verdict, decide_exit
 from packtrain.monitor.channel import Client, Server
-from packtrain.monitor.heartbeat import TimeLimits
-from packtrain.monitor.processes import ProcessState
+from packtrain.monitor.heartbeat import ProcessState, TimeLimits
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.run_folder import as_type
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import BUG
-from packtrain.launch.coordinator import Restarts, newest_step
-from packtrain.launch.exit_status import Verdict
+from packtrain.launch.coordinator import Restarts, Verdict, newest_step
 from packtrain.run_folder import RunFolder
 
 KILLED = Verdict(4, ["rank 1 was killed"])

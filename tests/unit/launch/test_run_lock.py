@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import UserError
-from packtrain.launch.attempt import LOCK, RunLock, check_free, is_locked, locked
+from packtrain.launch.execute import LOCK, RunLock, check_free, is_locked, locked
 from packtrain.run_folder import RunFolder
 
 

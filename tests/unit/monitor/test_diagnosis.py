@@ -10,9 +10,19 @@ from typing import Any
 
 import pytest
 
-from packtrain.monitor.diagnosis import CAUSES, Cause, Diagnosis, RankState, diagnose
-from packtrain.monitor.heartbeat import LONG, PHASES, Phase, TimeLimits, place_of, progress_of
-from packtrain.monitor.processes import Collective, ProcessState, last_collectives, main_stack
+from packtrain.monitor.heartbeat import (
+    LONG,
+    PHASES,
+    Collective,
+    Phase,
+    ProcessState,
+    TimeLimits,
+    last_collectives,
+    main_stack,
+    place_of,
+    progress_of,
+)
+from packtrain.monitor.watchdog import CAUSES, Cause, Diagnosis, RankState, diagnose
 from packtrain.run_folder import as_type
 
 

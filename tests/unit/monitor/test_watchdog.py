@@ -10,10 +10,8 @@ import pytest
 
 from packtrain.monitor import watchdog as module
 from packtrain.monitor.channel import Client, Server
-from packtrain.monitor.diagnosis import Diagnosis
-from packtrain.monitor.heartbeat import Heartbeat, TimeLimits
-from packtrain.monitor.processes import ProcessState
-from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, Watchdog, stacks_of
+from packtrain.monitor.heartbeat import Heartbeat, ProcessState, TimeLimits
+from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, Diagnosis, Watchdog, stacks_of
 
 WAITS = {"waits": "the counts of all ranks"}
 STACK = 'Thread 0x1 (most recent call first):\n  File "store.py", line 88 in read\n  File "run.py", line 3 in train'
