@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -43,6 +43,8 @@ _FIXES = {
 }
 """Errors of the operating system and advice about them. They are never a bug."""
 Fix = str | Callable[[BaseException], str]
+Json = dict[str, Any]
+"""An object of JSON, in plain containers."""
 BUG = "This is a bug of packtrain: please report it with the lines above."
 
 
@@ -74,7 +76,7 @@ class PacktrainError(Exception):
     def __reduce__(self):  # exceptions of data workers are pickled
         return (type(self), (self.problems,))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return exit code and problems in plain containers, for `error_from_json` in another process."""
         return {"code": self.exit_code, "problems": [asdict(problem) for problem in self.problems]}
 
@@ -109,7 +111,7 @@ class LostPeers(PeerFailed):
     """The other ranks disappeared during an operation. The rank that failed first usually says why."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Json:
     """Return the JSON object in a file of the user. Raises UserError if it is anything else."""
     what = "not a JSON object" if path.is_file() else "there is no such file"  # reading a pipe could block
     try:
@@ -120,7 +122,7 @@ def read_json(path: Path) -> dict[str, Any]:
     raise UserError(what, where=str(path), fix="Correct it, or download it again.")
 
 
-def error_from_json(content: Mapping[str, Any]) -> PacktrainError:
+def error_from_json(content: Json) -> PacktrainError:
     """Return the error of another process, from its `to_json`."""
     kind = {UserError.exit_code: UserError, CheckFailed.exit_code: CheckFailed}.get(content["code"], PeerFailed)
     return kind([Problem(**problem) for problem in content["problems"]])

@@ -29,7 +29,7 @@ from packtrain import fast_imports
 from packtrain.bench.search import Candidate, Failure, RunFigures, Trial, fastest_of, is_clear, search, trial_json
 from packtrain.config.rules import check_combinations
 from packtrain.config.schema import Batch, RunConfig, Tracking
-from packtrain.errors import CheckFailed, UserError
+from packtrain.errors import CheckFailed, Json, UserError
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder, object_of
 from packtrain.system import redirect_output
@@ -81,7 +81,7 @@ def run_bench(
 
 def _keep_nothing(config: RunConfig, folder: Path) -> RunConfig:
     """Return the config without checkpoints, evaluations, sample answers and trackers."""
-    nothing: dict[str, Any] = dict.fromkeys(("mirror", "checkpoint_every", "eval_every", "early_stop_patience"))
+    nothing: Json = dict.fromkeys(("mirror", "checkpoint_every", "eval_every", "early_stop_patience"))
     trainer = replace(config.trainer, output_dir=str(folder), resume="never", samples=[], **nothing)
     return replace(config, trainer=trainer, tracking=Tracking(), data=replace(config.data, eval=None))
 
@@ -96,7 +96,7 @@ class ShortRuns:
     folder: Path
     part: float = 1.0
     steps: int = _MIN_STEPS
-    last_summary: dict[str, Any] = field(default_factory=dict)
+    last_summary: Json = field(default_factory=dict)
     launch: LaunchPlan = field(init=False)
     _number: int = 0
 
@@ -181,7 +181,7 @@ class ShortRuns:
             return ""
         return f"it might take more than {free / 2**30:.1f} GiB, a process's share of the free memory"
 
-    def report(self, trials: list[Trial]) -> dict[str, Any]:
+    def report(self, trials: list[Trial]) -> Json:
         """Return all results in plain values. The keys are a promise to users."""
         config, about, best, configured = self.config, self.last_summary, fastest_of(trials), trials[0]
         batch, number = config.batch, min(config.batch.examples_per_step or 0, about["documents"])
@@ -239,7 +239,7 @@ def _failure_of(code: int, output: str) -> Failure:
 _WIDTH = 100
 
 
-def print_report(report: dict[str, Any], given: Sequence[str], *, as_json: bool) -> None:
+def print_report(report: Json, given: Sequence[str], *, as_json: bool) -> None:
     """Print the report (launches.py) to stdout. `given` are the arguments that named the config."""
     if as_json:
         print(json.dumps(report, indent=2))
@@ -271,7 +271,7 @@ def print_report(report: dict[str, Any], given: Sequence[str], *, as_json: bool)
     console.print(f"[bold]{'run':<10}[/][green]{escape(command)}[/]")
 
 
-def _table(trials: Sequence[dict[str, Any]], best: dict[str, Any]) -> Table:
+def _table(trials: Sequence[Json], best: Json) -> Table:
     table, most_rounds = Table(box=None, pad_edge=False), max(trial["rounds"] for trial in trials)
     for trial in trials:
         if trial["tokens_per_second"] is None:
@@ -298,7 +298,7 @@ def _table(trials: Sequence[dict[str, Any]], best: dict[str, Any]) -> Table:
     return table
 
 
-def _describe_best(best: dict[str, Any]) -> str:
+def _describe_best(best: Json) -> str:
     speed = f"{best['tokens_per_second']:,.0f} tokens/s"
     if best["configured"]:
         return f"the configured settings, {speed}"
@@ -308,7 +308,7 @@ def _describe_best(best: dict[str, Any]) -> str:
     return f"{speed}, {best['ratio']:.2f} times the configured speed{unclear}"
 
 
-def _mode(trial: dict[str, Any]) -> str:
+def _mode(trial: Json) -> str:
     return trial["mode"] + {None: "", True: ", shared", False: ", unshared"}[trial["share_prefix"]]
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import resource
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import Document
-from packtrain.errors import UserError
+from packtrain.errors import Json, UserError
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks, max_over_ranks
 from packtrain.packing.collate import collate_flat, label_positions
@@ -111,7 +110,7 @@ def _write_figures(run: Run, trainer: StepTrainer, summary: Summary) -> None:
     tokens = sum(int(steps.documents_of(step)[0].sum()) for step in measured)
     micro_batches = [len(steps.schedule.micro_batches(step, steps.rank, steps.world_size)) for step in measured]
     may_share = run.config.objective.spec.pairs or run.config.packing.share_prefix
-    figures: dict[str, Any] = {
+    figures: Json = {
         "tokens_per_second": tokens / seconds,
         "seconds": seconds,
         "first_step_seconds": first["tokens"] / first["tokens_per_second"],

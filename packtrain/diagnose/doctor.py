@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from packtrain.errors import PeerFailed, UserError
+from packtrain.errors import Json, PeerFailed, UserError
 from packtrain.launch.coordinator import MOST_TELLING, tail_of
 from packtrain.launch.execute import is_locked
 from packtrain.monitor.channel import PUBLISHED, Channel, Client
@@ -39,15 +38,15 @@ class Finding:
     status: str
     lines: Sequence[str]
     ranks: Sequence[RankState] = ()
-    diagnosis: Mapping[str, Any] | None = None
-    silent: Sequence[Mapping[str, Any]] = ()
+    diagnosis: Json | None = None
+    silent: Sequence[Json] = ()
 
     @property
     def exit_code(self) -> int:
         """4 for a run that stands still or has failed, else 0."""
         return PeerFailed.exit_code if self.status in ("stalled", "failed") else 0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the document of --json."""
         diagnosis = self.diagnosis and {name: self.diagnosis[name] for name in ("cause", "ranks")}
         return {**asdict(self), "diagnosis": diagnosis}

@@ -24,7 +24,7 @@ from rich.markup import escape
 from packtrain.config.schema import RunConfig
 from packtrain.diagnose import machine
 from packtrain.diagnose.machine import MIB, Check, Driver, Facts, Folder, Load, PlannedRun, Status, Torch
-from packtrain.errors import CheckFailed, PacktrainError
+from packtrain.errors import CheckFailed, Json, PacktrainError
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.network_settings import read_network
 from packtrain.plan.surroundings import Surroundings, detect_surroundings
@@ -99,7 +99,7 @@ def plan_run(config: RunConfig, surroundings: Surroundings) -> PlannedRun:
     return PlannedRun(True, config, launch.nodes, launch.gpus_per_node, launch.network, obstacles=launch.obstacles)
 
 
-def report_json(facts: Facts, run: PlannedRun, checks: Sequence[Check], redactor: Redactor) -> dict[str, Any]:
+def report_json(facts: Facts, run: PlannedRun, checks: Sequence[Check], redactor: Redactor) -> Json:
     """Return the whole report as plain containers. The keys up to `checks` are a promise to users."""
     torch, host, driver = facts.torch, facts.host, facts.driver
     built = {"cuda": torch.cuda, "nccl": torch.nccl, "driver": driver.version}

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from packtrain.errors import BUG, PeerFailed
+from packtrain.errors import BUG, Json, PeerFailed
 from packtrain.monitor.channel import CALL_S, Client, NoAnswer, Rejected
 from packtrain.monitor.heartbeat import ProcessState
 from packtrain.monitor.watchdog import Diagnosis, Watchdog
@@ -194,7 +194,7 @@ _SILENCE_AFTER_FAILURE_S = 10  # silence that makes a machine lost, once somethi
 REFUSED_S = 5  # machine 0 is lost after so long without a server of this run at its port
 INFORM_S = 10
 _POLL_S = 0.1
-_RESTARTED = (1, PeerFailed.exit_code)  # a run with one of these exit codes is started again
+RESTARTED = (1, PeerFailed.exit_code)  # a run with one of these exit codes is started again
 _FRUITLESS = 2  # restarts in a row without a new checkpoint that end the run
 _LONGEST_CALL_S, _LONGEST_POLL_S = 20, 3  # a longer time between two: this process was suspended
 
@@ -224,12 +224,12 @@ class Restarts:
     def __init__(self, most: int, folder: RunFolder) -> None:
         self._most, self._folder = most, folder
         self._steps: list[int] = []  # step of the newest checkpoint at each failure
-        self._next: dict[str, Any] | None = None  # the coming restart
-        self._record: list[Mapping[str, Any]] = []
+        self._next: Json | None = None  # the coming restart
+        self._record: list[Json] = []
 
     def decide(self, verdict: Verdict, failed: str, living: tuple[int, ...] = (0,)) -> Verdict:
         """Return the verdict, with the `living` machines to restart or the reason against it. `failed` is the first failure."""
-        if not self._most or verdict.code not in _RESTARTED:
+        if not self._most or verdict.code not in RESTARTED:
             return verdict
         step = in_time(lambda: newest_step(self._folder), 0)
         self._steps.append(step)
@@ -302,7 +302,7 @@ class Coordinator:
         self._verdict: Verdict | None = None
         self._informed: set[int] = set()  # machines that got the verdict
 
-    def answer(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    def answer(self, body: Json) -> Json:
         """Handle the channel's call `machine`."""
         return asdict(self.receive_report(as_type(body, MachineReport)))
 

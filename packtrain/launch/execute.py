@@ -32,7 +32,7 @@ from filelock import FileLock, Timeout
 
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig, sources
-from packtrain.errors import UserError
+from packtrain.errors import Json, UserError
 from packtrain.launch.coordinator import Coordinator, Reporter, Restarts, Verdict
 from packtrain.launch.rendezvous import Group, MeetingPoint, meet, own_addresses
 from packtrain.launch.supervisor import Supervisor
@@ -176,10 +176,8 @@ def writing() -> Iterator[None]:
 LAUNCHER_LOG = "launcher.log"
 MAX_SILENCE_S = 30
 LOOPBACK = "127.0.0.1"
-ON_RAY = "PACKTRAIN_ON_RAY"
-"""Processes with this variable were started by a worker of Ray. They end with it."""
-_LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "CROSS_SIZE", ON_RAY)
-"""Variables of torchrun, Open MPI, other MPIs, srun, DeepSpeed's launcher and Ray. A process with none was started by hand."""
+_LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "CROSS_SIZE")
+"""Variables of torchrun, Open MPI, other MPIs, srun and DeepSpeed's launcher. A process with none was started by hand."""
 
 
 def execute(
@@ -210,10 +208,7 @@ def execute(
     if plan.role == "ray":
         from packtrain.launch.on_ray import run_on_ray
 
-        numbers = dict.fromkeys(("nodes", "gpus_per_node", "min_nodes"))  # Ray decides them
-        joined = replace(config, topology=replace(config.topology, kind="env", **numbers))
-        inside = to_yaml(replace(joined, trainer=replace(config.trainer, restarts=0)))
-        return run_on_ray(inside, config.objective.kind, folder, plan, config.topology.join_timeout)
+        return run_on_ray(config, folder, plan)
     with ExitStack() as stack:
         lock, has_opened = stack.enter_context(RunLock()), False
 
@@ -380,7 +375,7 @@ def _argv_with_copies(plan: LaunchPlan, config: RunConfig, folder: RunFolder, sc
     """Return the plan's `accelerate launch …` with torch's store at `port`.
 
     It reads copies of the run folder's files in `scratch`, because a machine may not see that folder."""
-    settings: dict[str, Any] = {**plan.accelerate, "main_process_port": port}
+    settings: Json = {**plan.accelerate, "main_process_port": port}
     copies = {folder.config: to_yaml(config), folder.accelerate: yaml.safe_dump(settings)}
     if plan.deepspeed is not None:
         copies[folder.deepspeed] = json.dumps(plan.deepspeed)

@@ -23,7 +23,7 @@ from packtrain.config.compose import Point
 from packtrain.config.rules.slurm import count_gpus, parse_options
 from packtrain.config.schema import Topology
 from packtrain.config.yaml_files import shipped, shown
-from packtrain.errors import PeerFailed, UserError
+from packtrain.errors import Json, PeerFailed, UserError
 from packtrain.launch.coordinator import MOST_TELLING
 from packtrain.launch.execute import inputs, writing
 from packtrain.monitor.channel import SECRET, new_secret
@@ -144,7 +144,7 @@ def script(job: Job, plan: LaunchPlan) -> str:
     return render(shipped("slurm") / TEMPLATE, values)
 
 
-def render(template: Path, values: dict[str, Any]) -> str:
+def render(template: Path, values: Json) -> str:
     """Render a jinja template. `values` must have everything that it uses."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -41,6 +41,9 @@ from packtrain.proof.comparison import difference, evaluating, model_refusals, t
 from packtrain.proof.isolation import random_ids
 from packtrain.system import holding
 
+Call = dict[str, Any]
+"""Arguments of a model's call, by name."""
+Forward = Callable[..., Any]
 TAKEN = ("input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "margin")
 """Arguments of a call that rows do not get. `margin` belongs to TRL's reward loss, which finds it in the batch."""
 
@@ -66,7 +69,7 @@ class Layout:
         """Return the number of tokens in all rows."""
         return sum(segments.tokens for segments, _ in self.rows)
 
-    def arguments(self, row: int, input_ids: torch.Tensor) -> dict[str, Any]:
+    def arguments(self, row: int, input_ids: torch.Tensor) -> Call:
         """Return the model's arguments for one of the rows."""
         segments, places = self.rows[row]
         ids = input_ids.flatten()[to_device(torch.from_numpy(places), input_ids.device)][None]
@@ -74,7 +77,7 @@ class Layout:
 
 
 def layout_of_call(
-    call: Mapping[str, Any],
+    call: Call,
     *,
     left_padding: bool,
     share: bool,
@@ -115,7 +118,7 @@ def layout_of_call(
     return Layout(tuple(laid_rows), slots.ravel(), ids.shape, int(lengths.sum()))
 
 
-def check_call(call: Mapping[str, Any]) -> None:
+def check_call(call: Call) -> None:
     """Raise NotPacked unless the keyword arguments are a padded batch of texts, outside of generation."""
     ids, mask = call.get("input_ids"), call.get("attention_mask")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
@@ -132,7 +135,7 @@ def check_call(call: Mapping[str, Any]) -> None:
             raise NotPacked(name)
 
 
-def row_of_positions(call: Mapping[str, Any]) -> Segments | None:
+def row_of_positions(call: Call) -> Segments | None:
     """Return the row of a call whose positions restart with each document, else None. Padding-free collators of other libraries write
     these positions. Reads the positions on the CPU, so it waits for their device."""
     ids, positions = call.get("input_ids"), call.get("position_ids")
@@ -390,7 +393,7 @@ class _PackedModel:
         """Return whether to pack calls now: attached, and not inside a call that runs unpacked."""
         return bool(self.backend) and not self._passing
 
-    def _forward_of_backbone(self) -> Callable[..., Any]:
+    def _forward_of_backbone(self) -> Forward:
         inner, signature = self._backbone.forward, inspect.signature(type(self._backbone).forward)
 
         @functools.wraps(type(self._backbone).forward)
@@ -411,7 +414,7 @@ class _PackedModel:
 
         return forward
 
-    def _forward_of_model(self) -> Callable[..., Any]:
+    def _forward_of_model(self) -> Forward:
         """Make the model's forward. Padding predicts no labels; in TRL's call for log-probabilities the head gets only the labelled places."""
         inner, signature = self.model.forward, inspect.signature(type(self.model).forward)
         predicting = self.model.get_output_embeddings() is not None  # labels are next tokens
@@ -452,7 +455,7 @@ class _PackedModel:
 
         return forward
 
-    def _layout(self, call: Mapping[str, Any]) -> Layout:
+    def _layout(self, call: Call) -> Layout:
         check_call(call)
         all_layers = call.get("output_hidden_states") or call.get("output_router_logits")
         if all_layers and BACKENDS[self.backend].by_document:
@@ -461,7 +464,7 @@ class _PackedModel:
         shares = bool(self.share) and not noise
         return layout_of_call(call, left_padding=self._left_padding, share=shares, tokens_per_row=self.tokens_per_row)
 
-    def _run(self, inner: Callable[..., Any], call: dict[str, Any], layout: Layout, places: np.ndarray | None) -> Any:
+    def _run(self, inner: Forward, call: Call, layout: Layout, places: np.ndarray | None) -> Any:
         """Return the output of the padded call. With `places` the last hidden states are [1, n, d], at these tokens only."""
         ids, as_tuple = call["input_ids"], call.get("return_dict") is False
         rest = {name: value for name, value in call.items() if name not in TAKEN}
@@ -481,7 +484,7 @@ def _backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, model.base_model) if whole else decoder
 
 
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+def _replaced(module: nn.Module, forward: Forward) -> Callable[[], None]:
     """Call `replace_forward`; return its undo. If another library (accelerate's autocast) has wrapped our forward since, the undo leaves
     `module` alone: ours then passes all calls on."""
     undo = replace_forward(module, forward)
@@ -489,12 +492,12 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], No
     return lambda: undo() if module.__dict__.get("forward") is ours else None
 
 
-def _row_of(call: Mapping[str, Any]) -> Segments | None:
+def _row_of(call: Call) -> Segments | None:
     """Return the segments of a call that is a packed row already, else None."""
     return call.get("segments") or row_of_positions(call)
 
 
-def _check_row(call: Mapping[str, Any], row: Segments) -> dict[str, Any]:
+def _check_row(call: Call, row: Segments) -> Call:
     """Return the call of a row that the user packed, with its positions. Raises UserError if tokens and segments differ in number."""
     given = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
     if given.shape[:2] != (1, row.tokens):
@@ -505,7 +508,7 @@ def _check_row(call: Mapping[str, Any], row: Segments) -> dict[str, Any]:
     return {**call, "position_ids": positions, "segments": row}
 
 
-def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Call) -> Call:
     """Name the arguments of a method, without self."""
     names = list(signature.parameters)[1:]
     return {**dict(zip(names, args, strict=False)), **kwargs}

@@ -18,14 +18,14 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from packtrain.errors import UserError
+from packtrain.errors import Json, UserError
 from packtrain.system import in_time
 
 SECRET = "PACKTRAIN_SECRET"
@@ -41,7 +41,7 @@ _HEADER = "X-Packtrain-Secret"
 _FIRST_PORT, _PORTS = 20_000, 10_000
 _NAME = "packtrain"  # the Server header; a client recognises packtrain by it
 
-Handler = Callable[[dict[str, Any]], Mapping[str, Any]]
+Handler = Callable[[Json], Json]
 
 
 class NoAnswer(OSError):
@@ -102,7 +102,7 @@ class Server(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
-    def answer(self, name: str, secret: str, body: bytes) -> tuple[int, Mapping[str, Any]]:
+    def answer(self, name: str, secret: str, body: bytes) -> tuple[int, Json]:
         """Return the HTTP status and the result of the handler `name`."""
         handler, is_open = self._handlers.get(name, (None, False))
         if handler is None:
@@ -147,7 +147,7 @@ class Client:
     def __init__(self, address: str, port: int, *, secret: str = "") -> None:
         self.address, self.port, self.secret = address, port, secret
 
-    def call(self, name: str, body: Mapping[str, Any], *, timeout_s: float = CALL_S) -> dict[str, Any]:
+    def call(self, name: str, body: Json, *, timeout_s: float = CALL_S) -> Json:
         """Return the answer of the handler `name`. Raises NoAnswer or Rejected."""
         headers = {"Content-Type": "application/json", _HEADER: self.secret}
         connection = http.client.HTTPConnection(self.address, self.port, timeout=timeout_s)

@@ -29,6 +29,7 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
+from packtrain.errors import Json
 from packtrain.monitor.channel import ADDRESS, SECRET, Client, NoAnswer
 
 Life = Literal["running", "stopped", "gone"]
@@ -168,12 +169,12 @@ def write_exit(exits: Path, rank: int, **facts: int | str) -> None:
     partial.rename(exits / f"{rank}.json")
 
 
-def read_exits(exits: Path) -> dict[int, dict[str, Any]]:
+def read_exits(exits: Path) -> dict[int, Json]:
     """Return the facts in `exits`, by rank."""
     return {int(file.stem): json.loads(file.read_text()) for file in exits.glob("*.json") if file.stem.isdigit()}
 
 
-def own_collectives() -> dict[str, Any]:
+def own_collectives() -> Json:
     """Return `last_collectives` of this process; {} without torch.
 
     torch has one flight recorder for all backends, and in builds with NCCL maybe one more.
@@ -181,19 +182,19 @@ def own_collectives() -> dict[str, Any]:
     if "torch.distributed" not in sys.modules:
         return {}
     c10d = importlib.import_module("torch._C._distributed_c10d")
-    last: dict[str, Any] = {}
+    last: Json = {}
     for recorder in (getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")):
         recorded = last_collectives(json.loads(recorder())) if recorder is not None else {}
         last |= {name: entry for name, entry in recorded.items() if entry and not last.get(name)}
     return last
 
 
-def last_collectives(recorded: Mapping[str, Any]) -> dict[str, Any]:
+def last_collectives(recorded: Json) -> Json:
     """Return the `pending` and `finished` operations of one flight recorder's dump.
 
     `pending` is the first that has not ended, `finished` the last that has; each has the fields of Collective, or is None. Point-to-point
     operations have numbers of their own: they are left out."""
-    last: dict[str, Any] = {"pending": None, "finished": None}
+    last: Json = {"pending": None, "finished": None}
     for entry in recorded.get("entries", ()):
         status = recorded.get("pg_status", {}).get(str(entry["pg_id"]), {})
         name, number = entry["profiling_name"], entry["collective_seq_id"]
@@ -321,7 +322,7 @@ class Heartbeat:
     def _change(self, **values: Any) -> None:
         self._state = self._state._replace(changes=self._state.changes + 1, **values)
 
-    def message(self, *, asked: bool = False) -> dict[str, Any]:
+    def message(self, *, asked: bool = False) -> Json:
         """Return the body of a beat, with stacks and collectives if `asked`.
 
         `changes` grows with every report of the rank; while it does not, the rank stands still. In a LONG phase CPU time

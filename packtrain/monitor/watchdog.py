@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from packtrain.errors import Json
 from packtrain.monitor.channel import Server
 from packtrain.monitor.heartbeat import (
     BEFORE_TRAINING,
@@ -315,10 +316,10 @@ class _Rank:
     changes: int | None = None
     text: str = ""
 
-    def keep_answer(self, text: str, collectives: Mapping[str, Any] | None = None) -> None:
+    def keep_answer(self, text: str, collectives: Json | None = None) -> None:
         """Keep stacks and collectives. An empty text discards outdated ones."""
         last = {name: value and Collective(**value) for name, value in (collectives or {}).items()}
-        known: dict[str, Any] = {"pending": None, "finished": None, **last}
+        known: Json = {"pending": None, "finished": None, **last}
         self.text, self.state = text, replace(self.state, stack=main_stack(text), **known)
 
     def state_at(self, now: float) -> RankState:
@@ -362,7 +363,7 @@ class Watchdog:
         server.serve("beat", self.receive_beat)
         server.serve("ranks", self.answer_doctor)
 
-    def receive_beat(self, beat: Mapping[str, Any]) -> dict[str, Any]:
+    def receive_beat(self, beat: Json) -> Json:
         """Receive a beat (Heartbeat.message). Returns whether stacks are wanted (`ask`), and the reason to `end`, if any."""
         with self._lock:
             rank = self._ranks.get(beat["rank"])
@@ -489,7 +490,7 @@ class Watchdog:
         """Write a diagnosis to logs/ for packtrain doctor."""
         in_time(lambda: (self._logs / DIAGNOSIS).write_text(diagnosis + "\n", encoding="utf-8"), 0)
 
-    def answer_doctor(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def answer_doctor(self, request: Json) -> Json:
         """Return the state of every rank. With `stacks`, or in a stall, ask the ranks for stacks first.
 
         It reports a stall sooner than `diagnose` does.
@@ -508,7 +509,7 @@ class Watchdog:
             self._write_stacks()
         return self.to_json(self._diagnosis or (diagnose(self.states()) if stalled else None))
 
-    def to_json(self, diagnosis: Diagnosis | None = None) -> dict[str, Any]:
+    def to_json(self, diagnosis: Diagnosis | None = None) -> Json:
         """Return the states as plain containers. `ranks`: RankState; `machines`: host, ranks, age of the last report in s; `diagnosis`."""
         heard = {node: round(time.monotonic() - at, 1) for node, at in self._launchers.items()}
         machines = [
