@@ -21,11 +21,10 @@ import typer
 from typer.core import TyperCommand
 
 from packtrain import __version__, fast_imports, work
-from packtrain.errors import UserError
-from packtrain.exit_code import exit_code_of, report_error
+from packtrain.errors import UserError, exit_code_of, report_error
 from packtrain.objectives.registry import OBJECTIVES
-from packtrain.redact import CleanStream, clean, learn
-from packtrain.standard_streams import open_streams, outlive_terminal
+from packtrain.system import open_streams, outlive_terminal
+from packtrain.wording import CleanStream, clean, learn
 
 try:
     _objectives = OBJECTIVES.all()
@@ -475,7 +474,7 @@ def main() -> None:
 
 def _check_attempt(run: RunConfig, arguments: list[str] | None) -> None:
     """Raise UserError if the run's folder would refuse the run."""
-    from packtrain.launch.attempt import check_attempt
+    from packtrain.launch.execute import check_attempt
     from packtrain.run_folder import RunFolder
 
     check_attempt(run, split_arguments(arguments)[0], RunFolder.of(run.trainer), run.trainer.resume)

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.config.schema import Trainer
-from packtrain.durable import sync, write_text
 from packtrain.errors import Problem, UserError
+from packtrain.system import sync, write_text
 
 REPLACED_LOGS = ("attempt", "lock", "channel.json", "ranks.json", "diagnosis.txt", "restarts.json", "stacks-rank-*")
 """Files in logs/ that a run replaces; it appends to all others."""

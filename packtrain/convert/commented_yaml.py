@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from packtrain.boundary import boundary
 from packtrain.convert.conversion import Conversion, Note, OriginName, convert_file
 from packtrain.convert.counterparts import DIFFERS
+from packtrain.errors import boundary
 from packtrain.wording import counted, shortened, visible
 
 _WIDTH = 118

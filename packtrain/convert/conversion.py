@@ -32,8 +32,7 @@ from packtrain.convert.counterparts import (
 from packtrain.convert.foreign_file import Foreign, read_foreign
 from packtrain.errors import UserError
 from packtrain.objectives.registry import OBJECTIVES
-from packtrain.redact import HIDDEN, is_certain, speaks_of_secrets
-from packtrain.wording import counted
+from packtrain.wording import HIDDEN, counted, is_certain, speaks_of_secrets
 
 OriginName = Literal["axolotl", "llamafactory", "ms-swift", "trl"]
 _KEPT = ("model.path", "data.train", "data.max_length", "batch.")

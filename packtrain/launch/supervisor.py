@@ -17,14 +17,11 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from packtrain.exit_code import Stopped, listening
-from packtrain.launch.coordinator import Reporter
-from packtrain.launch.exit_status import Verdict, is_failure, tail_of
-from packtrain.launch.worker import read_exits
-from packtrain.monitor.processes import Life, ProcessState, count_oom_kills, crash_of, life_of
-from packtrain.time_limit import in_time
+from packtrain.errors import Json
+from packtrain.launch.coordinator import Reporter, Verdict, is_failure, tail_of
+from packtrain.monitor.heartbeat import Life, ProcessState, count_oom_kills, crash_of, life_of, read_exits
+from packtrain.system import Stopped, in_time, listening
 
 SELF_EXIT_S = 2
 TERM_S = 5
@@ -188,7 +185,7 @@ class Supervisor:
             if since > SELF_EXIT_S + TERM_S + TORCHRUN_EXIT_S or not self._workers:
                 _kill_sessions([torchrun])
 
-    def _final_facts(self) -> dict[str, Any]:
+    def _final_facts(self) -> Json:
         """Return how the processes of this machine ended, as fields of MachineReport."""
         facts_of, known, stacks = read_exits(self._exits), self._reporter.report.ranks, dict[int, str]()
         ended = self._torchrun.returncode if self._torchrun else 0

@@ -19,12 +19,11 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from packtrain.boundary import boundary
 from packtrain.config.keys import suggest
 from packtrain.config.rules.fitting import PEFT_OPTIONS
 from packtrain.config.schema import Peft
 from packtrain.data.tokens.pretrained import check_model_folder
-from packtrain.errors import Problem, UserError
+from packtrain.errors import Problem, UserError, boundary
 from packtrain.model.weights.slices import let_copy
 from packtrain.model.weights.source import check_base
 from packtrain.plan.known_model import is_adapted, is_at

@@ -22,12 +22,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.forwards import rotates_by_length
-from packtrain.boundary import boundary
 from packtrain.config.fault import is_number
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import check_model_folder, fix_of, hub, location
-from packtrain.errors import Problem, UserError
+from packtrain.errors import Problem, UserError, boundary
 from packtrain.model.adapters import (
     add_adapters,
     continue_adapters,

@@ -20,15 +20,14 @@ from filelock import FileLock
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from packtrain.boundary import boundary
 from packtrain.config.schema import Model, Peft
-from packtrain.durable import aside, publish
-from packtrain.errors import UserError
+from packtrain.errors import UserError, boundary
 from packtrain.model.load import load_model
 from packtrain.model.spread import Ranks, reading_mesh, spread
 from packtrain.model.weights.hashes import weights_hash
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.known_model import ReferenceChoice
+from packtrain.system import aside, publish
 
 
 def load_reference(

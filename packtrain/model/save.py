@@ -24,13 +24,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer_utils import align_special_tokens
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from packtrain.boundary import boundary, holding
 from packtrain.config.schema import Model
-from packtrain.errors import UserError
+from packtrain.errors import UserError, boundary
 from packtrain.model.load import base_model
 from packtrain.model.weights.quantized import check_dequantizes
 from packtrain.model.weights.source import carry
 from packtrain.plan.known_model import folder_of
+from packtrain.system import holding
 from packtrain.wording import first_line
 
 _STAYS = re.compile(

@@ -22,13 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
 
-from packtrain.boundary import holding
 from packtrain.errors import UserError
 from packtrain.model.load import base_model
 from packtrain.model.weights.stream import map_large_blocks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.strategies.registry import DEFAULT, STRATEGIES
 from packtrain.strategies.spec import StrategySpec
+from packtrain.system import holding
 
 FSDP = "fsdp"
 """The dimension of a mesh over which models are sharded; peft knows it by this name."""

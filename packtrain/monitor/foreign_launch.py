@@ -23,8 +23,7 @@ from typing import NoReturn
 
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed
 from packtrain.monitor.channel import Client, NoAnswer, Server, new_secret, published
-from packtrain.monitor.heartbeat import Phase, TimeLimits, own_heartbeat
-from packtrain.monitor.processes import ProcessState, count_oom_kills, life_of
+from packtrain.monitor.heartbeat import Phase, ProcessState, TimeLimits, count_oom_kills, life_of, own_heartbeat
 from packtrain.monitor.watchdog import POLL_S, Watchdog
 
 SETTLE_S = 2

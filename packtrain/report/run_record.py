@@ -23,9 +23,8 @@ import yaml
 from packtrain.config.keys import keys
 from packtrain.diagnose.doctor import examine
 from packtrain.errors import UserError
-from packtrain.redact import Redactor
 from packtrain.run_folder import RunFolder, object_of, text_of
-from packtrain.wording import visible
+from packtrain.wording import Redactor, visible
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from packtrain.boundary import boundary
-from packtrain.errors import UserError
-from packtrain.exit_code import Stopped
+from packtrain.errors import UserError, boundary
 from packtrain.serve.trained import find_trained, load_trained
+from packtrain.system import Stopped
 from packtrain.wording import visible
 
 _COMMANDS = "/undo, /retry, /system TEXT, /base (adapters off and on), /quit; Ctrl-C ends an answer"

@@ -22,14 +22,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from packtrain.boundary import boundary
 from packtrain.config.compose import load_config
 from packtrain.config.objective import REFERENCES
 from packtrain.config.overrides import assignment
 from packtrain.config.rules.paths_and_packages import is_local, nearest
 from packtrain.config.schema import Model, RunConfig, Tracking, sources
 from packtrain.config.yaml_files import read_config
-from packtrain.errors import UserError
+from packtrain.errors import UserError, boundary
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder
 from packtrain.serve.trained import adapters_of, find_trained, load_trained

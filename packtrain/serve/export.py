@@ -10,10 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from packtrain.boundary import boundary
 from packtrain.config.schema import Model
 from packtrain.data.tokens.pretrained import tokenizer_of
-from packtrain.errors import UserError
+from packtrain.errors import UserError, boundary
 from packtrain.plan.known_model import known_sizes
 from packtrain.plan.surroundings import find_converter
 from packtrain.serve.gguf import convert, give_to_ollama

@@ -16,15 +16,14 @@ import numpy as np
 import yaml
 
 from packtrain import __version__
-from packtrain.boundary import boundary
 from packtrain.config.rules.paths_and_packages import BUILT_IN, DATA_SUFFIXES, MODEL_SUFFIXES, TEMPLATE_SUFFIXES
 from packtrain.config.schema import groups
-from packtrain.errors import UserError, read_json
+from packtrain.errors import UserError, boundary, read_json
 from packtrain.objectives.registry import OBJECTIVES
-from packtrain.redact import Redactor
 from packtrain.report.run_record import read_config, read_metrics
 from packtrain.run_folder import object_of
 from packtrain.serve.trained import Trained
+from packtrain.wording import Redactor
 
 _NAMED = ("_name_or_path", "name_or_path", "base_model_name_or_path")
 """Keys of libraries for the place that a model was loaded from."""

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from packtrain.boundary import boundary
 from packtrain.config.schema import Optim
-from packtrain.errors import CheckFailed
+from packtrain.errors import CheckFailed, boundary
 from packtrain.model.load import base_model
 from packtrain.model.recomputation import recompute
 from packtrain.model.weights.stream import gathered

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from packtrain.launch.worker import end_with_parent
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
-from packtrain.monitor.processes import write_stacks_on_signal
+from packtrain.monitor.heartbeat import write_stacks_on_signal
 from packtrain.packing.balance import cost_of_attention, parts_of_rank
 from packtrain.packing.collate import (
     RowLayout,

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers import trainer as library
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from packtrain.boundary import holding
+from packtrain.system import holding
 
 
 def arguments_on_one_gpu(**arguments: Any) -> TrainingArguments:

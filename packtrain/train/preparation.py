@@ -15,7 +15,6 @@ import torch
 from packtrain.attention.backends import own_attention
 from packtrain.attention.over_ranks import KEY as SPLIT_KEY
 from packtrain.attention.over_ranks import open_group
-from packtrain.boundary import boundary
 from packtrain.changes.registry import check_changes
 from packtrain.changes.spec import Situation
 from packtrain.config.schema import RunConfig
@@ -24,7 +23,7 @@ from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.streaming import open_stream
 from packtrain.data.tokens.chat_template import give_template
 from packtrain.data.tokens.pretrained import load_tokenizer
-from packtrain.errors import CheckFailed, UserError
+from packtrain.errors import CheckFailed, UserError, boundary
 from packtrain.model.compiled import compile_layers
 from packtrain.model.heads.score import outputs_of_tokens
 from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model

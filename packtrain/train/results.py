@@ -25,7 +25,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from packtrain.attention.backends import attention_of
 from packtrain.config.schema import Model, Peft
 from packtrain.data.prepare import PreparedData
-from packtrain.durable import aside, publish
 from packtrain.errors import UserError
 from packtrain.model.load import base_model, load_model
 from packtrain.model.save import complete, weights_at_least
@@ -36,6 +35,7 @@ from packtrain.plan.known_model import base_of
 from packtrain.plan.surroundings import command_of, find_converter
 from packtrain.proof.choice import AttentionChoice
 from packtrain.run_folder import RunFolder, losses_of_sets
+from packtrain.system import aside, publish
 from packtrain.train.checkpoint.folder import tidy
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer

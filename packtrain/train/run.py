@@ -24,13 +24,11 @@ from accelerate.utils import broadcast_object_list
 from rich.markup import escape
 
 from packtrain.attention.backends import deterministic
-from packtrain.boundary import boundary
 from packtrain.changes.registry import proposals
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.prepare import PreparedData
-from packtrain.errors import LostPeers, PacktrainError, UserError
-from packtrain.exit_code import stopped_by, told_at_once
+from packtrain.errors import LostPeers, PacktrainError, UserError, boundary
 from packtrain.inspect.audit import sample_answers
 from packtrain.inspect.corpus import find_places, open_corpus
 from packtrain.model.heads.score import is_reward_model, outputs_of_tokens
@@ -45,8 +43,8 @@ from packtrain.plan.agreement import shared_values
 from packtrain.plan.memory import Memory, estimate
 from packtrain.plan.origin import check_length, check_origin, length_of, origin_in
 from packtrain.proof.isolation import check_causal_and_padding
-from packtrain.redact import clean
 from packtrain.run_folder import RunFolder, write_json
+from packtrain.system import stopped_by, told_at_once
 from packtrain.train import results
 from packtrain.train.checkpoint.folder import best_step_of, find_resume, origin_of, prune, set_aside, step_of
 from packtrain.train.largest_row import memory_error
@@ -88,7 +86,7 @@ from packtrain.train.sync import (
     limit_collectives,
     preparing_s,
 )
-from packtrain.wording import counted, listed
+from packtrain.wording import clean, counted, listed
 
 _MAX_DESCRIBED = 200_000
 """Describe the data at the end of a run up to this many documents (2 s at most); `packtrain report` describes larger data."""

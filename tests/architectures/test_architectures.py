@@ -23,7 +23,7 @@ from trl.trainer.utils import add_fused_lm_head
 from packtrain import attach
 from packtrain.attention.backends import attending_by
 from packtrain.attention.segmented import run as segmented
-from packtrain.library.padded import at_places
+from packtrain.library.attach import at_places
 from packtrain.model.forward import add_loss_sum
 from packtrain.packing.collate import collate_flat
 from packtrain.packing.segments import Segments

@@ -13,9 +13,8 @@ from packtrain.config.keys import check_resume_despite, suggest
 from packtrain.config.rules.fitting import check_fitting
 from packtrain.config.rules.objectives import check_objective
 from packtrain.config.schema import Optim, RunConfig, Topology, name_sources, sources
-from packtrain.redact import speaks_of_secrets
 from packtrain.strategies.registry import STRATEGIES
-from packtrain.wording import shortened
+from packtrain.wording import shortened, speaks_of_secrets
 
 # launchers set these for each process
 _LAUNCH_VARIABLE = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|PACKTRAIN_.*)"

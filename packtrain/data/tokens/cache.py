@@ -33,9 +33,9 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from packtrain.data.formats.columns import merge_uses
-from packtrain.durable import hash_of, publish, write_text
 from packtrain.errors import PeerFailed, Problem, UserError
 from packtrain.monitor.heartbeat import progress
+from packtrain.system import hash_of, publish, write_text
 
 TOKENS, MASK, MANIFEST = "tokens.bin", "mask.bin", "manifest.json"
 ARRAYS = ("lengths", "trained", "fates")

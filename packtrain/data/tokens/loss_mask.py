@@ -28,12 +28,12 @@ from typing import Any, Literal, cast
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from packtrain.boundary import is_ours
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.formats.messages import Messages
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens.chat_template import Template, has_marks, rewrite_for_template
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
+from packtrain.errors import is_ours
 from packtrain.wording import first_line
 
 Span = tuple[int, int]

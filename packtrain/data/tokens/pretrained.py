@@ -14,11 +14,10 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from packtrain.boundary import boundary, holding
 from packtrain.config.schema import Model
-from packtrain.errors import UserError
+from packtrain.errors import UserError, boundary
 from packtrain.plan.known_model import base_of, below_adapters
-from packtrain.time_limit import start
+from packtrain.system import holding, start
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
 
-from packtrain.boundary import boundary
 from packtrain.config.schema import Quantize
-from packtrain.errors import UserError
+from packtrain.errors import UserError, boundary
 
 
 def quantization_config(quantize: Quantize, dtype: torch.dtype) -> Any:

@@ -21,8 +21,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, apply_converters
 
-from packtrain.boundary import holding
 from packtrain.model.weights.hashes import sampled_hash
+from packtrain.system import holding
 
 
 def reading_slices(mesh: DeviceMesh | None) -> AbstractContextManager[None]:

@@ -27,10 +27,10 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.hub import extract_commit_hash
 
-from packtrain.boundary import holding
 from packtrain.errors import UserError, read_json
 from packtrain.model.weights.hashes import sampled_hash
 from packtrain.plan.known_model import BASE
+from packtrain.system import holding
 from packtrain.wording import counted
 
 _SHOWN = 4

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from packtrain.boundary import holding
+from packtrain.system import holding
 
 
 def ask_before_update(optimizer: Any, judge: Callable[[Callable[[], torch.Tensor]], bool | None]) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from packtrain.data.dataset import PairDataset, TokenDataset
-from packtrain.durable import aside, hash_of, publish, remove, sync
 from packtrain.errors import UserError
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
@@ -37,6 +36,7 @@ from packtrain.plan.origin import (
     written_into,
 )
 from packtrain.run_folder import RunFolder, environment, object_of
+from packtrain.system import aside, hash_of, publish, remove, sync
 from packtrain.train.checkpoint.run_state import RUN_STATE, RunState
 
 _UNSAID = re.compile(r"_.*|transformers_version|architectures|dtype|use_cache")

@@ -35,12 +35,11 @@ from packtrain.plan.known_model import ReferenceChoice
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.comparison import has_routers
-from packtrain.redact import clean
-from packtrain.standard_streams import kept
 from packtrain.strategies.spec import StrategySpec
+from packtrain.system import kept
 from packtrain.train.loader import Steps
 from packtrain.train.optim.float32_step import loses_updates
-from packtrain.wording import count_dropped, counted, in_millions, visible
+from packtrain.wording import clean, count_dropped, counted, in_millions, visible
 
 
 class Log:

@@ -18,9 +18,9 @@ from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from trl.trainer.utils import get_peak_flops_per_device
 
-from packtrain.durable import write_text
 from packtrain.model.flops import training_flops
 from packtrain.run_folder import losses_of_sets
+from packtrain.system import write_text
 from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.loader import Steps
 from packtrain.train.log.console import Log

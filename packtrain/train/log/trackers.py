@@ -28,10 +28,10 @@ from accelerate.tracking import (
     WandBTracker,
 )
 
-from packtrain.boundary import boundary
 from packtrain.config.schema import RunConfig
-from packtrain.exit_code import leave
+from packtrain.errors import boundary
 from packtrain.run_folder import RunFolder
+from packtrain.system import leave
 from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.log.listener import Listener
 from packtrain.wording import first_line

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 import packtrain
-from packtrain.boundary import TRACEBACK, boundary, explain
-from packtrain.errors import UserError
-from packtrain.exit_code import BUG, exit_code_of
+from packtrain.errors import BUG, TRACEBACK, UserError, boundary, exit_code_of, explain
 
 OURS, THEIRS = str(Path(packtrain.__file__)), "/site-packages/library/loading.py"
 
