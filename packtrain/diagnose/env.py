@@ -33,6 +33,11 @@ from packtrain.wording import Redactor, size
 
 TORCH_S, DRIVER_S, FOLDER_S = 8.0, 5.0, 5.0
 """Seconds for the answers, from the start on."""
+_TRL_BLOCK = (
+    *(("TRL", "trl"), ("PyTorch", "torch"), ("Transformers", "transformers"), ("Accelerate", "accelerate")),
+    *(("Datasets", "datasets"), ("HF Hub", "huggingface_hub"), ("bitsandbytes", "bitsandbytes")),
+    *(("DeepSpeed", "deepspeed"), ("Liger-Kernel", "liger-kernel"), ("PEFT", "peft"), ("vLLM", "vllm")),
+)
 _COLOURS: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -114,10 +119,23 @@ def report_json(facts: Facts, run: PlannedRun, checks: Sequence[Check], redactor
     return redactor.plain(document)
 
 
+def trl_block(facts: Facts) -> str:
+    """Return the lines of `trl env` without importing its libraries, which takes seconds."""
+    torch, host = facts.torch, facts.host
+    lines = [f"- Platform: {host.platform}", f"- Python version: {host.python}"]
+    lines += [f"- {name} version: {host.packages[package] or 'not installed'}" for name, package in _TRL_BLOCK]
+    config = "".join(f"\n  - {name}: {value}" for name, value in (torch.accelerate or {}).items())
+    lines.insert(6, f"- Accelerate config: {config or 'not found'}")
+    devices = ", ".join(torch.accelerators) or (torch.available is None and torch.error) or "cpu"
+    lines.insert(4, f"- accelerator(s): {devices}")
+    return "\n".join(lines)
+
+
 def _print_report(facts: Facts, run: PlannedRun, checks: Sequence[Check], redactor: Redactor) -> None:
-    """Print facts and checks to stdout, in colour on a terminal."""
+    """Print the three blocks to stdout, in colour on a terminal."""
     console = Console(highlight=False, soft_wrap=True)
     console.print("\nCopy-paste the following information when reporting an issue:\n")
+    console.print(f"{escape(redactor.text(trl_block(facts)))}\n", emoji=False)
     settings = {setting.name: f"{setting.value or 'as it is'}: {setting.reason}" for setting in run.network}
     known = _drop_unknown(redactor.plain({**asdict(facts), "network settings": settings}))
     text = yaml.safe_dump(known, sort_keys=False, allow_unicode=True, width=_width(console))

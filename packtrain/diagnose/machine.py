@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+from huggingface_hub import constants
 
 from packtrain.attention.registry import BACKENDS, tried_by_auto
 from packtrain.attention.spec import Backend
@@ -53,6 +54,8 @@ class Torch:
     nccl: str | None = None
     available: bool | None = None
     devices: Sequence[str] = ()  # names of GPUs
+    accelerators: Sequence[str] = ()  # names as `trl env` prints them, also of other makers' devices
+    accelerate: Mapping[str, Any] | None = None  # written by `accelerate config`
     warning: str = ""
     kernels: Mapping[str, Mapping[str, str]] | None = None  # backend → kernels that were tried → lack ("": it is right)
 
@@ -383,8 +386,33 @@ def _print_torch(dtype: str) -> None:
         available = torch.cuda.is_available()
     remarks = dict.fromkeys(str(item.message).partition("\n")[0] for item in caught if "CUDA" in str(item.message))
     report(available=available, devices=names, warning="; ".join(remarks))
+    report(accelerators=accelerators(names), accelerate=accelerate_config())
     if available:
         report(kernels=_try_kernels(dtype))
+
+
+def accelerators(gpus: list[str]) -> list[str]:
+    """Names of torch's devices, in the order and words of `trl env`."""
+    import torch
+
+    if gpus or torch.backends.mps.is_available():
+        return gpus or ["MPS"]
+    return [torch.xpu.get_device_name(index) for index in range(torch.xpu.device_count())]
+
+
+def accelerate_config() -> dict[str, Any] | None:
+    """Config that `accelerate config` has written, as `trl env` prints it.
+
+    accelerate is imported only if there is such a config.
+    """
+    if not os.path.isfile(os.path.join(constants.HF_HOME, "accelerate", "default_config.yaml")):
+        return None
+    from accelerate.commands.config import load_config_from_file
+
+    try:
+        return load_config_from_file(None).to_dict()
+    except Exception as error:
+        return {"error": first_line(error)}
 
 
 def _try_kernels(dtype: str) -> dict[str, dict[str, str]]:

@@ -79,6 +79,8 @@ def test_the_report_is_a_list_to_paste_then_checks_and_a_failed_one_ends_with_ex
     facts, checked = done.stdout.split("\nChecks:\n")
     for line in ("  platform: ", "    trl: ", "folders:"):
         assert f"\n{line}" in facts
+    pasted = facts.partition("\n\nhost:")[0].splitlines()  # the block of `trl env` first
+    assert [line.partition(":")[0] for line in (pasted[3], pasted[-1])] == ["- Platform", "- vLLM version"]
     assert "\nfail  torch " in checked and "libcudart.so.13" in checked and "→ pip install" in checked
     assert [line for line in checked.splitlines() if len(line) > 80 and " " in line[26:].strip()] == []
     assert "1 failed" in checked.splitlines()[-1] and "Traceback" not in done.stdout

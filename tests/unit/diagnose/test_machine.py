@@ -13,7 +13,7 @@ import pytest
 
 from packtrain.config.schema import Model, RunConfig, Strategy, Topology, Trainer
 from packtrain.diagnose import machine
-from packtrain.diagnose.env import check_all, plan_run
+from packtrain.diagnose.env import check_all, plan_run, trl_block
 from packtrain.diagnose.machine import (
     Check,
     Driver,
@@ -267,3 +267,32 @@ def test_a_question_whose_answer_fails_or_never_comes_costs_only_itself() -> Non
     with pytest.raises(ZeroDivisionError):
         start(lambda: 1 / 0).result(60)
     assert start(lambda: 7).result(60) == 7
+
+
+@pytest.mark.parametrize("gpus", [[], ["NVIDIA H100 80GB HBM3", "NVIDIA L4"]])
+@pytest.mark.parametrize("configured", [False, True])
+def test_the_first_block_of_env_is_that_of_trl_env_line_for_line(
+    gpus: list[str], configured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    import torch
+    from accelerate.commands import config
+    from accelerate.commands.config import config_args
+    from huggingface_hub import constants
+    from trl.scripts.env import print_env
+
+    (file := tmp_path / "accelerate/default_config.yaml").parent.mkdir()
+    if configured:
+        file.write_text(
+            "distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_version: 2}\ndynamo_backend: INDUCTOR\n"
+        )
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    monkeypatch.setattr(config, "default_config_file", str(file))
+    monkeypatch.setattr(config_args, "default_config_file", str(file))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpus[index])
+    print_env()
+    theirs = capsys.readouterr().out.strip("\n").splitlines()[2:]
+    asked = Torch(available=bool(gpus), accelerators=machine.accelerators(gpus), accelerate=machine.accelerate_config())
+    assert trl_block(Facts(machine.read_host(), asked)).splitlines() == theirs
+    assert ("  - num_processes: 4" in theirs) == configured and len(theirs) >= 15
