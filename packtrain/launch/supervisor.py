@@ -106,16 +106,11 @@ class Supervisor:
         if self._torchrun is None or self._torchrun_ended:
             return
         send, receivers = os.killpg, [self._torchrun.pid]
-        begun = read_exits(
-            self._exits
-        )  # not self._workers: a worker that began since the last look would wait for ever
-        if self._passed_on == 2 and len(begun) == len(
-            self._ranks
-        ):  # else it ends torchrun, and workers could say nothing
-            send, receivers = (
-                os.kill,
-                [facts["pid"] for facts in begun.values() if facts.get("pid") and "code" not in facts],
-            )
+        # not self._workers: a worker that began since the last look would wait for ever
+        begun = read_exits(self._exits).values()
+        # a second signal to torchrun would end it, and workers could say nothing
+        if self._passed_on == 2 and len(begun) == len(self._ranks):
+            send, receivers = os.kill, [facts["pid"] for facts in begun if facts.get("pid") and "code" not in facts]
         for pid in receivers:
             with suppress(ProcessLookupError):
                 send(pid, number)

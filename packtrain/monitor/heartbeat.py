@@ -13,6 +13,7 @@ import faulthandler
 import functools
 import importlib
 import json
+import math
 import os
 import random
 import signal
@@ -240,11 +241,13 @@ _DIAGNOSE_AHEAD_S = 5
 class TimeLimits:
     """Time limits in seconds: collectives of a step (`step_s`), ranks that join (`join_s`).
 
-    They come from topology.step_timeout and topology.join_timeout, and set how long a rank may be in a phase without progress.
+    They come from topology.step_timeout and topology.join_timeout, and set how long a rank may be in a phase without progress. Nobody
+    waits for the steps of a single process (`alone`), so only its writing has a deadline.
     """
 
     step_s: float = 600
     join_s: float = 300
+    alone: bool = False
 
     def collective_s(self, phase: Phase) -> float:
         """Return the limit in seconds of a collective operation that begins in `phase`."""
@@ -252,6 +255,8 @@ class TimeLimits:
 
     def deadline_s(self, phase: Phase) -> float:
         """Return how many seconds a rank may stand still in `phase`."""
+        if self.alone and phase not in ("checkpoint", "final"):
+            return math.inf
         if phase in ("start", "join"):  # joining has its own, shorter timeout and a clearer error
             return 2 * self.join_s + 60
         limit_s = self.collective_s(phase)

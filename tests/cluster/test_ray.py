@@ -195,6 +195,14 @@ def test_a_signal_while_workers_are_placed(cluster: Cluster, tmp_path: Path) -> 
     assert run.returncode == 143 and "stopped by SIGTERM" in said, said
 
 
+def test_a_killed_command_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    run = cluster.begin(prepared(tmp_path, max_steps=100_000))
+    wait_for_checkpoint(run, tmp_path)
+    run.kill()
+    run.communicate(timeout=LONG_S)
+    assert_nothing_left()
+
+
 def test_a_run_folder_in_a_copy_that_ray_deletes_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "working_dir_files/_ray_pkg_1"
     folder.mkdir(parents=True)
