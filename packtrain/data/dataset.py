@@ -56,7 +56,8 @@ class DataReport:
     The fields from `rows` to `two_bos` cover all rows of the sources, or the rows on this side of the split if data.eval is a fraction.
     `cut_tokens` were lost to data.max_length; `dropped_chunks` are parts of split documents without a trained token. `apart` counts kept rows
     with a token across an answer's border (tokens/encode.py). `retold` counts rows that TRL's training version of the chat template renders,
-    since the model's own template gives no exact loss mask for them. `two_bos` counts rows that begin with BOS twice. The fields from
+    since the model's own template gives no exact loss mask for them. `tools_in_system` counts rows whose system prompt lists their tools
+    already, so that the template got none. `two_bos` counts rows that begin with BOS twice. The fields from
     `documents` to `trained_tokens` describe one epoch, with weights; `held_out` documents are on the other side. `seconds` is the
     tokenising time (0 if all was cached), `remarks` are decisions about a source, `unread` has the sources' columns from Row.unread.
     """
@@ -70,6 +71,7 @@ class DataReport:
     cut_tokens: int
     apart: int
     retold: int
+    tools_in_system: int
     two_bos: int
     documents: int
     tokens: int
@@ -88,13 +90,17 @@ class DataReport:
         ways = (
             (self.apart, "tokenised in parts, as a token would lie over the border of an answer"),
             (self.retold, "rendered by TRL's training version of the chat template, for an exact loss mask"),
+            (
+                self.tools_in_system,
+                "list their tools in the system prompt already, so the chat template does not list them",
+            ),
             (self.two_bos, "begin with BOS twice: their text holds it, too, so take it out there"),
         )
         said = (f"{counted(rows, 'rows')} {way}" for rows, way in ways if rows)
         return [*self.remarks, *said, *chain.from_iterable(starmap(name_unread, self.unread.items()))]
 
 
-SUMMED = ("truncated", "split", "dropped_chunks", "cut_tokens", "apart", "retold", "two_bos")
+SUMMED = ("truncated", "split", "dropped_chunks", "cut_tokens", "apart", "retold", "tools_in_system", "two_bos")
 """Figures of a DataReport that are sums over the fates of kept rows."""
 
 

@@ -14,13 +14,16 @@ one would silently go untrained. Sources: transformers' guide to chat templates,
 
 from __future__ import annotations
 
+import ast
+import json
 import re
-from itertools import chain
+from contextlib import suppress
+from itertools import chain, product
 from typing import Any
 
 from packtrain.config.keys import suggest
 from packtrain.data.formats.columns import Row, list_of, parse_json
-from packtrain.data.sources.chunks import BadRow, wrong_type
+from packtrain.data.sources.chunks import BadRow, drop_nulls, wrong_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 CALLS = ("function_call", "tool_call")
@@ -56,6 +59,7 @@ KNOWN = {"role", "content", "name", "id", "tool_calls", "tool_call_id", "reasoni
 """Keys that a parsed message may have; nothing reads others, unless the chat template does."""
 CALL = '{"name": …, "arguments": {…}}'
 _TAKEN = re.compile(r"conversations?|tools|tokenize|chat_template|return_\w+|add_generation_prompt|continue_final_\w+")
+_LISTED = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
 Messages = list[dict[str, Any]]
 
 
@@ -272,6 +276,32 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:
             tool = parse_json(tool, "wrong type", "expected an object or one as JSON", place)
         tools.append({"type": "function", "function": _read_function(tool, expected, place)})
     return tools or None
+
+
+def read_listed_tools(messages: Messages) -> list[dict[str, Any]]:
+    """Return the tools that system prompts list as <tools>…</tools>, as in `read_tools`; [] without a list.
+
+    We read JSON (a list, or one object after the other) and, as in Hermes' data, a list of Python.
+    """
+    prompts = [message["content"] for message in messages if message["role"] in ("system", "developer")]
+    found: list[Any] = []
+    for text in chain.from_iterable(map(_LISTED.findall, prompts)):
+        lines = re.sub(r"}\s*{", "},{", text)  # an object on each line
+        for parse, written in product((json.loads, ast.literal_eval), (text, lines)):
+            with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+                found += chain.from_iterable(one if isinstance(one, list) else [one] for one in parse(f"[{written}]"))
+                break
+    with suppress(BadRow):  # other words between the tags
+        return [{"type": "function", "function": _read_function(tool, "", "")} for tool in found]
+    return []
+
+
+def are_same_tools(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> bool:
+    """Return whether two lists have the same tools in any order. Null fields do not count: tables add them."""
+    texts = (
+        sorted(json.dumps(drop_nulls(tool), sort_keys=True, default=str) for tool in side) for side in (first, second)
+    )
+    return next(texts) == next(texts)
 
 
 def read_system(row: Row) -> Messages:

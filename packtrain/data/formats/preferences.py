@@ -30,6 +30,7 @@ from packtrain.data.formats.conversations import (
     Conversation,
     PromptCompletion,
     ask_by_columns,
+    make_conversation,
     refuse_chat_columns,
     refuse_media,
 )
@@ -37,8 +38,6 @@ from packtrain.data.formats.messages import (
     Messages,
     read_message,
     read_messages,
-    read_tools,
-    read_variables,
     refuse_closed_turn,
     with_system,
 )
@@ -185,8 +184,7 @@ def _join(row: Row, prompt: Messages, answers: dict[str, Messages]) -> tuple[Ans
             raise BadRow("not an answer", what, name, "Both answers must follow the same prompt.")
         if any(message.get("weight") == 0 for message in answer):
             raise BadRow("weight", "a turn of the answer is not to be trained; dpo trains all of it", name)
-    tools, variables = read_tools(row), read_variables(row)
-    first, second = (Conversation([*prompt, *side], tools, variables, len(prompt)) for side in answers.values())
+    first, second = (make_conversation(row, [*prompt, *side], len(prompt)) for side in answers.values())
     return first, second
 
 

@@ -92,7 +92,7 @@ def _read_table_row(batch: pa.RecordBatch, at: int) -> RawRow:
     All objects of a table have the same fields, and fields that a row lacks are null: a tool call would get the arguments of
     every other tool. A value that Python cannot hold becomes a BadRow, which the reader's `wrong_type` returns.
     """
-    return {name: _drop_nulls(_as_python(batch.column(name)[at])) for name in batch.schema.names}
+    return {name: drop_nulls(_as_python(batch.column(name)[at])) for name in batch.schema.names}
 
 
 def _as_python(value: Any) -> Any:
@@ -107,11 +107,12 @@ def _as_python(value: Any) -> Any:
         return BadRow("unreadable", f"the value cannot be read: {error}")
 
 
-def _drop_nulls(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
+    """Return a value without the null fields of its objects."""
     if isinstance(value, dict):
-        return {key: _drop_nulls(part) for key, part in value.items() if part is not None}
+        return {key: drop_nulls(part) for key, part in value.items() if part is not None}
     if isinstance(value, list) and value and not isinstance(value[0], (int, float, str)):  # not for lists of token ids
-        return [_drop_nulls(part) for part in value]
+        return [drop_nulls(part) for part in value]
     return value
 
 

@@ -74,6 +74,7 @@ class Fate(NamedTuple):
     split: bool = False
     apart: bool = False
     retold: bool = False
+    tools_in_system: bool = False
     two_bos: bool = False
     marker: bool = False
     drops_system: bool = False
@@ -81,7 +82,7 @@ class Fate(NamedTuple):
     desirable: bool = False
 
 
-FATES = np.dtype("u8,i8,i4,i4,i2,?,?,?,?,?,?,?,f4,?", align=True)
+FATES = np.dtype("u8,i8,i4,i4,i2,?,?,?,?,?,?,?,?,f4,?", align=True)
 FATES.names = Fate._fields
 """A Fate on disk; its `dropped` is the number of the reason, 0 if the row is kept."""
 

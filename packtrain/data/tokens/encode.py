@@ -125,7 +125,7 @@ class Encoder:
         return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
     def _find_faults(self, *examples: Example) -> Flags:
-        """Return the faults `marker` and `drops_system` of a Fate."""
+        """Return `marker`, `drops_system` and `tools_in_system` of a Fate."""
         faults = Flags()
         for example in examples:
             if isinstance(example, Tokens):
@@ -134,6 +134,7 @@ class Encoder:
                 texts = [message["content"] for message in example.messages]
                 if example.messages[0]["role"] == "system" and texts[0].strip() and self._chat.drops_system:
                     faults["drops_system"] = True
+                faults["tools_in_system"] = example.tools_in_system
             else:
                 end = "" if self.tokenizer.eos_id is None else self.tokenizer.text_of(self.tokenizer.eos_id)
                 # ignore EOS as text: the file may hold it

@@ -232,13 +232,12 @@ class ChatEncoder:
         return frozenset(ends)
 
     def _check_tools(self, conversation: Conversation, text: str) -> None:
-        """Raise BadRow if the text is the same without the tools."""
-        if not conversation.tools:
-            return
-        without = ""
-        with suppress(BadRow):  # some templates are for tools only
-            without = self.render(replace(conversation, tools=None))
-        if without == text:
+        """Raise BadRow if the text is the same without the tools, or lacks the system prompt that lists them."""
+        are_lost = conversation.tools_in_system and self.drops_system
+        if conversation.tools:
+            with suppress(BadRow):  # some templates are for tools only
+                are_lost = self.render(replace(conversation, tools=None)) == text
+        if are_lost:
             what = f"the chat template ({self.template.name}) leaves out the tools"
             raise BadRow("tools left out", what, "tools", TEMPLATE_ADVICE)
 
