@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.packing.balance import MicroBatchLimits, imbalance
-from packtrain.packing.split_rows import lay_out_split
+from packtrain.packing.balance import MicroBatchLimits, imbalance, lay_out_split
 
 ATTENTION = 36 * 4096 / 8e9
 RANKS, TOGETHER, EACH = (8, 64, 256, 1024), (2, 4, 8, 16, 32, 64), 16

@@ -5,7 +5,7 @@ taken, the next block is tokenised at the same rate: two blocks are in memory. O
 begins (file, chunk of rows), and how many of its examples were taken. A checkpoint holds just these; a resumed run tokenises
 one block again. A sliding window would mix a little better, but a checkpoint would hold its rows.
 
-The number of an example decides its source (mixture.py). When a source has ended, the others take its share.
+The number of an example decides its source (Mixture). When a source has ended, the others take its share.
 
 Every rank reads and tokenises the whole stream. All ranks then compute the same documents: they exchange
 nothing, and no rank waits for another one's disk. The price is that every rank tokenises.
@@ -28,13 +28,12 @@ import numpy as np
 from rich.console import Console
 
 from packtrain.config.schema import Data, DataSource, Format, name_sources, sources
-from packtrain.data.dataset import SUMMED, DataReport, TokenDataset, Tokenised, mix_sources
+from packtrain.data.dataset import SUMMED, DataReport, Mixture, TokenDataset, Tokenised, make_mixture, mix_sources
 from packtrain.data.formats.columns import merge_uses
-from packtrain.data.mixture import Mixture, make_mixture
 from packtrain.data.prepare import PreparedData, Tokeniser, dataset_of, make_encoder, prepare, refuse_rows
 from packtrain.data.sources.chunks import Chunk
+from packtrain.data.sources.files import read_patiently
 from packtrain.data.sources.locate import Source, locate
-from packtrain.data.sources.remote import read_patiently
 from packtrain.data.tokens.cache import EncodedChunk, MemoryStore, cache_folder
 from packtrain.errors import UserError
 from packtrain.objectives.registry import OBJECTIVES

@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from packtrain.errors import UserError
-from packtrain.inspect.corpus import Corpus, find_places
-from packtrain.inspect.mode_costs import estimate_attention_cost, schedule_of
+from packtrain.inspect.corpus import Corpus, estimate_attention_cost, find_places, schedule_of
 from packtrain.wording import counted, shortened, visible, whole
 
 MAX_TOKENS = 20_000

@@ -1,19 +1,29 @@
-"""Summary of a config's data as one JSON document, for `inspect --json` and reports."""
+"""The verb `packtrain inspect`, and its summary of a config's data as one JSON document, also for reports."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 
+from packtrain.config.schema import Packing, PackingMode, RunConfig
+from packtrain.config.yaml_files import shown
 from packtrain.data.tokens.encode import TOO_LONG
-from packtrain.inspect.audit import audit, audit_json, rows_named
-from packtrain.inspect.corpus import Corpus, find_places
-from packtrain.inspect.examples import show_example
-from packtrain.inspect.mode_costs import estimate_attention_cost, mode_costs
-from packtrain.inspect.scan import scan
+from packtrain.errors import UserError
+from packtrain.inspect.audit import audit, audit_json, rows_named, scan
+from packtrain.inspect.corpus import Corpus, estimate_attention_cost, find_places, open_corpus, schedule_of
+from packtrain.inspect.examples import lay_out_step, show_example, show_first, show_row
+from packtrain.inspect.rendering import DataTerminal, data_page
+from packtrain.packing.schedule import Schedule
 from packtrain.wording import visible
 
+SAMPLED_STEPS = 48
+"""Steps of an epoch that are laid out. In a longer epoch they are spread evenly."""
 SHOWN = 3
 _CANDIDATES = 200
 """Number of examples from the start of the data to choose the shown ones from."""
@@ -67,6 +77,61 @@ def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
     }
 
 
+def mode_costs(corpus: Corpus, processes: int, cost: float) -> dict[str, dict[str, Any]]:
+    """Return each mode's costs: rows and slots of an epoch, `efficiency`, figures of a step.
+
+    `efficiency` is tokens / slots. A mode that is not possible has the reason. A packed row is as long as its documents: `fill` is its
+    share of batch.tokens_per_device.
+    """
+    costs: dict[str, dict[str, Any]] = {}
+    for mode in get_args(PackingMode):
+        packing = replace(corpus.config.packing, mode=mode)
+        try:
+            costs[mode] = _count_costs(schedule_of(corpus, packing, processes, cost), corpus, packing, processes, cost)
+        except UserError as error:
+            costs[mode] = {"rows": None, "slots": None, "efficiency": None, "why": str(error).replace("\n    → ", ": ")}
+    return costs
+
+
+def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes: int, cost: float) -> dict[str, Any]:
+    lengths, mode, pairs = schedule.lengths, packing.mode, corpus.pairs
+    tokens = pairs.lengths if pairs is not None and mode == "padding" else lengths
+    epoch = schedule.steps_per_epoch(0)
+    steps = min(schedule.total_steps, epoch)
+    sample = np.unique(np.linspace(0, steps - 1, min(SAMPLED_STEPS, steps)).round().astype(int)).tolist()
+    rows = slots = used = 0
+    batches, uneven = [], []
+    for step in sample:
+        layout = schedule.layout(step, processes)
+        for part in (part for parts in layout for part in parts if len(part)):
+            own = schedule.slots(part)
+            slots += own
+            used += int(tokens[part].sum(dtype=np.int64))
+            rows += (
+                1 if mode != "packed" else math.ceil(own / schedule.limits.tokens)
+            )  # a row that ranks split counts as several
+        batches.append(len(layout[0]))
+        uneven.append(schedule.imbalance(layout))
+    whole = int(tokens.sum(dtype=np.int64))
+    figures: dict[str, Any] = {
+        "rows": len(lengths) * corpus.spec.documents if mode == "padding" else round(rows * whole / used),
+        "slots": round(slots * whole / used),
+        "efficiency": round(min(used / slots, 1.0), 4),
+        "steps": epoch,
+        "micro_batches": [min(batches), max(batches)],
+        "imbalance": round(float(np.mean(uneven)), 4),
+        "sampled": len(sample) < epoch,
+    }
+    if mode == "packed":
+        figures["fill"] = round(slots / (rows * schedule.limits.tokens), 4)
+    if pairs is not None and mode != "padding" and packing.share_prefix is not False:
+        both = int(pairs.lengths.sum(dtype=np.int64))
+        figures["saved_by_sharing"] = round(1 - int(pairs.shared_lengths.sum(dtype=np.int64)) / both, 4)
+    if schedule.prefixes is not None:
+        figures["saved_by_sharing"] = round(1 - slots / used, 4)
+    return figures
+
+
 def _choose_typical(corpus: Corpus) -> list[int]:
     """Choose examples of usual length from the start of the data, by their first documents."""
     together = corpus.spec.documents
@@ -109,3 +174,68 @@ def _count_cuts(corpus: Corpus) -> list[dict[str, Any]]:
             }
         )
     return cuts
+
+
+_FIRST = 2
+"""Number of examples that are shown above the summary."""
+
+
+def show_data(
+    config: RunConfig,
+    processes: int,
+    title: str,
+    *,
+    rows: int | None,
+    step: int | None,
+    source: str | None,
+    html: Path | None,
+    as_json: bool,
+) -> int:
+    """Show the data of `config`, laid out for `processes`, by the options of the verb.
+
+    Returns the exit code. Examples that are asked for are shown on the terminal at once, without the summary. Only the summary reads all
+    tokens."""
+    if source is not None and (step is not None or rows is not None):
+        raise UserError("it shows one row, so it does not go with --rows or --step", where="--source")
+    if html is not None:
+        _check_page(html)
+    corpus = open_corpus(config, progress=os.isatty(2))
+    terminal, unit = DataTerminal(), corpus.spec.examples
+    layout = examples = None
+    if step is not None:
+        layout = lay_out_step(corpus, processes, step, rows)
+        batches = [batch for rank in layout["ranks"] for batch in rank["micro_batches"]]
+        examples = [example for batch in batches for example in batch["shown"]]
+    elif source is not None:
+        examples = show_row(corpus, source)
+    elif rows is not None:
+        examples = show_first(corpus, rows)
+    if html is None and not as_json and examples is not None:
+        terminal.legend()
+        terminal.examples(examples, unit) if layout is None else terminal.step(layout, unit)
+        return 0
+    summary = summarise(corpus, processes)
+    summary |= {} if examples is None else {"shown": examples}
+    summary |= {} if layout is None else {"step": layout}
+    if html is not None:
+        html.write_text(data_page(summary, title), encoding="utf-8")
+    if as_json:
+        print(json.dumps(summary, indent=2))
+    elif html is not None:
+        terminal.say(f"written: {shown(html)}")
+    else:
+        terminal.legend()
+        terminal.examples(summary["shown"][:_FIRST], unit)
+        terminal.say()
+        terminal.summary(summary)
+    return 0
+
+
+def _check_page(file: Path) -> None:
+    """Raise UserError if the page's folder is missing. Also if its name may belong to a config or data."""
+    where = f"--html {shown(file)}"
+    if not file.parent.is_dir():
+        raise UserError("there is no such folder", where=where, fix="Make it first.")
+    if os.path.lexists(file) and (file.suffix not in (".html", ".htm") or file.is_dir()):
+        fix = "Give a name that ends in .html."
+        raise UserError("this file is not an HTML page, so it is not overwritten", where=where, fix=fix)

@@ -44,7 +44,7 @@ class Chunk:
     """Rows of the file or data set `origin`: values, or a batch of a table.
 
     `numbers` are line numbers if `by_line`, else row numbers, from 1. `size` is in bytes or rows, like the
-    source's. `translate` renames the columns of each row (dataset_info.py); `columns` maps our names to its own.
+    source's. `translate` renames the columns of each row (locate.py); `columns` maps our names to its own.
     """
 
     origin: str

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from packtrain.data.dataset import Document
-from packtrain.packing.balance import Layout, parts_of_rank
-from packtrain.packing.split_rows import lay_out_split
+from packtrain.packing.balance import Layout, lay_out_split, parts_of_rank
 from packtrain.train.loader import ByStep, MicroBatch
 from packtrain.train.objectives.single_answers import AnswerSteps
 

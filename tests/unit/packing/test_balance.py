@@ -20,11 +20,11 @@ from packtrain.packing.balance import (
     deal,
     imbalance,
     lay_out,
+    lay_out_split,
     part_costs,
     parts_of_rank,
 )
 from packtrain.packing.bins import best_fit
-from packtrain.packing.split_rows import lay_out_split
 
 MODES: list[PackingMode] = ["padding", "padding_free", "packed"]
 
