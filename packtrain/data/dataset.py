@@ -193,32 +193,19 @@ class PairDataset:
         return Preference(chosen, rejected, int(self.prompts[index]))
 
 
-class UnpairedDataset:
-    """Answers for training: labelled documents, which pickle like other documents.
+class UnpairedDataset(TokenDataset):
+    """Answers for training: labelled documents.
 
-    lengths: int32[n], tokens of each. trained: int32[n], its targets: all tokens after the prompt. labels: bool[n],
-    True for desirable answers. `fingerprint` changes whenever a token, a mask, a label or the order changes.
+    trained: int32[n], the targets of each: all tokens after the prompt. labels: bool[n], True for desirable answers. `fingerprint`
+    changes whenever a token, a mask, a label or the order changes.
     """
 
     def __init__(self, documents: TokenDataset) -> None:
-        self.documents, self.lengths, self.trained = documents, documents.lengths, documents.trained
+        self.__dict__.update(documents.__dict__)
         self.labels: np.ndarray = np.concatenate([store.labels() for store in documents.stores])[documents.rows]
         self.fingerprint = _hash(documents.fingerprint.encode(), self.labels)
         desirable = int(np.count_nonzero(self.labels))
-        figures = LabelFigures(desirable, len(self.labels) - desirable)
-        self.report: DataReport = replace(documents.report, labels=figures)
-
-    @cached_property
-    def source_of(self) -> np.ndarray:
-        """Return the number of each answer's source: int16[n]."""
-        return self.documents.source_of
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> Document:
-        """Return document number `index`, 0 to len - 1."""
-        return self.documents[index]
+        self.report = replace(documents.report, labels=LabelFigures(desirable, len(self.labels) - desirable))
 
 
 def _hash(fingerprint: bytes, values: np.ndarray) -> str:
@@ -351,10 +338,10 @@ class Mixture:
         """Return the source of each example from `first` to before `end`: int16 [end - first]."""
         parts = []
         while first < end:
-            stage, block, within = self._place(first)
-            drawn = self._draw(stage, block)[within:]
-            last = min(end, self.first[stage + 1] if stage + 1 < len(self.first) else end)
-            parts.append(drawn[: last - first])
+            stage = self.stage_of(first)
+            block, within = divmod(first - self.first[stage], BLOCK)
+            last = min((end, *self.first[stage + 1 : stage + 2]))
+            parts.append(_draw_block(self.shares[stage], self.seed, stage, block)[within:][: last - first])
             first += len(parts[-1])
         return np.concatenate(parts) if parts else np.empty(0, np.int16)
 
@@ -362,24 +349,17 @@ class Mixture:
         """Return how many examples before number `end` come from each source: int64 [sources]."""
         total = np.zeros(len(self.shares[0]), np.int64)
         for stage, start in enumerate(self.first):
-            stop = min(end, self.first[stage + 1]) if stage + 1 < len(self.first) else end
+            stop = min((end, *self.first[stage + 1 : stage + 2]))
             if stop > start:
                 blocks, rest = divmod(stop - start, BLOCK)
                 total += blocks * _share_out(self.shares[stage])
-                total += np.bincount(self._draw(stage, blocks)[:rest], minlength=len(total))
+                drawn = _draw_block(self.shares[stage], self.seed, stage, blocks)
+                total += np.bincount(drawn[:rest], minlength=len(total))
         return total
 
     def stage_of(self, example: int) -> int:
         """Return the number of an example's stage."""
         return sum(start <= example for start in self.first) - 1
-
-    def _place(self, example: int) -> tuple[int, int, int]:
-        """Return the stage of an example, the block in the stage, and the place there."""
-        stage = self.stage_of(example)
-        return stage, *divmod(example - self.first[stage], BLOCK)
-
-    def _draw(self, stage: int, block: int) -> np.ndarray:
-        return _draw_block(self.shares[stage], self.seed, stage, block)
 
 
 def make_mixture(stages: Sequence[Stage], weights: Mapping[str, float], examples_per_step: int, seed: int) -> Mixture:

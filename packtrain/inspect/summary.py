@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -87,48 +86,33 @@ def mode_costs(corpus: Corpus, processes: int, cost: float) -> dict[str, dict[st
     for mode in get_args(PackingMode):
         packing = replace(corpus.config.packing, mode=mode)
         try:
-            costs[mode] = _count_costs(schedule_of(corpus, packing, processes, cost), corpus, packing, processes, cost)
+            costs[mode] = _count_costs(schedule_of(corpus, packing, processes, cost), corpus, packing, processes)
         except UserError as error:
             costs[mode] = {"rows": None, "slots": None, "efficiency": None, "why": str(error).replace("\n    → ", ": ")}
     return costs
 
 
-def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes: int, cost: float) -> dict[str, Any]:
-    lengths, mode, pairs = schedule.lengths, packing.mode, corpus.pairs
-    tokens = pairs.lengths if pairs is not None and mode == "padding" else lengths
-    epoch = schedule.steps_per_epoch(0)
-    steps = min(schedule.total_steps, epoch)
-    sample = np.unique(np.linspace(0, steps - 1, min(SAMPLED_STEPS, steps)).round().astype(int)).tolist()
-    rows = slots = used = 0
-    batches, uneven = [], []
-    for step in sample:
-        layout = schedule.layout(step, processes)
-        for part in (part for parts in layout for part in parts if len(part)):
-            own = schedule.slots(part)
-            slots += own
-            used += int(tokens[part].sum(dtype=np.int64))
-            rows += (
-                1 if mode != "packed" else math.ceil(own / schedule.limits.tokens)
-            )  # a row that ranks split counts as several
-        batches.append(len(layout[0]))
-        uneven.append(schedule.imbalance(layout))
-    whole = int(tokens.sum(dtype=np.int64))
+def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes: int) -> dict[str, Any]:
+    mode, pairs, epoch = packing.mode, corpus.pairs, schedule.steps_per_epoch(0)
+    tokens = pairs.lengths if pairs is not None and mode == "padding" else schedule.lengths
+    sample = schedule.summary(processes, SAMPLED_STEPS, tokens)
+    scale = int(tokens.sum(dtype=np.int64)) / sample.tokens
     figures: dict[str, Any] = {
-        "rows": len(lengths) * corpus.spec.documents if mode == "padding" else round(rows * whole / used),
-        "slots": round(slots * whole / used),
-        "efficiency": round(min(used / slots, 1.0), 4),
+        "rows": len(tokens) * corpus.spec.documents if mode == "padding" else round(sample.rows * scale),
+        "slots": round(sample.slots * scale),
+        "efficiency": round(1 - sample.padding_fraction, 4),
         "steps": epoch,
-        "micro_batches": [min(batches), max(batches)],
-        "imbalance": round(float(np.mean(uneven)), 4),
-        "sampled": len(sample) < epoch,
+        "micro_batches": [sample.micro_batches_min, sample.micro_batches_max],
+        "imbalance": round(sample.imbalance, 4),
+        "sampled": sample.steps < epoch,
     }
     if mode == "packed":
-        figures["fill"] = round(slots / (rows * schedule.limits.tokens), 4)
+        figures["fill"] = round(sample.slots / (sample.rows * schedule.limits.tokens), 4)
     if pairs is not None and mode != "padding" and packing.share_prefix is not False:
         both = int(pairs.lengths.sum(dtype=np.int64))
         figures["saved_by_sharing"] = round(1 - int(pairs.shared_lengths.sum(dtype=np.int64)) / both, 4)
     if schedule.prefixes is not None:
-        figures["saved_by_sharing"] = round(1 - slots / used, 4)
+        figures["saved_by_sharing"] = round(1 - sample.slots / sample.tokens, 4)
     return figures
 
 

@@ -67,11 +67,12 @@ def cost_of_attention(config: Any, parameters: int) -> float:
 
 def lay_out(
     lengths: np.ndarray,
-    *,
     mode: PackingMode,
     world_size: int,
     limits: MicroBatchLimits,
     attention_cost: float,
+    ranks_per_row: int = 1,
+    *,
     keep_order: bool = False,
     cost: np.ndarray | None = None,
 ) -> Layout:
@@ -80,20 +81,23 @@ def lay_out(
     `cost` float[n] is the work of each (default: `costs`); it is ignored with kept order or padding. All ranks get equally many
     micro-batches, as few as possible; with fewer documents than ranks some are empty. Packed mode ignores `limits.examples`; in padding
     mode a document counts as many tokens as the longest of its micro-batch. `keep_order` keeps the order: by micro-batch, then by rank.
-    ValueError if a document exceeds `limits.tokens`.
+    `ranks_per_row` neighbours may split a row. ValueError if a document exceeds `limits.tokens` on each of them.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if mode == "packed":
         limits = MicroBatchLimits(tokens=limits.tokens)
-    if lengths.max(initial=0) > limits.tokens:
-        raise ValueError(f"a document has {lengths.max()} tokens, a micro-batch takes {limits.tokens}")
+    if lengths.max(initial=0) > limits.tokens * ranks_per_row:
+        raise ValueError(f"a document has {lengths.max()} tokens, {ranks_per_row} ranks take {limits.tokens} each")
+    work = costs(lengths, attention_cost) if cost is None else cost
+    if ranks_per_row > 1:  # for a short document the exchanges would take longer than the work
+        long = (work > work.sum() / world_size) & (lengths * ranks_per_row > max(limits.tokens, ranks_per_row**2))
+        if (long := long | (lengths > limits.tokens)).any():
+            return _lay_out_split(lengths, work, long, world_size, limits, ranks_per_row)
     if keep_order or mode == "padding":
         parts = _cut_evenly(lengths, mode == "padding", keep_order, world_size, limits, attention_cost)
-    else:
-        cost = costs(lengths, attention_cost) if cost is None else cost
-        parts = _fill_evenly(lengths, cost, world_size, limits)
-        return deal(parts, np.array([cost[part].sum() for part in parts]), world_size)
-    return deal(parts, part_costs(parts, lengths, mode, attention_cost), world_size, keep_order)
+        return deal(parts, part_costs(parts, lengths, mode, attention_cost), world_size, keep_order)
+    parts = _fill_evenly(lengths, work, world_size, limits)
+    return deal(parts, np.array([work[part].sum() for part in parts]), world_size)
 
 
 def parts_of_rank(layout: Layout, rank: int) -> list[tuple[np.ndarray, bool]]:
@@ -255,27 +259,16 @@ def choose_ranks_per_row(asked: int | str, longest: int, tokens: float, world_si
     return next(enough, world_size)
 
 
-def lay_out_split(
+def _lay_out_split(
     lengths: np.ndarray,
-    *,
+    cost: np.ndarray,
+    long: np.ndarray,
     world_size: int,
     limits: MicroBatchLimits,
-    attention_cost: float,
     ranks_per_row: int,
-    cost: np.ndarray | None = None,
-    **how: Any,
 ) -> Layout:
-    """Lay out one step as `lay_out` does, but let `ranks_per_row` neighbours split a row. ValueError if a document exceeds that room."""
-    lengths = np.asarray(lengths, dtype=np.int64)
-    given, cost = cost, costs(lengths, attention_cost) if cost is None else cost
-    long = lengths > limits.tokens
-    if ranks_per_row > 1:  # for a short document the exchanges would take longer than the work
-        long |= (cost > cost.sum() / world_size) & (lengths * ranks_per_row > max(limits.tokens, ranks_per_row**2))
-    if not long.any():
-        return lay_out(lengths, world_size=world_size, limits=limits, attention_cost=attention_cost, cost=given, **how)
+    """Lay out one step with `long` bool[n] documents split over `ranks_per_row` neighbours."""
     wide, groups = limits.tokens * ranks_per_row, world_size // ranks_per_row
-    if ranks_per_row == 1 or lengths.max() > wide:
-        raise ValueError(f"a document has {lengths.max()} tokens, {ranks_per_row} ranks together take {wide}")
     order = np.argsort(-cost, kind="stable")
     rows, work = _split_rows(order[long[order]], lengths, cost, groups, wide)
     whole = order[~long[order]]

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.packing.balance import Layout, MicroBatchLimits, lay_out_split, work_of_ranks
+from packtrain.packing.balance import Layout, MicroBatchLimits, lay_out, work_of_ranks
 from packtrain.packing.bins import best_fit
 from packtrain.packing.segments import Segments
 
@@ -263,7 +263,6 @@ def index_prefixes(documents: Any) -> PrefixIndex:
 def lay_out_shared(
     index: PrefixIndex,
     numbers: np.ndarray,
-    *,
     world_size: int,
     limits: MicroBatchLimits,
     attention_cost: float,
@@ -281,15 +280,7 @@ def lay_out_shared(
         most = limits.tokens, division * work.sum() / world_size
         trees = divide_trees(segments, ends, np.stack([tokens, work]), most)
         sizes, cost = np.array([size for size, _ in trees]).T
-        layout = lay_out_split(
-            sizes.astype(np.int64),
-            mode="packed",
-            world_size=world_size,
-            limits=limits,
-            attention_cost=attention_cost,
-            ranks_per_row=ranks_per_row,
-            cost=cost,
-        )
+        layout = lay_out(sizes, "packed", world_size, limits, attention_cost, ranks_per_row, cost=cost)
         done.append(float(work_of_ranks(layout, lambda part, cost=cost: cost[part].sum()).max()))
         for parts in layout:
             parts[:] = [

@@ -28,7 +28,6 @@ from packtrain.packing.balance import (
     deal,
     imbalance,
     lay_out,
-    lay_out_split,
     part_costs,
     parts_of_rank,
     work_of_ranks,
@@ -41,16 +40,27 @@ KEPT_EPOCHS = 2  # epochs with rows in memory: the current one, and the next whe
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """Device utilisation over a sample of steps. `imbalance`: cost of the busiest rank / mean - 1. `micro_batches_*` count a rank's
-    micro-batches in a step. `shared_fraction` of the tokens are computed with another document."""
+    """Device utilisation over a sample of `steps`: sums over them. `imbalance`: cost of the busiest rank / mean - 1, as a mean.
+    `micro_batches_*` count a rank's micro-batches in a step. `rows`: a row that ranks split counts as several."""
 
-    documents_per_step: float
-    tokens_per_step: float
-    padding_fraction: float
-    shared_fraction: float
+    steps: int
+    documents: int
+    tokens: int
+    slots: int
+    rows: int
     imbalance: float
     micro_batches_min: int
     micro_batches_max: int
+
+    @property
+    def padding_fraction(self) -> float:
+        """Return the share of the slots without a token."""
+        return max(1 - self.tokens / self.slots, 0.0)
+
+    @property
+    def shared_fraction(self) -> float:
+        """Return the share of the tokens that are computed with another document."""
+        return max(1 - self.slots / self.tokens, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,26 +118,14 @@ class Schedule:
             cost = part_costs(planned, self.lengths, self.packing.mode, self.attention_cost)
             return deal(planned, cost, world_size, keep_order)
         documents = self.documents(step)
+        sizes = (world_size, self.limits, self.attention_cost, self.ranks_per_row)
         if self.prefixes is not None:
-            layout = lay_out_shared(
-                self.prefixes,
-                documents,
-                world_size=world_size,
-                limits=self.limits,
-                attention_cost=self.attention_cost,
-                ranks_per_row=self.ranks_per_row,
-            )
-            return _of(documents, layout)
-        how: Any = {
-            "mode": self.packing.mode,
-            "world_size": world_size,
-            "limits": self.limits,
-            "attention_cost": self.attention_cost,
-            "keep_order": keep_order,
-        }
-        lengths, together = self.lengths[documents], self.ranks_per_row
-        layout = lay_out(lengths, **how) if together == 1 else lay_out_split(lengths, **how, ranks_per_row=together)
-        return _of(documents, layout)
+            layout = lay_out_shared(self.prefixes, documents, *sizes)
+        else:
+            layout = lay_out(self.lengths[documents], self.packing.mode, *sizes, keep_order=keep_order)
+        for parts in layout:
+            parts[:] = [documents[part] for part in parts]
+        return layout
 
     def slots(self, part: np.ndarray) -> int:
         """Return the token slots of a micro-batch of these documents."""
@@ -163,21 +161,23 @@ class Schedule:
             seen += int(rows.offsets[min(within * self.rows_per_step, len(rows))])
         return seen
 
-    def summary(self, world_size: int, sample_steps: int = 32) -> Utilisation:
-        """Average over at most `sample_steps` steps, spread evenly over the first epoch. Plans the whole epoch."""
+    def summary(self, world_size: int, sample_steps: int = 32, tokens: np.ndarray | None = None) -> Utilisation:
+        """Sum over at most `sample_steps` steps, spread evenly over the first epoch. Plans the whole epoch.
+
+        `tokens` int[n] are the tokens of each document, if its length includes padding.
+        """
         steps = min(self.total_steps, self.steps_per_epoch(0))
         sample = np.unique(np.linspace(0, steps - 1, min(sample_steps, steps)).round().astype(int)).tolist()
         layouts = [self.layout(step, world_size) for step in sample]
         parts = [part for layout in layouts for rank in layout for part in rank if len(part)]
-        tokens = int(self.lengths[np.concatenate(parts)].sum(dtype=np.int64))
-        slots = sum(map(self.slots, parts))
-        uneven = [self.imbalance(layout) for layout in layouts]
+        slots = [*map(self.slots, parts)]
         return Utilisation(
-            documents_per_step=sum(map(len, parts)) / len(sample),
-            tokens_per_step=tokens / len(sample),
-            padding_fraction=max(1 - tokens / slots, 0.0),
-            shared_fraction=max(1 - slots / tokens, 0.0),
-            imbalance=float(np.mean(uneven)),
+            steps=len(sample),
+            documents=sum(map(len, parts)),
+            tokens=int((self.lengths if tokens is None else tokens)[np.concatenate(parts)].sum(dtype=np.int64)),
+            slots=sum(slots),
+            rows=sum(math.ceil(own / self.limits.tokens) if self.packing.mode == "packed" else 1 for own in slots),
+            imbalance=float(np.mean([self.imbalance(layout) for layout in layouts])),
             micro_batches_min=min(len(layout[0]) for layout in layouts),
             micro_batches_max=max(len(layout[0]) for layout in layouts),
         )
@@ -224,13 +224,6 @@ class Schedule:
             return Rows(order, np.append(np.arange(0, count, self.examples_per_step), count))
         rows = in_order(self.lengths[order], int(self.limits.tokens))
         return Rows(order[rows.documents], rows.offsets)
-
-
-def _of(documents: np.ndarray, layout: Layout) -> Layout:
-    """Replace the indices in `layout` by the documents they stand for."""
-    for parts in layout:
-        parts[:] = [documents[part] for part in parts]
-    return layout
 
 
 def make_schedule(

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.config.schema import Data, Format
-from packtrain.data.formats.columns import Row, fill_in_questions, hash_content, hash_row, merge_uses
+from packtrain.data.formats.columns import Row, hash_content, hash_row, merge_uses
 from packtrain.data.formats.conversations import Conversation, Example, PromptCompletion, Tokens, read_row
 from packtrain.data.formats.preferences import Answered, common_prompt, read_margin, read_preference, read_unpaired
 from packtrain.data.sources.chunks import BadRow, Chunk, RawRow
@@ -66,7 +66,7 @@ class Encoder:
         problems: list[Problem] = []
         unread: dict[str, str] = {}
         columns = chunk.columns or self.data.columns
-        for where, row in fill_in_questions([*chunk.rows()], columns) if format == "alpaca" else chunk.rows():
+        for where, row in chunk.rows():
             content = hash_row(row, format, columns)
             try:
                 documents, flags = self.encode_row(row, format, columns, unread)
@@ -172,8 +172,8 @@ class Encoder:
         """
         if isinstance(row, BadRow):
             raise row
-        by_examples = {"documents": self._encode_example, "answers": self._encode_labelled, "pairs": self._encode_pair}
-        encode = by_examples[OBJECTIVES[self.objective].examples]
+        are_documents = OBJECTIVES[self.objective].examples == "documents"
+        encode = self._encode_example if are_documents else self._encode_answered
         template, none = self.template, frozenset[str]()
         roles, keys = (template.words, template.keys) if template else (none, none)
         made = Row(row, columns, roles, keys, self.data.system, self._chat.nameless_roles if template else none)
@@ -203,22 +203,19 @@ class Encoder:
             document = self._check_tokens(example)
         return [document], flags | self._find_faults(example)
 
-    def _encode_pair(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
-        pair = read_preference(row)
-        documents, apart = self._encode_answers(*pair)
-        content = hash_content(common_prompt(row, pair[0]))
-        flags = {"content": content, "apart": apart, **self._find_faults(*pair)}
-        if OBJECTIVES[self.objective].margins:
+    def _encode_answered(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
+        """Encode a pair, or labelled answers, with the ids and targets of TRL's trainers. The answers of a pair share one border."""
+        spec, flags = OBJECTIVES[self.objective], Flags()
+        if spec.pairs:
+            examples = [*read_preference(row)]
+        else:
+            examples, flags["desirable"] = read_unpaired(row, format)
+        groups = [examples] if spec.pairs else [[example] for example in examples]
+        encoded = [self._encode_answers(*group) for group in groups]
+        if spec.margins:
             flags["margin"] = read_margin(row)
-        return documents, flags
-
-    def _encode_labelled(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
-        """Encode each answer as one document, with the ids and targets of TRL's KTOTrainer."""
-        examples, desirable = read_unpaired(row, format)
-        encoded = [self._encode_answers(example) for example in examples]
-        documents, apart = [document for made, _ in encoded for document in made], any(apart for _, apart in encoded)
-        content = hash_content(common_prompt(row, examples[0]))
-        return documents, {"content": content, "apart": apart, "desirable": desirable, **self._find_faults(*examples)}
+        flags |= {"content": hash_content(common_prompt(row, examples[0])), "apart": any(apart for _, apart in encoded)}
+        return [document for made, _ in encoded for document in made], flags | self._find_faults(*examples)
 
     def _check_tokens(self, tokens: Tokens) -> IdsAndMask:
         ids, mask, loss_on = tokens.input_ids, tokens.mask, self.data.loss_on
