@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain, starmap
-from typing import Any
 
 import numpy as np
 
@@ -277,10 +276,9 @@ def mix_sources(
         fates = fates[fates["dropped"] == 0]
         sums.update(kept=len(fates), **{name: int(fates[name].sum(dtype=np.int64)) for name in SUMMED})
     all_rows = np.concatenate(rows)
-    figures: dict[str, Any] = dict(sums)
     names = name_sources([part.source for part in parts])
     report = DataReport(
-        **figures,
+        **sums,
         rows=sums["kept"] + dropped.total(),
         dropped=dict(dropped),
         documents=len(all_rows),

@@ -152,7 +152,7 @@ class Tokeniser:
     pool: ProcessPoolExecutor | None = None
 
     @property
-    def settings(self) -> tuple[Any, ...]:
+    def settings(self) -> tuple[object, ...]:
         """Return the settings that decide the documents of a row; the cache key includes them."""
         data, template = self.encoder.data, self.encoder.template
         keys = (data.format, data.loss_on, data.max_length, data.overlong, data.bad_rows, sorted(data.columns.items()))

@@ -34,7 +34,7 @@ from packtrain.data.prepare import PreparedData, Tokeniser, dataset_of, make_enc
 from packtrain.data.sources.chunks import Chunk
 from packtrain.data.sources.files import read_patiently
 from packtrain.data.sources.locate import Source, locate
-from packtrain.data.tokens.cache import EncodedChunk, MemoryStore, cache_folder
+from packtrain.data.tokens.cache import Document, EncodedChunk, MemoryStore, cache_folder
 from packtrain.errors import UserError
 from packtrain.objectives.registry import OBJECTIVES
 
@@ -46,9 +46,9 @@ _START: Place = {"file": 0, "name": "", "chunk": 0, "block": 0, "pass": 0, "take
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Documents trained together (two for a pair). Each is ids int32[n] and mask bool[n]. Also the row's fate and its location."""
+    """Documents trained together (two for a pair), with the row's fate and its location."""
 
-    documents: list[tuple[np.ndarray, np.ndarray]]
+    documents: list[Document]
     fate: np.void
     row: str
 
@@ -62,7 +62,7 @@ class Window:
 
     data: Any
     rows: list[str]
-    place: dict[str, Any]
+    place: Place
     mark: int
     last: bool = False
 
@@ -88,7 +88,7 @@ class _Block:
             fate = store.fates[at[first]].copy()
             fate["documents"], fate["desirable"] = together, desirable[first]
             row = f"{chunk.origin}{':' if chunk.by_line else ', row '}{chunk.numbers[at[first]]}"
-            self.examples.append(Example([(part.input_ids, part.loss_mask) for part in documents], fate, row))
+            self.examples.append(Example(documents, fate, row))
 
 
 @dataclass
@@ -175,7 +175,7 @@ class Stream:
     report: DataReport
     stack: ExitStack
 
-    def windows(self, place: dict[str, Any] | None = None) -> Iterator[Window]:
+    def windows(self, place: Place | None = None) -> Iterator[Window]:
         """Yield step by step, from the beginning or from the `place` of a window."""
         step, held = place["step"] if place else 0, None
         for name, stream in zip(self.report.sources, self.streams, strict=True):
@@ -209,17 +209,18 @@ class Stream:
             drawn = np.random.default_rng([self.mixture.seed, 6, number, sum(goes_on)])
             source = int(drawn.choice(len(shares), p=shares / shares.sum()))
 
-    def _window(self, taken: list[tuple[int, Example]], place: dict[str, Any]) -> Window:
+    def _window(self, taken: list[tuple[int, Example]], place: Place) -> Window:
         documents = [document for _, example in taken for document in example.documents]
-        ids, mask = (np.concatenate(column) for column in zip(*documents, strict=True))
-        lengths = np.array([len(ids) for ids, _ in documents], np.int32)
+        ids = np.concatenate([document.input_ids for document in documents])
+        mask = np.concatenate([document.loss_mask for document in documents])
+        lengths = np.array([len(document.input_ids) for document in documents], np.int32)
         store = MemoryStore(ids, mask, lengths, np.array([example.fate for _, example in taken]), self.report.format)
         data = TokenDataset([store], np.arange(len(store)), self.report)
         data.source_of = np.repeat(np.array([source for source, _ in taken], np.int16), len(documents) // len(taken))
         mark = zlib.crc32(mask.data, zlib.crc32(ids.data)) & 0xFFFF
         return Window(dataset_of(OBJECTIVES[self.objective], data), [example.row for _, example in taken], place, mark)
 
-    def report_at(self, place: dict[str, Any], **trained: int) -> DataReport:
+    def report_at(self, place: Place, **trained: int) -> DataReport:
         """Report on the rows read up to this place; `trained` gives the figures of training."""
         figures = sum((Counter(own["figures"]) for own in place["sources"].values()), Counter[str]())
         known: Any = {name: figures[name] for name in ("rows", "kept", *SUMMED)}

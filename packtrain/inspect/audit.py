@@ -19,6 +19,7 @@ from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.tokens.cache import Store
 from packtrain.data.tokens.encode import SAME, UNTRAINED
 from packtrain.inspect.corpus import Corpus
+from packtrain.inspect.rendering import Shown
 from packtrain.wording import visible
 
 Severity = Literal["bad", "warn", "note"]
@@ -60,7 +61,7 @@ def rows_named(findings: Sequence[AuditFinding]) -> set[int]:
     return {int(row) for finding in findings for row in (*finding.rows[:EXAMPLES], *finding.twins[:EXAMPLES])}
 
 
-def audit_json(findings: Sequence[AuditFinding], places: Mapping[int, str]) -> list[dict[str, Any]]:
+def audit_json(findings: Sequence[AuditFinding], places: Mapping[int, str]) -> list[Shown]:
     """Return the findings as plain containers, with the places of their first rows."""
     lines = []
     for finding in findings:

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from packtrain.errors import UserError
 from packtrain.inspect.audit import audit, audit_json, rows_named, scan
 from packtrain.inspect.corpus import Corpus, estimate_attention_cost, find_places, open_corpus, schedule_of
 from packtrain.inspect.examples import lay_out_step, show_example, show_first, show_row
-from packtrain.inspect.rendering import DataTerminal, data_page
+from packtrain.inspect.rendering import DataTerminal, Shown, data_page
 from packtrain.packing.schedule import Schedule
 from packtrain.wording import visible
 
@@ -31,7 +31,7 @@ BINS = 24
 LIMITS = tuple(512 * 2**power for power in range(12))
 
 
-def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
+def summarise(corpus: Corpus, processes: int) -> Shown:
     """Summarise the data as plain containers, for a run on this many processes."""
     config, spec, report = corpus.config, corpus.spec, corpus.train.report
     findings = audit(corpus, scan(corpus))
@@ -76,13 +76,13 @@ def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
     }
 
 
-def mode_costs(corpus: Corpus, processes: int, cost: float) -> dict[str, dict[str, Any]]:
+def mode_costs(corpus: Corpus, processes: int, cost: float) -> dict[str, Shown]:
     """Return each mode's costs: rows and slots of an epoch, `efficiency`, figures of a step.
 
     `efficiency` is tokens / slots. A mode that is not possible has the reason. A packed row is as long as its documents: `fill` is its
     share of batch.tokens_per_device.
     """
-    costs: dict[str, dict[str, Any]] = {}
+    costs: dict[str, Shown] = {}
     for mode in get_args(PackingMode):
         packing = replace(corpus.config.packing, mode=mode)
         try:
@@ -92,12 +92,12 @@ def mode_costs(corpus: Corpus, processes: int, cost: float) -> dict[str, dict[st
     return costs
 
 
-def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes: int) -> dict[str, Any]:
+def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes: int) -> Shown:
     mode, pairs, epoch = packing.mode, corpus.pairs, schedule.steps_per_epoch(0)
     tokens = pairs.lengths if pairs is not None and mode == "padding" else schedule.lengths
     sample = schedule.summary(processes, SAMPLED_STEPS, tokens)
     scale = int(tokens.sum(dtype=np.int64)) / sample.tokens
-    figures: dict[str, Any] = {
+    figures: Shown = {
         "rows": len(tokens) * corpus.spec.documents if mode == "padding" else round(sample.rows * scale),
         "slots": round(sample.slots * scale),
         "efficiency": round(1 - sample.padding_fraction, 4),
@@ -136,7 +136,7 @@ def _make_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
     return bins
 
 
-def _count_cuts(corpus: Corpus) -> list[dict[str, Any]]:
+def _count_cuts(corpus: Corpus) -> list[Shown]:
     """Count the cuts of data.max_length. Limits run from 512 tokens to the first that cuts nothing, or to the current limit: beyond it
     nothing is known of longer documents. For dropped documents not even the number of tokens is known."""
     lengths, current, report = corpus.train.lengths, corpus.config.data.max_length, corpus.train.report

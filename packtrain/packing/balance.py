@@ -21,12 +21,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from packtrain.config.schema import PackingMode
 from packtrain.packing.bins import best_fit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Layout = list[list[np.ndarray]]
 """[rank][micro-batch]: int64 [documents]."""
@@ -55,7 +58,7 @@ def costs(lengths: np.ndarray, attention_cost: float) -> np.ndarray:
     return lengths + attention_cost * lengths**2
 
 
-def cost_of_attention(config: Any, parameters: int) -> float:
+def cost_of_attention(config: PreTrainedConfig, parameters: int) -> float:
     """Return the `attention_cost` of a model with this transformers config. Forward and backward take 6 · parameters operations a token, and
     6 · layers · heads · head_dim · l for causal attention."""
     try:

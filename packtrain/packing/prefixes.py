@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any
 
 import numpy as np
 
+from packtrain.data.dataset import TokenDataset
 from packtrain.packing.balance import Layout, MicroBatchLimits, lay_out, work_of_ranks
 from packtrain.packing.bins import best_fit
 from packtrain.packing.segments import Segments
@@ -236,7 +236,7 @@ class PrefixIndex:
         return numbers
 
 
-def index_prefixes(documents: Any) -> PrefixIndex:
+def index_prefixes(documents: TokenDataset) -> PrefixIndex:
     """Build the index of a data set of Documents. Reads all of them; documents that begin alike are read further."""
     lengths = np.asarray(documents.lengths)
     order: list[int] = []

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -87,11 +87,11 @@ class Schedule:
     _rows_by_epoch: dict[int, Rows] = field(default_factory=dict, repr=False)
     _row_counts: dict[int, int] = field(default_factory=dict, repr=False)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_rows_by_epoch": {}}  # planning again in another process is cheaper than sending
 
     @property
-    def settings(self) -> tuple[Any, ...]:
+    def settings(self) -> tuple[object, ...]:
         """Return everything that decides the rows, besides the documents' lengths and the number of ranks."""
         sizes = (self.limits, self.examples_per_step, self.rows_per_step, self.attention_cost, self.ranks_per_row)
         return self.packing, *sizes, self.seed, self.shuffle
@@ -295,7 +295,7 @@ class StagedSchedule(Schedule):
     source_of: np.ndarray
     _orders: dict[int, dict[int, np.ndarray]] = field(default_factory=dict, repr=False)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_orders": {}}
 
     def steps_per_epoch(self, epoch: int) -> int:

@@ -149,7 +149,7 @@ def _classify(name: str) -> tuple[bool, tuple[str, ...]]:
     return _NOTES.fullmatch(plain) is not None, () if name.endswith(UNLISTED) else tuple(hinted)
 
 
-def _use_of(name: str, value: Any, absent: Container[str]) -> str:
+def _use_of(name: str, value: object, absent: Container[str]) -> str:
     """Return our `absent` column for this one, "" for none, or NOTE."""
     is_note, hinted = _classify(name)
     if is_note or not isinstance(value, (str, list, dict)):
@@ -182,7 +182,7 @@ def parse_json(text: str, reason: str, what: str, where: str) -> Any:
         raise BadRow(reason, f"{what}: {error}", where) from None
 
 
-def list_of(value: Any, where: str) -> list[Any]:
+def list_of(value: object, where: str) -> list[Any]:
     """Return a list, or the list in a JSON string. Csv and parquet files often hold nested columns as strings."""
     if isinstance(value, str):
         value = parse_json(value, "wrong type", "expected a list, found a string that is not JSON", where)

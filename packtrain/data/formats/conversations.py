@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from packtrain.config.schema import Format
 from packtrain.data.formats.columns import LABEL, LABELS, MASKS, Row, list_of
 from packtrain.data.formats.messages import (
     Messages,
+    Tools,
     are_same_tools,
     read_calls,
     read_listed_tools,
@@ -27,7 +27,7 @@ from packtrain.data.formats.messages import (
     with_system,
     with_thought,
 )
-from packtrain.data.sources.chunks import BadRow, wrong_type
+from packtrain.data.sources.chunks import BadRow, JsonObject, wrong_type
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 """Columns of media: we refuse rows that have them."""
@@ -41,8 +41,8 @@ class Conversation:
     """
 
     messages: Messages
-    tools: list[dict[str, Any]] | None = None
-    variables: dict[str, Any] = field(default_factory=dict)
+    tools: Tools | None = None
+    variables: JsonObject = field(default_factory=dict)
     answer_from: int | None = None
     tools_in_system: bool = False
 

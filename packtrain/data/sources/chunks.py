@@ -34,7 +34,9 @@ class BadRow(Exception):
         return Problem(self.what, place, f"{self.fix or 'Fix the row.'} data.bad_rows=skip skips and counts such rows.")
 
 
-RawRow = dict[str, Any] | BadRow
+JsonObject = dict[str, Any]
+"""An object of a file; its values may be anything."""
+RawRow = JsonObject | BadRow
 Value = bytes | RawRow
 """A parsed row, or a line of JSON."""
 
@@ -95,7 +97,7 @@ def _read_table_row(batch: pa.RecordBatch, at: int) -> RawRow:
     return {name: drop_nulls(_as_python(batch.column(name)[at])) for name in batch.schema.names}
 
 
-def _as_python(value: Any) -> Any:
+def _as_python(value: pa.Scalar) -> object:
     """Return an Arrow value in Python, or a BadRow. Bad values: text that is not UTF-8, a date beyond the year 9999, nanoseconds."""
     try:
         return value.as_py()
@@ -107,7 +109,7 @@ def _as_python(value: Any) -> Any:
         return BadRow("unreadable", f"the value cannot be read: {error}")
 
 
-def drop_nulls(value: Any) -> Any:
+def drop_nulls(value: object) -> object:
     """Return a value without the null fields of its objects."""
     if isinstance(value, dict):
         return {key: drop_nulls(part) for key, part in value.items() if part is not None}
@@ -127,7 +129,7 @@ def _parse_line(line: bytes) -> RawRow:
         return BadRow("broken JSON", f"broken JSON: {error}", fix=fix)
 
 
-def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def refuse_repeated_keys(pairs: list[tuple[str, object]]) -> JsonObject:
     """Return a JSON object. Raises ValueError for a repeated key: Python would silently keep its last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -136,12 +138,12 @@ def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def check_object(row: Any) -> RawRow:
+def check_object(row: object) -> RawRow:
     """Return `row` if it is a JSON object, else a BadRow that names its type."""
     return row if isinstance(row, dict) else wrong_type("an object", row, "")
 
 
-def wrong_type(expected: str, value: Any, where: str) -> BadRow:
+def wrong_type(expected: str, value: object, where: str) -> BadRow:
     """Return the BadRow of a field that should be `expected`. It names the value's JSON type, and the value if it is short."""
     if isinstance(value, BadRow):
         return BadRow(value.reason, value.what, where)

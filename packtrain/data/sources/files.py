@@ -133,7 +133,7 @@ def _read_json(path: Path | RemoteFile) -> tuple[Iterator[tuple[int, Value, int]
     return ((number, line, len(line)) for number, line in lines if line and not line.isspace()), True
 
 
-def _find_rows(text: bytes, path: Path | RemoteFile) -> list[Any] | None:
+def _find_rows(text: bytes, path: Path | RemoteFile) -> list[object] | None:
     """Return the rows of a file that is one JSON value. None: read it by line. UserError for a broken list."""
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=refuse_repeated_keys)
@@ -174,7 +174,7 @@ def _read_texts(path: Path | RemoteFile, split: SplitText) -> Iterator[tuple[int
                 yield number, _refuse_nul({"text": text.strip("\n")}), len(text)
 
 
-def _refuse_nul(row: dict[str, Any]) -> RawRow:
+def _refuse_nul(row: dict[str, str]) -> RawRow:
     """Return the row, or a BadRow if a field holds NUL. Damaged files have NUL."""
     if name := next((name for name, text in row.items() if "\0" in text), None):
         return BadRow("NUL bytes", "the text holds NUL bytes", name, "The file is damaged: get it anew.")
@@ -287,7 +287,7 @@ def list_remote(url: str, where: str) -> list[RemoteFile]:
         raise UserError(what, where=where, fix="Check the URL and your access to it.") from error
 
 
-def read_patiently(name: str, read: Callable[[int], Iterator[Any]], first: int) -> Iterator[tuple[int, Any]]:
+def read_patiently(name: str, read: Callable[[int], Iterator[Chunk]], first: int) -> Iterator[tuple[int, Chunk]]:
     """Yield a file's chunks from number `first` on, with their numbers. If reading a URL fails, wait and continue there."""
     for wait_s in (*_WAITS_S, None):
         try:

@@ -26,7 +26,7 @@ from packtrain.config.keys import suggest
 from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest
 from packtrain.config.schema import LISTED, DataSource, Split, SplitText
 from packtrain.data.sources import quickstart
-from packtrain.data.sources.chunks import CHUNK_ROWS, UNLISTED, BadRow, Chunk, RawRow, cut_into_chunks
+from packtrain.data.sources.chunks import CHUNK_ROWS, UNLISTED, BadRow, Chunk, JsonObject, RawRow, cut_into_chunks
 from packtrain.data.sources.files import (
     READABLE,
     SUFFIXES,
@@ -55,7 +55,7 @@ _SPLITS = {
 }
 """Words for splits in file names, as in `datasets`."""
 _READABLE = f"{READABLE}, and folders of these or of datasets.save_to_disk."
-_QUICKSTART: dict[Examples, Callable[..., list[dict[str, Any]]]] = {
+_QUICKSTART: dict[Examples, Callable[..., list[JsonObject]]] = {
     "documents": quickstart.conversations,
     "pairs": quickstart.preferences,
     "answers": quickstart.labelled,
@@ -140,7 +140,7 @@ def locate(
     return _choose(str(local), _list_files(local), source, split_text, where)
 
 
-def _changed(plain: Source, **fields: Any) -> Source:
+def _changed(plain: Source, **fields: object) -> Source:
     """Return the source with these fields set in its chunks."""
 
     def changed(read: Callable[[int], Iterator[Chunk]], first: int) -> Iterator[Chunk]:
@@ -315,7 +315,7 @@ class Translation:
                 ours[name] = self._turn(turns)
         return ours
 
-    def _turn(self, turn: Any) -> Any:
+    def _turn(self, turn: object) -> object:
         if not isinstance(turn, dict):
             return turn
         role_tag, content_tag = self.tags.get("role_tag", "from"), self.tags.get("content_tag", "value")

@@ -299,7 +299,7 @@ def _open_whole(folder: Path, say: Callable[[str], None]) -> Store | None:
         return None
 
 
-def _acquire(path: Path, building: Path, say: Callable[[str], None]) -> AbstractContextManager[Any]:
+def _acquire(path: Path, building: Path, say: Callable[[str], None]) -> AbstractContextManager[object]:
     """Acquire the lock once its holder is done or has died; release it by `with`. Raises PeerFailed if the holder stalls."""
     lock, written = FileLock(path), 0.0
     while True:

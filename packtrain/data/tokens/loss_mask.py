@@ -31,7 +31,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from packtrain.boundary import is_ours
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.formats.messages import Messages
-from packtrain.data.sources.chunks import BadRow
+from packtrain.data.sources.chunks import BadRow, JsonObject
 from packtrain.data.tokens.chat_template import Template, has_marks, rewrite_for_template
 from packtrain.data.tokens.pretrained import Encoded, PlainTokenizer
 from packtrain.wording import first_line
@@ -174,7 +174,7 @@ class ChatEncoder:
             found.append(asked.removeprefix(said) if said and asked.startswith(said) else "")
         return "" if found[0].rstrip().endswith("<think>") else found[0], found[1].split("<think>")[0]
 
-    def _probe(self, *messages: dict[str, Any], generation_prompt: bool = False, **variables: Any) -> str:
+    def _probe(self, *messages: JsonObject, generation_prompt: bool = False, **variables: object) -> str:
         """Render the messages; return "" if the template refuses them."""
         with suppress(BadRow):
             return self._render(Conversation([*messages], variables=variables), generation_prompt=generation_prompt)[0]
@@ -351,13 +351,13 @@ def _check_others(conversation: Conversation, text: str, spans: list[Span], name
             raise BadRow(UNVERIFIED, what, f"messages[{turn}].content", fix)
 
 
-def _find_thought(message: dict[str, Any]) -> str:
+def _find_thought(message: JsonObject) -> str:
     """Return an assistant's thought, "" without one."""
     before, end, _ = message["content"].rpartition("</think>")
     return (message.get("reasoning_content") or (before.split("<think>", 1)[-1] if end else "")).strip()
 
 
-def _without_tag(message: dict[str, Any], tag: str) -> dict[str, Any]:
+def _without_tag(message: JsonObject, tag: str) -> JsonObject:
     """Return a tool's answer without <tag> around it. Several answers keep the tags between them."""
     inner = re.fullmatch(rf"\s*<{tag}>\s*(.*?)\s*</{tag}>\s*", message["content"] or "", re.DOTALL)
     return {**message, "content": inner[1]} if inner and message["role"] == "tool" else message

@@ -176,16 +176,6 @@ def test_sft_refuses_what_kto_reads_as_an_undesirable_answer(ready, tmp_path, la
         ready(write(tmp_path / "train.jsonl", GOOD | {"label": label}))
 
 
-@pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_sft_refuses_a_zero_label_of_a_table(ready, tmp_path, suffix):
-    path = tmp_path / f"train.{suffix}"
-    rows = [{"instruction": "Hello there!", "output": "How are you?", "label": label} for label in (1, None, 0)]
-    table: Any = datasets.Dataset.from_list(rows).to_pandas()
-    table.to_csv(path, index=False) if suffix == "csv" else table.to_parquet(path)
-    with pytest.raises(UserError, match=r"(?s)label: .*packtrain kto"):
-        ready(str(path))
-
-
 @pytest.mark.parametrize("label", ["good", 2, -1, 0.5])
 def test_a_label_that_nothing_reads_is_named(ready, tmp_path, label):
     report = ready(path := write(tmp_path / "train.jsonl", GOOD | {"label": label})).train.report

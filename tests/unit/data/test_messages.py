@@ -15,8 +15,6 @@ import pytest
 from data_tokenizers import shipped, tokenizer_for
 
 from packtrain.config.schema import Data, Format
-from packtrain.data.formats.columns import Row
-from packtrain.data.formats.conversations import Conversation, read_row
 from packtrain.data.formats.messages import WEIGHTS
 from packtrain.data.prepare import prepare
 from packtrain.errors import UserError
@@ -380,23 +378,3 @@ def test_the_page_has_a_row_of_each_format_and_each_is_recognised_and_trained(tm
         assert report.kept == 1 and report.trained_tokens, line
         found.append(report.format)
     assert {*found, "preference"} == {*get_args(Format)}
-
-
-ASKED = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
-OWN = {"role": "system", "content": "Be brief."}
-
-
-@pytest.mark.parametrize(
-    ("row", "format", "said"),
-    [
-        ({"messages": ASKED}, "messages", "Be kind."),
-        ({"messages": [OWN, *ASKED]}, "messages", "Be brief."),
-        ({"messages": ASKED, "system": "Be brief."}, "messages", "Be brief."),
-        ({"instruction": "Hello", "output": "Hi."}, "alpaca", "Be kind."),
-        ({"query": "Hello", "response": "Hi.", "system": "Be brief."}, "alpaca", "Be brief."),
-    ],
-)
-def test_the_system_prompt_of_the_config_is_that_of_conversations_without_one(row: Any, format: Any, said: str) -> None:
-    example = read_row(Row(row, {}, frozenset(), frozenset(), "Be kind."), format)
-    assert isinstance(example, Conversation)
-    assert [message["content"] for message in example.messages] == [said, "Hello", "Hi."]
