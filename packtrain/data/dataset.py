@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain, starmap
+from typing import Any
 
 import numpy as np
 
@@ -92,10 +93,7 @@ class DataReport:
         ways = (
             (self.apart, "tokenised in parts, as a token would lie over the border of an answer"),
             (self.retold, "rendered by TRL's training version of the chat template, for an exact loss mask"),
-            (
-                self.tools_in_system,
-                "list their tools in the system prompt already, so the chat template does not list them",
-            ),
+            (self.tools_in_system, "list their tools in the system prompt, so the chat template does not"),
             (self.two_bos, "begin with BOS twice: their text holds it, too, so take it out there"),
         )
         said = (f"{counted(rows, 'rows')} {way}" for rows, way in ways if rows)
@@ -258,27 +256,27 @@ def mix_sources(
     kept = [np.ones(len(store.fates), bool) for store in stores] if kept is None else kept
     rows, sums, dropped, first = [], Counter[str](), Counter[str](), 0
     sizes = np.array([int(store.fates["documents"][here].sum()) for store, here in zip(stores, kept, strict=True)])
-    weights = [
-        part.source.weight if part.source.samples is None else part.source.samples * together / max(size, 1)
-        for part, size in zip(parts, sizes.tolist(), strict=True)
-    ]
-    weights = temper(np.array(weights), sizes, temperature) if temperature > 1 else np.array(weights)
-    for number, (store, here) in enumerate(zip(stores, kept, strict=True)):
+    samples = [part.source.samples for part in parts]
+    asked = [one and one * together / max(size, 1) for one, size in zip(samples, sizes.tolist(), strict=True)]
+    weights = np.array([part.source.weight if one is None else one for part, one in zip(parts, asked, strict=True)])
+    weights = temper(weights, sizes, temperature) if temperature > 1 else weights
+    for number, (part, here) in enumerate(zip(parts, kept, strict=True)):
+        store, weight = part.store, float(weights[number])
         own = first + np.flatnonzero(np.repeat(here, store.fates["documents"]))
         first += len(store)
         sums["held_out"] += len(store) - len(own)
         if len(own):
-            weight = (parts[number].source, float(weights[number]))
-            rows.append(_repeat_by_weight(own, *weight, number, seed, key, together) if weigh else own)
+            rows.append(_repeat_by_weight(own, part.source, weight, number, seed, key, together) if weigh else own)
         fates = store.fates[here]
         times = np.bincount(fates["dropped"], minlength=1).tolist()
         dropped.update({store.reasons[reason]: times[reason] for reason in range(1, len(times)) if times[reason]})
         fates = fates[fates["dropped"] == 0]
         sums.update(kept=len(fates), **{name: int(fates[name].sum(dtype=np.int64)) for name in SUMMED})
     all_rows = np.concatenate(rows)
+    figures: dict[str, Any] = dict(sums)
     names = name_sources([part.source for part in parts])
     report = DataReport(
-        **sums,
+        **figures,
         rows=sums["kept"] + dropped.total(),
         dropped=dict(dropped),
         documents=len(all_rows),

@@ -130,7 +130,9 @@ class SourceStream:
                 return
             self.place = {**_START, "pass": first["pass"] + 1, "before": dict(before), "figures": dict(before)}
 
-    def _fill(self, block: _Block, encoded: Iterator[tuple[tuple, Chunk, EncodedChunk]], share: float) -> _Block:
+    def _fill(
+        self, block: _Block, encoded: Iterator[tuple[tuple[int, str, int], Chunk, EncodedChunk]], share: float
+    ) -> _Block:
         """Fill `block` with at least this share of its rows, or with all remaining ones."""
         data = self.tokeniser.encoder.data
         while block.figures["rows"] < share * (data.shuffle_buffer if data.shuffle else 1):
@@ -146,9 +148,8 @@ class SourceStream:
         file, skip, parts = self.place["file"], self.place["chunk"], self.source.files
         if (came := self.place["name"]) and Path(came).name != Path(parts[file][0] if file < len(parts) else "").name:
             what = f"the run had come to {came}, and other files are there now"
-            raise UserError(
-                what, where="data.train", fix="Put the files back, or start over with trainer.resume=never."
-            )
+            fix = "Put the files back, or start over with trainer.resume=never."
+            raise UserError(what, where="data.train", fix=fix)
 
         def chunks() -> Iterator[Chunk]:
             for number, (name, read) in enumerate(parts[file:], file):
@@ -256,9 +257,8 @@ def open_stream(
             if len(outcome.lengths):
                 break
         else:
-            raise UserError(
-                "no document remains of any row", where=source.name, fix="See data.format, data.max_length."
-            )
+            fix = "See data.format, data.max_length."
+            raise UserError("no document remains of any row", where=source.name, fix=fix)
         first_rows.append(Tokenised(named, MemoryStore.of(outcome, format), False, source.remark))
         files = [source.key, source.size, *(name for name, _ in source.files)]
         identity.append([named.weight, named.repeat, *files, *tokeniser.settings])

@@ -148,11 +148,8 @@ def open_corpus(
     tokenizer = tokenizer or load_tokenizer(config.model)
     if prepared is None:
         if config.data.streaming:
-            what, fix = (
-                "a stream is not read as a whole",
-                "Set data.streaming=false, and data.train to a part of the data.",
-            )
-            raise UserError(what, where="data.streaming", fix=fix)
+            fix = "Set data.streaming=false, and data.train to a part of the data."
+            raise UserError("a stream is not read as a whole", where="data.streaming", fix=fix)
         prepared = prepare(config.data, tokenizer, kind, seed=seed, progress=progress)
     plain, template = plain_tokenizer(tokenizer), choose_template(config.data.chat_template, tokenizer)
     ends = ChatEncoder(plain, template).end_ids if template else {plain.eos_id}
@@ -220,11 +217,8 @@ def schedule_of(corpus: Corpus, packing: Packing, processes: int, cost: float) -
     else:
         slots = pairs.lengths if packing.share_prefix is False else pairs.shared_lengths.astype(np.int32)
     asked, limit = config.strategy.sequence_parallel, batch.limits(packing.mode)[1]
-    together = (
-        1
-        if packing.mode == "padding" or limit is None
-        else choose_ranks_per_row(asked, int(slots.max()), limit, processes)
-    )
+    is_split = packing.mode != "padding" and limit is not None
+    together = choose_ranks_per_row(asked, int(slots.max()), limit, processes) if is_split else 1
     return make_schedule(
         slots,
         packing,

@@ -80,12 +80,8 @@ def remark_on_modes(data: Shown) -> list[str]:
     if (fill := modes["packed"].get("fill")) is not None:
         remarks.append(f"packed rows hold {percent(fill)} of batch.tokens_per_device; what is empty is not computed")
     if (share := modes["packed"].get("saved_by_sharing")) is not None:
-        pairs = data["unit"] == "pairs"
-        what = (
-            "prompts that both answers share save"
-            if pairs
-            else "what documents of a micro-batch begin with alike saves"
-        )
+        of_documents = "what documents of a micro-batch begin with alike saves"
+        what = "prompts that both answers share save" if data["unit"] == "pairs" else of_documents
         remarks.append(f"{what} {percent(share)} of the tokens")
     return remarks
 

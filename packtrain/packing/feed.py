@@ -111,9 +111,8 @@ class Feed:
         """Raise UserError if the ranks' marks differ: then the ranks train on different documents."""
         if ranks * squares != total**2:
             what = "the processes have read other documents: what data.train names is not the same on all machines"
-            raise UserError(
-                what, where="data.train", fix="Compare the files with sha256sum, or train on a shared disk."
-            )
+            fix = "Compare the files with sha256sum, or train on a shared disk."
+            raise UserError(what, where="data.train", fix=fix)
 
     def rows(self, numbers: list[int]) -> list[str]:
         """Return FILE:LINE of examples of the current step."""

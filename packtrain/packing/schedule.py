@@ -249,9 +249,8 @@ def make_schedule(
     limits = MicroBatchLimits(*(math.inf if most is None else most for most in batch.limits(packing.mode)))
     most = limits.tokens * ranks_per_row
     if (longest := int(lengths.max())) > most:
-        over, more = (
-            ("", "") if ranks_per_row == 1 else (f" over {ranks_per_row} processes", ", or start more processes")
-        )
+        over = "" if ranks_per_row == 1 else f" over {ranks_per_row} processes"
+        more = over and ", or start more processes"
         what = f"the longest document has {longest} tokens, a micro-batch{over} takes {most}"
         fix = f"set batch.tokens_per_device to at least {math.ceil(longest / ranks_per_row)}, or data.max_length to {most}{more}"
         raise UserError(what, where="batch.tokens_per_device", fix=fix)

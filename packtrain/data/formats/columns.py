@@ -237,10 +237,8 @@ def detect_format(
         what = f"data.format={fits[0]} needs the column {lacking[0]!r}" if fits else "the columns fit no known format"
         needs = "; ".join(f"{name} ({', '.join(REQUIRED[name])})" for name in fits or allowed)
         pair = "data.columns.prompt=question data.columns.chosen=better data.columns.rejected=worse"
-        chat = (
-            "data.columns.instruction=question data.columns.output=answer for a chat, or data.columns.prompt=question "
-        )
-        chat += "data.columns.completion=answer for plain text without the chat template"
+        chat = "data.columns.instruction=question data.columns.output=answer for a chat, or "
+        chat += "data.columns.prompt=question data.columns.completion=answer for plain text without the chat template"
         example = pair if allowed == ["preference"] else chat
         fix = f"Say which column is which, as in {example}. Formats with their columns: {needs}."
         raise refuse(what, fix)

@@ -300,10 +300,11 @@ def read_listed_tools(messages: Messages) -> Tools:
 
 def are_same_tools(first: Tools, second: Tools) -> bool:
     """Return whether two lists have the same tools in any order. Null fields do not count: tables add them."""
-    texts = (
-        sorted(json.dumps(drop_nulls(tool), sort_keys=True, default=str) for tool in side) for side in (first, second)
-    )
-    return next(texts) == next(texts)
+
+    def spell(tools: Tools) -> list[str]:
+        return sorted(json.dumps(drop_nulls(tool), sort_keys=True, default=str) for tool in tools)
+
+    return spell(first) == spell(second)
 
 
 def read_system(row: Row) -> Messages:

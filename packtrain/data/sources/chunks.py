@@ -147,7 +147,7 @@ def wrong_type(expected: str, value: object, where: str) -> BadRow:
     """Return the BadRow of a field that should be `expected`. It names the value's JSON type, and the value if it is short."""
     if isinstance(value, BadRow):
         return BadRow(value.reason, value.what, where)
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    names: dict[type, str] = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     name = names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
     shown = "" if value is None or len(repr(value)) > 40 else f": {value!r}"
     return BadRow("wrong type", f"expected {expected}, found {name}{shown}", where)

@@ -185,17 +185,16 @@ class ChatEncoder:
         return self._render(self._rewrite(conversation))[0]
 
     def _rewrite(self, conversation: Conversation) -> Conversation:
-        made, tag = (
-            rewrite_for_template(self.template.text, conversation, text_arguments=self._takes_text),
-            self._result_tag,
-        )
+        made, tag = self._with_keys(conversation), self._result_tag
         return replace(made, messages=[_without_tag(message, tag) for message in made.messages]) if tag else made
+
+    def _with_keys(self, conversation: Conversation) -> Conversation:
+        return rewrite_for_template(self.template.text, conversation, text_arguments=self._takes_text)
 
     @cached_property
     def _result_tag(self) -> str:
         """Return the tag that the template writes around a tool's answer; "" without one."""
-        asked = Conversation([*_CALLING, {"role": "tool", "content": "RESULT"}])
-        made = rewrite_for_template(self.template.text, asked, text_arguments=self._takes_text)
+        made = self._with_keys(Conversation([*_CALLING, {"role": "tool", "content": "RESULT"}]))
         found = re.search(r"<(\w+)>\s*RESULT\s*</\1>", self._probe(*made.messages))
         return found[1] if found else ""
 
@@ -319,6 +318,7 @@ class ChatEncoder:
         """Render the conversation, or its first `messages`. Return the text and the spans between generation marks."""
         template = template or self.template.text
         marked = has_marks(template)
+        variables: JsonObject = {**self.tokenizer.special_tokens, **conversation.variables}
         try:
             texts, spans = render_jinja_template(
                 [conversation.messages if messages is None else messages],
@@ -326,7 +326,7 @@ class ChatEncoder:
                 chat_template=template,
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=generation_prompt,
-                **{**self.tokenizer.special_tokens, **conversation.variables},
+                **variables,
             )
         except Exception as error:  # a template is a program and may raise anything
             if is_ours(error):
