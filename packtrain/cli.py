@@ -182,7 +182,7 @@ def inspect(
 ) -> int:
     """Show the data as the model will see it: tokens, statistics, what each mode costs, what is odd."""
     with fast_imports():
-        from packtrain.inspect.show_data import show_data
+        from packtrain.inspect.summary import show_data
 
     run, launch = _config_and_plan(arguments)
     title = split_arguments(arguments)[0] or "data"

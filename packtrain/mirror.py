@@ -236,7 +236,7 @@ class Mirror:
     def _put(self, path: Path) -> None:
         from fsspec.callbacks import Callback
 
-        def hear(*_: Any, **__: Any) -> None:
+        def hear(*_: object, **__: object) -> None:
             self._heard_at = time.monotonic()
 
         name = str(path.relative_to(self._folder.root))

@@ -18,7 +18,7 @@ from packtrain.attention.over_ranks import open_group
 from packtrain.changes.registry import check_changes
 from packtrain.changes.spec import Situation
 from packtrain.config.schema import RunConfig
-from packtrain.data.mixture import make_mixture
+from packtrain.data.dataset import make_mixture
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.streaming import open_stream
 from packtrain.data.tokens.chat_template import give_template
@@ -31,10 +31,9 @@ from packtrain.model.precision import Precision, decide_precision
 from packtrain.model.recomputation import check_offload
 from packtrain.model.spread import Ranks, max_over_ranks, placement_of, reading_mesh, spread
 from packtrain.monitor.heartbeat import own_heartbeat
-from packtrain.packing.prefix_index import index_prefixes
-from packtrain.packing.schedule import make_schedule
-from packtrain.packing.split_rows import choose_ranks_per_row
-from packtrain.packing.stages import stage
+from packtrain.packing.balance import choose_ranks_per_row
+from packtrain.packing.prefixes import index_prefixes
+from packtrain.packing.schedule import make_schedule, stage
 from packtrain.plan.memory import Memory, estimate
 from packtrain.proof.choice import AttentionChoice, prove_backend
 from packtrain.proof.isolation import DOCUMENTS, TREE

@@ -199,7 +199,7 @@ def log_steps(
     low, high = figures.micro_batches_min, figures.micro_batches_max
     log.fact(
         "packing",
-        f"{packing.mode}: {figures.documents_per_step:,.1f} {thing} and {figures.tokens_per_step:,.0f} tokens a step,"
+        f"{packing.mode}: {figures.documents / figures.steps:,.1f} {thing} and {figures.tokens / figures.steps:,.0f} tokens a step,"
         f" {low if low == high else f'{low} to {high}'} micro-batch{'' if high == 1 else 'es'} a process,"
         f" {figures.padding_fraction:.1%} padding,{shared} {figures.imbalance:.1%} imbalance over processes",
     )

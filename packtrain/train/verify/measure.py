@@ -29,7 +29,7 @@ from packtrain.model.heads.score import outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks, loading_whole
 from packtrain.monitor.heartbeat import waiting
-from packtrain.packing.split_rows import choose_ranks_per_row
+from packtrain.packing.balance import choose_ranks_per_row
 from packtrain.proof.choice import NotExact, choose_attention, prove_backend
 from packtrain.proof.isolation import NO_FIGURES, TREE, Proof, check_causal_and_padding
 from packtrain.proof.leak import Leak

@@ -30,7 +30,7 @@ from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
 from packtrain.objectives.spec import Examples
 from packtrain.packing.collate import row_arguments
-from packtrain.packing.prefix_index import index_prefixes
+from packtrain.packing.prefixes import index_prefixes
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
 from packtrain.proof.comparison import (
