@@ -294,7 +294,7 @@ def _check(composed: DictConfig, invalid_groups: list[str], *, packages: bool) -
     given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
     impossible = [
         *rules.check_combinations(config, given),
-        *slurm.check_slurm(config.topology, config.trainer.resume),
+        *slurm.check_slurm(config.topology),
         *slurm.check_secrets(asdict(config)),
         *paths_and_packages.check_paths(config),
         *(paths_and_packages.check_packages(config) if packages else ()),

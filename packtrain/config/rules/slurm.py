@@ -47,15 +47,12 @@ _MAPPING = re.compile(r"model\.config\.(?:.*\.)?(\w+)")
 _EXPORT = "Export it in the shell that submits{}."
 
 
-def check_slurm(topology: Topology, resume: str) -> Iterator[Fault]:
-    """Yield everything that cannot work as a Slurm job."""
+def check_slurm(topology: Topology) -> Iterator[Fault]:
+    """Yield options of sbatch that cannot work."""
     asked = count_gpus(topology)
     if asked and topology.gpus_per_node is not None and topology.gpus_per_node > asked:
         what = f"a machine has {topology.gpus_per_node} processes, but topology.sbatch asks for {asked} GPUs"
         yield Fault(("topology.gpus_per_node", "topology.sbatch"), what, "Remove one of the two keys.")
-    if topology.requeue and resume != "auto":
-        what = f"with trainer.resume={resume} a requeued job would not resume from its newest checkpoint"
-        yield Fault(("topology.requeue", "trainer.resume"), what, "Use trainer.resume=auto.")
     for at, line in enumerate(topology.sbatch):
         where, options = (f"topology.sbatch[{at}]",), parse_options([line])
         if not options or "\n" in line or not line.startswith("-"):
@@ -63,8 +60,6 @@ def check_slurm(topology: Topology, resume: str) -> Iterator[Fault]:
             continue
         for name in sorted(_FIXED.keys() & options):
             yield Fault(where, f"--{name} cannot be set here", _FIXED[name])
-    if "\n" in (topology.command or ""):
-        yield Fault(("topology.command",), "it has a line break", "Write it in one line.")
 
 
 def parse_options(lines: list[str]) -> dict[str, str]:

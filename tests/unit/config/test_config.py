@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
+from packtrain.attention.registry import BACKENDS
 from packtrain.config import help as key_help
 from packtrain.config.compose import changes, load_config, to_yaml
-from packtrain.config.keys import ELSEWHERE, keys
-from packtrain.config.schema import Batch, Optim, RunConfig, groups
+from packtrain.config.keys import ELSEWHERE, choices, keys
+from packtrain.config.rules.table import rules
+from packtrain.config.schema import Batch, Model, Optim, RunConfig, groups
 from packtrain.config.yaml_files import shipped
 from packtrain.errors import Problem, UserError
+from packtrain.objectives.spec import Examples
 from packtrain.optimizers.spec import OPTIMIZERS, OptimizerSpec
 
 COMPLETE = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32"]
@@ -284,7 +288,7 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (
             ["batch.examples_per_step=null", "batch.tokens_per_step=8192", "packing.mode=padding"],
             "batch.tokens_per_device",
-            "length of a row is not set",
+            "their length is not set",
         ),
         (["model.path=null"], "model.path", "no pretrained weights"),
         (["model.path=null", "model.init=random"], "model.path", "neither a model"),
@@ -324,8 +328,8 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["trainer.resume=/"], "trainer.resume", "RUN/checkpoints/step-N"),
         (["trainer.resume_despite=all"], "trainer.resume_despite", "Write [all]."),
         (["data.overlong=keep_end"], "data.overlong", "truncate"),
-        (["objective.kind=dpo", "data.overlong=split"], "data.overlong", "a preference pair cannot be split"),
-        (["objective.kind=reward", "data.loss_on=all"], "data.loss_on", "preference pairs always score the answers"),
+        (["objective.kind=dpo", "data.overlong=split"], "data.overlong", "would have no prompt"),
+        (["objective.kind=reward", "data.loss_on=all"], "data.loss_on", "learns from the answers alone"),
         (
             ["objective.kind=reward", "packing.mode=padding", "packing.share_prefix=true"],
             "packing.share_prefix",
@@ -381,6 +385,26 @@ def test_an_impossible_combination_is_refused(overrides: list[str], key: str, sa
     found = only(None, *COMPLETE, *overrides)
     assert key in found.where
     assert said in f"{found.what} {found.fix}"
+
+
+def test_rules_name_keys_with_values_that_they_can_have() -> None:
+    config = RunConfig(model=Model(attention=next(iter(BACKENDS.all())), config={"model_type": "llama"}))
+    for rule in rules():
+        assert {*rule.keys} <= {*keys()}
+        assert rule.what.format(**{name: getattr(config, name) for name in groups()})
+        for word in rule.words:
+            path, _, wanted = word.strip("()!").removesuffix(":given").partition("=")
+            known = (
+                get_args(Examples)
+                if path.endswith(".examples")
+                else choices(keys()[path].type)
+                if path in keys()
+                else ()
+            )
+            assert not (wanted and known) or {*wanted.split("|")} <= {*known, "null", "1"}, word
+            value: Any = config
+            for name in path.split("."):
+                value = value[name] if isinstance(value, dict) else getattr(value, name)
 
 
 EVALUATED = "data: {eval: 0.1}\ntrainer: {eval_every: 5, early_stop_patience: 2}\n"
