@@ -22,7 +22,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config import rules
+from packtrain.config import is_list, is_mapping, rules
 from packtrain.config.dataset_names import name_files
 from packtrain.config.fault import Fault
 from packtrain.config.keys import keys
@@ -119,7 +119,7 @@ def load_points(
     names = [name[:_LONGEST_NAME] for name in names]
     if len(set(names)) < number:
         names = [f"{at}-{name}" for at, name in enumerate(names)]
-    named = []
+    named: list[Point] = []
     for point, name in zip(points, names, strict=True):
         own = {key: f"{place}/{name}" for key in alike if (place := getattr(point.config.trainer, key))}
         config = replace(point.config, trainer=replace(point.config.trainer, **own))
@@ -264,12 +264,12 @@ def _entries(file: ConfigFile, group: str) -> list[tuple[str, str, str]]:
 
     (_, _SELF, _) stands for the file's own keys. They come last if the list does not place them.
     """
-    if not isinstance(file.defaults, list):
+    if not is_list(file.defaults):
         raise UserError("it must be a list", where=f"{file.place('defaults')}, defaults", fix=_DEFAULTS_FORM)
     entries: list[tuple[str, str, str]] = []
     for at, entry in enumerate(file.defaults):
         where = f"{file.place(f'defaults[{at}]')}, defaults"
-        name, choice = next(iter(entry.items()), ("", 0)) if isinstance(entry, dict) else ("", entry)
+        name, choice = next(iter(entry.items()), ("", 0)) if is_mapping(entry) else ("", entry)
         if choice is None:  # no choice for this group
             continue
         if not isinstance(choice, str if not name else (str, int)) or "$" in f"{name}{choice}" or " " in str(name):
@@ -324,6 +324,6 @@ def _escaped(value: Any) -> Any:
     """Escape `${` in text, so that it is read back literally."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", value)
-    if isinstance(value, dict):
+    if is_mapping(value):
         return {key: _escaped(item) for key, item in value.items()}
-    return [_escaped(item) for item in value] if isinstance(value, list) else value
+    return [_escaped(item) for item in value] if is_list(value) else value

@@ -20,13 +20,13 @@ from packtrain.config.schema import DataSource, Stage, groups
 from packtrain.objectives.registry import OBJECTIVES
 from packtrain.optimizers.spec import REFUSED
 
-_OF_SBATCH = {"cpus_per_node": "cpus-per-task", "job_name": "job-name", "memory": "mem"}
-_OF_SBATCH |= {name: name for name in ("account", "constraint", "gres", "partition", "qos")}
+_OF_SBATCH = {name: name for name in ("account", "constraint", "gres", "partition", "qos")}
 ELSEWHERE = {
-    **{f"topology.{name}": f"Add a line to topology.sbatch: --{to}=…" for name, to in _OF_SBATCH.items()},
+    f"topology.{name}": f"Add a line to topology.sbatch: --{to}=…"
+    for name, to in {"cpus_per_node": "cpus-per-task", "job_name": "job-name", "memory": "mem", **_OF_SBATCH}.items()
 }
 """Key that other tools have → its place here."""
-OTHER_VALUES = {
+OTHER_VALUES: dict[tuple[str, bool | str], str] = {
     **{("optim.name", name): why for name, why in REFUSED.items()},
     ("trainer.gradient_checkpointing", False): "Set none.",
     ("trainer.gradient_checkpointing", True): "Set full, or auto to take what fits.",
@@ -224,7 +224,8 @@ def _words(kind: Any) -> str:
     if kind in simple:
         return simple[kind]
     if is_dataclass(kind):
-        return {DataSource: "source", Stage: "stage"}.get(kind, "group of weights")
+        entries: dict[Any, str] = {DataSource: "source", Stage: "stage"}
+        return entries.get(kind, "group of weights")
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
     if get_origin(kind) is list:

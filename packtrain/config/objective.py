@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -32,8 +33,8 @@ def key(
     config/keys.py::Key.
     """
     metadata = {"doc": doc, "resume": resume, "advanced": advanced, "of": of, "among": among, **bounds}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    if type(default) in (list, dict):
+        return field(default_factory=partial(copy, default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 

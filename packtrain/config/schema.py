@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from packtrain.attention.registry import BACKENDS
 from packtrain.attention.spec import Backend
+from packtrain.config import is_list, is_mapping
 from packtrain.config.objective import Objective, advanced, key
 from packtrain.config.place import Topology, Tracking, Verify
 from packtrain.optimizers.spec import OPTIMIZERS, OptimizerSpec
@@ -205,12 +206,12 @@ def sources(value: object, role: Split = "train") -> list[DataSource]:
 
     [] for none and for a fraction. The text `quickstart` stands for its split of that `role`; owner/name:subset@split names a hub data set.
     """
-    if isinstance(value, dict):
+    if is_mapping(value):
         return [source for item in value.values() for source in sources(item, role)]
-    values = value if isinstance(value, list) else [value]
     splits = {"quickstart": role}
     named = [
-        DataSource(path=item, split=splits.get(item, "train")) if isinstance(item, str) else item for item in values
+        DataSource(path=item, split=splits.get(item, "train")) if isinstance(item, str) else item
+        for item in (value if is_list(value) else [value])
     ]
     return [_read_name(item) for item in named if isinstance(item, DataSource)]
 

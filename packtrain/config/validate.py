@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from packtrain.config import is_list, is_mapping
 from packtrain.config.fault import Fault
 from packtrain.config.keys import OTHER_VALUES, Key, advice_for, choices, describe, keys_of, members, suggest, words
 from packtrain.config.schema import DataSource, groups
@@ -32,10 +33,11 @@ def plain_values(composed: DictConfig) -> tuple[dict[str, Any], list[Fault]]:
     """
     faults: list[Fault] = []
     for name, cls in groups().items():
-        node = composed._get_node(name)
-        if node is None or (isinstance(node, DictConfig) and node._is_none()):
+        if OmegaConf.is_missing(composed, name) or OmegaConf.is_interpolation(composed, name):
+            continue
+        if (node := composed.get(name)) is None:
             composed[name] = asdict(cls())
-        elif isinstance(node, DictConfig) and not (node._is_interpolation() or node._is_missing()):
+        elif isinstance(node, DictConfig):
             given = set(node.keys())
             for key, default in asdict(cls()).items():
                 if key not in given:
@@ -53,7 +55,7 @@ def build(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
     for name, value in values.items():
         if name not in groups():
             faults.append(Fault((name,), "there is no such key", advice_for(name)))
-        elif value is not None and not isinstance(value, Mapping):
+        elif value is not None and not is_mapping(value):
             fix = f"Write {name}: {{{next(iter(keys_of(groups()[name])))}: …}}, or name a file of the group under "
             fix += f"defaults: [{name}: CHOICE, _self_]."
             faults.append(Fault((name,), f"{_in_words(value)} where a group of keys belongs", fix))
@@ -119,15 +121,15 @@ def _as_kind(value: Any, kind: Any, path: str, faults: list[Fault]) -> Any:
             fits = isinstance(value, float) or abs(value) < 2**63  # greater ones fit no counter, and no float at all
             value = kind(value) if fits else value
     elif is_dataclass(kind):
-        return _build(typing.cast(type, kind), f"{path}.", value, faults) if isinstance(value, Mapping) else _REFUSED
+        return _build(typing.cast(type, kind), f"{path}.", value, faults) if is_mapping(value) else _REFUSED
     elif outer is Literal:
         value = "no" if value is False else value  # YAML 1.1
         fits = isinstance(value, str) and value in get_args(kind)
-    elif outer is list and isinstance(value, list):
+    elif outer is list and is_list(value):
         inside = members(get_args(kind)[0])
         value = [_as_entry(item, inside, f"{path}[{at}]", faults) for at, item in enumerate(value)]
         fits = _REFUSED not in value
-    elif outer is dict and isinstance(value, Mapping):
+    elif outer is dict and is_mapping(value):
         inside = members(get_args(kind)[1])
         if DataSource not in inside:
             fits, value = inside == (Any,) or all(isinstance(item, str) for item in value.values()), dict(value)
@@ -172,8 +174,8 @@ def _refused(value: Any, key: Key) -> Fault:
     return Fault((key.path,), f"found {_in_words(value)}", fix)
 
 
-def _in_words(value: Any) -> str:
+def _in_words(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    names = {str: "text", int: "whole number", float: "number", list: "list"}
+    names: dict[type, str] = {str: "text", int: "whole number", float: "number", list: "list"}
     return f"the {names.get(type(value), 'mapping')} {shortened(value)}"

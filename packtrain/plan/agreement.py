@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from packtrain.config import is_mapping
 from packtrain.errors import CheckFailed, Problem
 from packtrain.redact import is_certain, speaks_of_secrets
 from packtrain.wording import listed
@@ -145,7 +146,7 @@ def _compare(
 
 
 def _flatten(value: Any, path: str, into: dict[str, Any]) -> None:
-    if isinstance(value, dict) and value:
+    if is_mapping(value) and value:
         for name, inner in value.items():
             _flatten(inner, f"{path}.{name}" if path else str(name), into)
     else:

@@ -212,7 +212,7 @@ def _env(topology: Topology, processes: Processes, surroundings: Surroundings) -
     change the order of sums and thus the results. The user's own variables win.
     """
     asked = topology.variables
-    added, own = {}, {}
+    added, own = dict[str, str](), dict[str, str]()
     if surroundings.gpus and not set(_ALLOCATOR) & {*surroundings.env, *asked}:
         added[_ALLOCATOR[0]] = "expandable_segments:True"
     if not surroundings.gpus and not _WAITING & {*surroundings.env, *asked}:

@@ -154,7 +154,9 @@ def _schedule(optim: Optim) -> Iterator[Fault]:
     yield from check_options(key, options, known, f"the schedule {optim.schedule} has no such option")
     for name in ("min_lr", "lr_end"):
         lowest = options.get(name)
-        if name in known and is_number(lowest) and optim.learning_rate < lowest <= 1:  # transformers would use it
+        if (
+            name in known and isinstance(lowest, int | float) and optim.learning_rate < lowest <= 1
+        ):  # transformers would use it
             yield Fault((f"{key}.{name}",), f"found {lowest}", f"Allowed: number from 0 to {optim.learning_rate:g}.")
     if optim.schedule == "cosine_with_min_lr" and ("min_lr" in options) == ("min_lr_rate" in options):
         what = "the schedule cosine_with_min_lr needs its lowest learning rate, set once"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from packtrain.config import is_list, is_mapping
 from packtrain.config.fault import Fault, Option, is_number
 from packtrain.config.keys import suggest
 from packtrain.wording import shortened
@@ -14,13 +15,13 @@ from packtrain.wording import shortened
 def is_pattern(value: object) -> bool:
     """Return whether it is the text of a regular expression."""
     try:
-        return isinstance(value, str) and re.compile(value) is not None
+        return isinstance(value, str) and bool(re.compile(value))
     except re.error:
         return False
 
 
 def _is_counts(value: object) -> bool:
-    return isinstance(value, dict) and all(is_pattern(at) and type(to) is int and to > 0 for at, to in value.items())
+    return is_mapping(value) and all(is_pattern(at) and type(to) is int and to > 0 for at, to in value.items())
 
 
 _SWITCH = Option(False, "true or false", lambda value: isinstance(value, bool))
@@ -28,15 +29,13 @@ _COUNTS = Option({}, "mapping of regular expressions to whole numbers ≥ 1", _i
 _NAMES = Option(
     None,
     "list of names, or a regular expression",
-    lambda value: all(map(is_pattern, value)) if isinstance(value, list) else is_pattern(value),
+    lambda value: all(map(is_pattern, value)) if is_list(value) else is_pattern(value),
 )
 _STARTS = (
     "true|gaussian. pissa and olora change the base model's weights, but final/ and a reference need the original ones; "
     "corda, eva and lora_ga need data of their own"
 )
-_NUMBERS = Option(
-    None, "list of numbers of layers", lambda value: isinstance(value, list) and {*map(type, value)} == {int}
-)
+_NUMBERS = Option(None, "list of numbers of layers", lambda value: is_list(value) and {*map(type, value)} == {int})
 PEFT_OPTIONS = {
     **dict.fromkeys(("use_dora", "use_rslora"), _SWITCH),
     "init_lora_weights": Option(True, _STARTS, lambda value: value is True or value == "gaussian"),

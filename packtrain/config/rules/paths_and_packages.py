@@ -7,7 +7,7 @@ import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -104,8 +104,9 @@ def _bucket(key: str, url: str | None) -> Iterator[Fault]:
     """Yield a fault for a URL that fsspec cannot open. Its protocol is unknown, or the protocol's package is missing."""
     if url is None:
         return
-    from fsspec.registry import known_implementations
-
+    known_implementations: Mapping[str, Mapping[str, str]] = importlib.import_module(
+        "fsspec.registry"
+    ).known_implementations
     protocol, _, name = url.partition("://")
     if not name.strip("/") or protocol not in known_implementations:
         fix = suggest(protocol, known_implementations, "It begins with s3://, gs://, az://, … (docs/resume.md).")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from packtrain.config import is_list, is_mapping
 from packtrain.config.fault import Fault
 from packtrain.config.schema import Topology
 from packtrain.redact import is_certain, learn, speaks_of_secrets, variable_of
@@ -31,8 +32,8 @@ _FIXED = {  # packtrain's own options, and options that break the script, with a
     **dict.fromkeys(("requeue", "no-requeue"), "Set topology.requeue."),
     **dict.fromkeys(("chdir", "open-mode"), "The job starts where packtrain sbatch is called, and goes on in its log."),
 }
-_SHORT = {"a": "array", "c": "cpus-per-task", "D": "chdir", "G": "gpus", "J": "job-name", "N": "nodes", "n": "ntasks"}
-_SHORT |= {"o": "output", "t": "time", "w": "nodelist"}
+_LONG = ("array", "cpus-per-task", "chdir", "gpus", "job-name", "nodes", "ntasks", "output", "time", "nodelist")
+_SHORT = dict(zip("acDGJNnotw", _LONG, strict=True))
 _ASSIGNED = re.compile(r"\b(\w+)=(?![\"']?\$)[\"']?[^\s\"']")
 _SAID = re.compile(
     r"--((?:api-?)?key|token|password)\s+(?![\"']?\$)[\"']?[^\s\"'-]|\b(wandb) login\s+\w{20}"
@@ -120,9 +121,9 @@ def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
     """Yield every text in nested mappings and lists, with its path."""
     if isinstance(value, str):
         yield path, value
-    elif isinstance(value, dict):
+    elif is_mapping(value):
         for name, item in value.items():
             yield from _texts(item, f"{path}.{name}" if path else str(name))
-    elif isinstance(value, list):
+    elif is_list(value):
         for at, item in enumerate(value):
             yield from _texts(item, f"{path}[{at}]")

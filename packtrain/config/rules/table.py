@@ -7,6 +7,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, fields
 from functools import cache
 
+from packtrain.config import is_mapping
 from packtrain.config.fault import Fault
 from packtrain.config.schema import RunConfig
 
@@ -218,7 +219,7 @@ def holds(word: str, config: RunConfig, given: Set[str] = frozenset()) -> bool:
         return path.removesuffix(":given") in given
     value: object = config
     for name in path.split("."):
-        value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+        value = value.get(name) if is_mapping(value) else getattr(value, name, None)
     return (_text(value) in wanted.split("|") if wanted else bool(value)) != ("!" in word)
 
 
