@@ -22,12 +22,14 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config import is_list, is_mapping, rules
+from packtrain.config import is_list, is_mapping
 from packtrain.config.dataset_names import name_files
 from packtrain.config.fault import Fault
 from packtrain.config.keys import keys
 from packtrain.config.overrides import COMMAND_LINE, Argument, assignment, carry_out, no_choice, parse, values_of_sweep
-from packtrain.config.rules import paths_and_packages, slurm
+from packtrain.config.rules import check_combinations
+from packtrain.config.rules.paths_and_packages import check_packages, check_paths, model_of
+from packtrain.config.rules.slurm import note_secrets
 from packtrain.config.schema import RunConfig, groups
 from packtrain.config.validate import build, plain_values
 from packtrain.config.yaml_files import ConfigFile, find_choice, find_config, options, read_config, shipped, shown
@@ -70,12 +72,12 @@ def load_config(
     problems += [composed.locate(fault) for fault in faults]
     if problems:
         raise UserError(problems)
-    for note in slurm.note_secrets(config.topology.setup):
+    for note in note_secrets(config.topology.setup):
         say(f"note: {note}")
     folders = [*([file.parent] if file else []), Path()]
     model, objective = config.model, config.objective  # a run folder stands for its final/
-    model = replace(model, path=model.path and paths_and_packages.model_of(model.path))
-    objective = replace(objective, reference=paths_and_packages.model_of(objective.reference))
+    model = replace(model, path=model.path and model_of(model.path))
+    objective = replace(objective, reference=model_of(objective.reference))
     return replace(config, data=name_files(config.data, folders), model=model, objective=objective)
 
 
@@ -132,10 +134,7 @@ def load_points(
 def faults_of(values: Mapping[str, Any]) -> list[Fault]:
     """Return the faults of plain values (group → key → value). Files and packages on this machine do not matter."""
     made, faults = build(values)
-    config = RunConfig(**made)
-    given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
-    impossible = [*rules.check_combinations(config, given), *slurm.check_secrets(asdict(config))]
-    return faults + _not_yet_reported(impossible, faults, [])
+    return faults + _not_yet_reported(_impossible(RunConfig(**made)), faults, [])
 
 
 def changes(config: RunConfig) -> dict[str, dict[str, Any]]:
@@ -291,15 +290,13 @@ def _check(composed: DictConfig, invalid_groups: list[str], *, packages: bool) -
     made, wrong_values = build(values)
     config = RunConfig(**made)
     faults += _not_yet_reported(wrong_values, faults, invalid_groups)
+    here = [*check_paths(config), *(check_packages(config) if packages else ())]
+    return config, faults + _not_yet_reported([*_impossible(config), *here], faults, invalid_groups)
+
+
+def _impossible(config: RunConfig) -> list[Fault]:
     given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
-    impossible = [
-        *rules.check_combinations(config, given),
-        *slurm.check_slurm(config.topology),
-        *slurm.check_secrets(asdict(config)),
-        *paths_and_packages.check_paths(config),
-        *(paths_and_packages.check_packages(config) if packages else ()),
-    ]
-    return config, faults + _not_yet_reported(impossible, faults, invalid_groups)
+    return check_combinations(config, given)
 
 
 def _not_yet_reported(faults: list[Fault], known: list[Fault], invalid_groups: list[str]) -> list[Fault]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Set
+from dataclasses import asdict
 
 from packtrain.config.fault import Fault, is_number
 from packtrain.config.keys import check_resume_despite, keys, suggest
 from packtrain.config.objective import Objective
 from packtrain.config.rules.fitting import PEFT_OPTIONS, SCHEDULE_OPTIONS, check_options, is_pattern
+from packtrain.config.rules.slurm import check_sbatch, check_secrets
 from packtrain.config.rules.table import check_table
 from packtrain.config.schema import Data, Optim, Peft, RunConfig, Topology, name_sources, sources
 from packtrain.objectives.registry import OBJECTIVES
@@ -42,6 +44,8 @@ def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
         *check_resume_despite(config.trainer.resume_despite),
         *_places(config),
         *_environment(config.topology),
+        *check_sbatch(config.topology),
+        *check_secrets(asdict(config)),
         *config.objective.spec.rules(config, given),
         *config.strategy.spec.rules(config),
     ]

@@ -48,7 +48,7 @@ _MAPPING = re.compile(r"model\.config\.(?:.*\.)?(\w+)")
 _EXPORT = "Export it in the shell that submits{}."
 
 
-def check_slurm(topology: Topology) -> Iterator[Fault]:
+def check_sbatch(topology: Topology) -> Iterator[Fault]:
     """Yield options of sbatch that cannot work."""
     asked = count_gpus(topology)
     if asked and topology.gpus_per_node is not None and topology.gpus_per_node > asked:
