@@ -131,13 +131,13 @@ def load_points(
     return named, shared
 
 
-def faults_of(values: Mapping[str, Any]) -> list[Fault]:
+def faults_of(values: Mapping[str, object]) -> list[Fault]:
     """Return the faults of plain values (group → key → value). Files and packages on this machine do not matter."""
     made, faults = build(values)
     return faults + _not_yet_reported(_impossible(RunConfig(**made)), faults, [])
 
 
-def changes(config: RunConfig) -> dict[str, dict[str, Any]]:
+def changes(config: RunConfig) -> dict[str, dict[str, object]]:
     """Return group → key → value of the keys that differ from their defaults."""
     defaults = asdict(RunConfig())
     changed = {
@@ -317,7 +317,7 @@ def _text(values: DictConfig, name: str) -> str | None:
     return None
 
 
-def _escaped(value: Any) -> Any:
+def _escaped(value: object) -> Any:
     """Escape `${` in text, so that it is read back literally."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", value)

@@ -26,7 +26,7 @@ def name_files(data: Data, folders: Iterable[Path]) -> Data:
     """Add the file to each name without one. Raises UserError for a name that no file has, or several have."""
     found = [file for folder in folders for file in _files(folder)]
 
-    def named(value: Any, key: str) -> Any:
+    def named(value: object, key: str) -> Any:
         if is_list(value):
             return [named(item, key) for item in value]
         if is_mapping(value):
@@ -62,7 +62,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _file_of(name: str, files: list[Path], key: str) -> Path:
-    lists: dict[Path, dict[str, Any]] = {}
+    lists: dict[Path, dict[str, Path]] = {}
     for file in files:
         with suppress(UserError):  # `datasets` saves a file of this name beside its own
             lists.setdefault(file.resolve(), {}).update(dict.fromkeys(read_info(file), file))

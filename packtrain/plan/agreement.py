@@ -30,9 +30,9 @@ _VARIABLES = "topology.environment."  # a user's own variables, which may hold s
 _Peer = TypeVar("_Peer")
 
 
-def shared_values(config: Mapping[str, Any]) -> dict[str, str]:
+def shared_values(config: Mapping[str, object]) -> dict[str, str]:
     """Return key → text of all config values that machines must share; secrets as digests. `config`: plain containers."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     _flatten(config, "", flat)
     return {key: _shown(key, value) for key, value in flat.items() if not _OWN.fullmatch(key)}
 
@@ -145,7 +145,7 @@ def _compare(
     return CheckFailed(problems) if problems else None
 
 
-def _flatten(value: Any, path: str, into: dict[str, Any]) -> None:
+def _flatten(value: object, path: str, into: dict[str, object]) -> None:
     if is_mapping(value) and value:
         for name, inner in value.items():
             _flatten(inner, f"{path}.{name}" if path else str(name), into)
@@ -153,7 +153,7 @@ def _flatten(value: Any, path: str, into: dict[str, Any]) -> None:
         into[path] = value
 
 
-def _shown(key: str, value: Any) -> str:
+def _shown(key: str, value: object) -> str:
     text = json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
     if value is not None and (key.startswith(_VARIABLES) or speaks_of_secrets(key) or is_certain(text)):
         return f"a value not shown ({digest_of(text)})"

@@ -166,7 +166,7 @@ def _launcher_yaml(processes: Processes, node: int, strategy: Launcher, *, port:
     CPUs use MULTI_GPU too: accelerate's `cpu` path ignores the number of processes.
     """
     alone = processes.num_processes == 1 or processes.joins
-    config = {
+    config: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
         **({"distributed_type": "NO"} if alone else strategy.settings),
         "num_machines": 1 if alone else processes.nodes,

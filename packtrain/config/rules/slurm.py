@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
 
 from packtrain.config import is_list, is_mapping
 from packtrain.config.fault import Fault
@@ -88,7 +87,7 @@ def count_gpus(topology: Topology) -> int | None:
     return None if not numbers or None in numbers else sum(number or 0 for number in numbers)
 
 
-def check_secrets(config: dict[str, Any]) -> list[Fault]:
+def check_secrets(config: Mapping[str, object]) -> list[Fault]:
     """Return a fault for every secret in a text of the config (plain containers). It gives the place, not the secret."""
     texts = [(path, text) for path, text in _texts(config, "") if not path.startswith(_SETUP)]
     return [item for path, text in texts for item in _secrets_in(path, text)]
@@ -117,7 +116,7 @@ def _secrets_in(path: str, text: str) -> Iterator[Fault]:
             yield Fault((path,), what, _EXPORT.format(f", or read it from a file: {variable}=$(cat FILE)"))
 
 
-def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
     """Yield every text in nested mappings and lists, with its path."""
     if isinstance(value, str):
         yield path, value
