@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperCommand
 
 from packtrain import __version__, fast_imports, work
@@ -89,7 +90,7 @@ def _complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(
+    Argument(
         metavar="CONFIG | KEY=VALUE",
         help="A YAML file or a recipe of packtrain, then changes to it in Hydra's grammar.",
         autocompletion=_complete,
@@ -106,19 +107,25 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _packtrain(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and stop.", callback=_version, is_eager=True)
+        bool, Option("--version", help="Print the version and stop.", callback=_version, is_eager=True)
     ] = False,
     local_rank: Annotated[
         int | None,  # DeepSpeed's launcher puts it before the verb; LOCAL_RANK says the same
-        typer.Option("--local_rank", "--local-rank", hidden=True),
+        Option("--local_rank", "--local-rank", hidden=True),
     ] = None,
 ) -> None:
     """Options before the verb."""
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan, and stop.")]
-
+AsJson = Annotated[bool, Option("--json", help="One JSON document on stdout.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Print the plan, and stop.")]
+OutputFile = Annotated[Path | None, Option("--output", "-o", help="A file, not stdout.")]
+OutputFolder = Annotated[Path | None, Option("--output", "-o", metavar="DIR", help="By default beside the model.")]
+Submit = Annotated[bool, Option("--submit", help="Submit it, and say where its log is.")]
+MaxTokens = Annotated[int, Option("--max-tokens", metavar="N", min=1, help="Longest answer.")]
+Dtype = Annotated[Literal["float32", "bfloat16"] | None, Option("--dtype", help="Number format of the weights.")]
+Named = Annotated[str, Argument(metavar="RUN_DIR | MODEL", help="A run folder, a model folder, or a hub id.")]
+Training = Annotated[TrainingVerb, Argument(metavar="VERB")]
 
 _verb = partial(app.command, cls=Verb, context_settings=_SETTINGS)
 _config_verb = partial(app.command, cls=ConfigVerb, context_settings=_VERB_SETTINGS)
@@ -145,9 +152,9 @@ for objective in _objectives.values():
 @_config_verb()
 def plan(
     arguments: Arguments = None,
-    full: Annotated[bool, typer.Option("--full", help="Also every setting and every machine's command.")] = False,
+    full: Annotated[bool, Option("--full", help="Also every setting and every machine's command.")] = False,
     gpu_memory: Annotated[
-        float | None, typer.Option("--gpu-memory", metavar="GIB", min=0, help="Plan for GPUs of this size.")
+        float | None, Option("--gpu-memory", metavar="GIB", min=0, help="Plan for GPUs of this size.")
     ] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -174,10 +181,10 @@ def plan(
 @_config_verb()
 def inspect(
     arguments: Arguments = None,
-    rows: Annotated[int | None, typer.Option("--rows", metavar="N", help="Show the first N documents.")] = None,
-    step: Annotated[int | None, typer.Option("--step", metavar="N", help="Show the rows of step N, from 1.")] = None,
-    source: Annotated[str | None, typer.Option("--source", metavar="FILE:LINE", help="Show this row.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page.")] = None,
+    rows: Annotated[int | None, Option("--rows", metavar="N", help="Show the first N documents.")] = None,
+    step: Annotated[int | None, Option("--step", metavar="N", help="Show the rows of step N, from 1.")] = None,
+    source: Annotated[str | None, Option("--source", metavar="FILE:LINE", help="Show this row.")] = None,
+    html: Annotated[Path | None, Option("--html", metavar="FILE", help="Write it as a page.")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Show the data as the model will see it: tokens, statistics, what each mode costs, what is odd."""
@@ -186,8 +193,7 @@ def inspect(
 
     run, launch = _config_and_plan(arguments)
     title = split_arguments(arguments)[0] or "data"
-    how: dict[str, Any] = {"rows": rows, "step": step, "source": source, "html": html, "as_json": as_json}
-    return show_data(run, launch.num_processes, title, **how)
+    return show_data(run, launch.num_processes, title, rows=rows, step=step, source=source, html=html, as_json=as_json)
 
 
 @_config_verb()
@@ -195,31 +201,26 @@ def verify(
     arguments: Arguments = None,
     collator: Annotated[
         str | None,
-        typer.Option(
-            "--collator", metavar="MODULE:NAME", help="Prove this collator (also FILE.py:NAME) in place of ours."
-        ),
+        Option("--collator", metavar="MODULE:NAME", help="Prove this collator (also FILE.py:NAME) in place of ours."),
     ] = None,
     attention: Annotated[
         str | None,
-        typer.Option("--attention", metavar="NAME", help="With --collator: transformers' attention, such as eager."),
+        Option("--attention", metavar="NAME", help="With --collator: transformers' attention, such as eager."),
     ] = None,
-    attached: Annotated[bool, typer.Option("--attach", help="With --collator: on the model after attach.")] = False,
+    attached: Annotated[bool, Option("--attach", help="With --collator: on the model after attach.")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Prove on the loaded model that packed rows train as the documents alone: outputs, losses, gradients."""
-    if collator is not None:
-        from packtrain.train.verify.command import run_on_collator
+    from packtrain.train.verify.command import run_on_collator, run_verification
 
-        run, _ = _config_and_plan(arguments)
-        how = {"attention": attention, "attached": attached, "as_json": as_json}
-        return run_on_collator(run.model, run.peft, run.trainer, collator, **how)
-    if attached or attention is not None:
+    if collator is None and (attached or attention is not None):
         name = "--attach" if attached else "--attention"
         raise UserError("it says how the model of --collator runs", where=name, fix="Give --collator, too.")
-    from packtrain.train.verify.command import run_verification
-
     run, _ = _config_and_plan(arguments)
-    return run_verification(run, partial(_execute, "verify"), as_json=as_json)
+    if collator is None:
+        return run_verification(run, partial(_execute, "verify"), as_json=as_json)
+    how = {"attention": attention, "attached": attached, "as_json": as_json}
+    return run_on_collator(run.model, run.peft, run.trainer, collator, **how)
 
 
 def _measure(launch: LaunchPlan, short: RunConfig) -> int:
@@ -230,7 +231,7 @@ def _measure(launch: LaunchPlan, short: RunConfig) -> int:
 @_config_verb()
 def bench(
     arguments: Arguments = None,
-    seconds: Annotated[float, typer.Option("--seconds", help="About how long to measure, after loading.")] = 120,
+    seconds: Annotated[float, Option("--seconds", help="About how long to measure, after loading.")] = 120,
     as_json: AsJson = False,
 ) -> int:
     """Measure which packing mode and sizes train this config fastest here; nothing is kept."""
@@ -243,7 +244,7 @@ def bench(
 @_config_verb()
 def env(
     arguments: Arguments = None,
-    cluster: Annotated[bool, typer.Option("--cluster", help="Of all machines of the run, and what differs.")] = False,
+    cluster: Annotated[bool, Option("--cluster", help="Of all machines of the run, and what differs.")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Show what this machine is and has, for bug reports, and check whether it (and a run) is fit to train."""
@@ -265,11 +266,11 @@ def env(
 
 @_config_verb()
 def sbatch(
-    verb: Annotated[TrainingVerb, typer.Argument(metavar="VERB")],
+    verb: Training,
     arguments: Arguments = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Submit the script, and say where its log is.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the script, not stdout.")] = None,
-    sweep: Annotated[bool, typer.Option("--multirun", "-m", help="A job array: key=a,b runs once for each.")] = False,
+    submit: Submit = False,
+    output: OutputFile = None,
+    sweep: Annotated[bool, Option("--multirun", "-m", help="A job array: key=a,b runs once for each.")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Write a Slurm script for a run or a sweep of runs, or submit it."""
@@ -281,18 +282,16 @@ def sbatch(
 
 @_config_verb()
 def deploy(
-    verb: Annotated[TrainingVerb, typer.Argument(metavar="VERB")],
+    verb: Training,
     arguments: Arguments = None,
-    on: Annotated[
-        Literal["kubeflow", "skypilot", "dstack"], typer.Option("--on", help="What places the run.")
-    ] = "skypilot",
-    image: Annotated[str | None, typer.Option("--image", metavar="IMAGE", help="The container it runs in.")] = None,
+    on: Annotated[Literal["kubeflow", "skypilot", "dstack"], Option("--on", help="What places the run.")] = "skypilot",
+    image: Annotated[str | None, Option("--image", metavar="IMAGE", help="The container it runs in.")] = None,
     gpu: Annotated[
-        str | None, typer.Option("--gpu", metavar="NAME", help="By the engine's name, such as H100; none: on CPUs.")
+        str | None, Option("--gpu", metavar="NAME", help="By the engine's name, such as H100; none: on CPUs.")
     ] = None,
-    spot: Annotated[bool, typer.Option("--spot", help="Machines that may be taken away, for less.")] = False,
-    submit: Annotated[bool, typer.Option("--submit", help="Hand it to the engine's own client.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file, not stdout.")] = None,
+    spot: Annotated[bool, Option("--spot", help="Machines that may be taken away, for less.")] = False,
+    submit: Submit = False,
+    output: OutputFile = None,
 ) -> int:
     """Write a run as a job of Kubeflow, or a task of SkyPilot or dstack, or submit it."""
     from packtrain.launch.deploy import Machines, submit_or_write
@@ -305,15 +304,15 @@ def deploy(
 
 @_verb()
 def convert(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML or JSON, or a .sh or .md with the command.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="A YAML or JSON, or a .sh or .md with the command.")],
     origin: Annotated[
         Literal["axolotl", "llamafactory", "ms-swift", "trl"] | None,
-        typer.Option("--from", help="Whose config it is, where its keys do not say."),
+        Option("--from", help="Whose config it is, where its keys do not say."),
     ] = None,
     devices: Annotated[
-        int | None, typer.Option("--devices", metavar="N", min=1, help="How many GPUs it was written for.")
+        int | None, Option("--devices", metavar="N", min=1, help="How many GPUs it was written for.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the config, not stdout.")] = None,
+    output: OutputFile = None,
     as_json: AsJson = False,
 ) -> int:
     """Write a config of axolotl, LLaMA-Factory, ms-swift or TRL as one of ours; every key of theirs is converted or listed."""
@@ -324,8 +323,8 @@ def convert(
 
 @_verb()
 def doctor(
-    run: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run's folder (trainer.output_dir).")],
-    stacks: Annotated[bool, typer.Option("--stacks", help="Ask the live processes what they are doing.")] = False,
+    run: Annotated[str, Argument(metavar="RUN_DIR", help="The run's folder (trainer.output_dir).")],
+    stacks: Annotated[bool, Option("--stacks", help="Ask the live processes what they are doing.")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Say where the processes of a run are, and why it stands still or has failed; exit code 4 if it does."""
@@ -337,11 +336,11 @@ def doctor(
 @_verb()
 def report(
     runs: Annotated[
-        list[str], typer.Argument(metavar="RUN_DIR …", help="Run folders (trainer.output_dir, or trainer.mirror).")
+        list[str], Argument(metavar="RUN_DIR …", help="Run folders (trainer.output_dir, or trainer.mirror).")
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The file; by default RUN_DIR/report.html, of several runs ./report.html."),
+        Option("--output", "-o", help="The file; by default RUN_DIR/report.html, of several runs ./report.html."),
     ] = None,
 ) -> int:
     """Write a run, or several over each other, as one HTML file: curves, answers, data, config, failures."""
@@ -353,14 +352,12 @@ def report(
 @_config_verb("eval")
 def evaluate(
     arguments: Arguments = None,
-    generate: Annotated[
-        int, typer.Option("--generate", metavar="N", min=0, help="Also answer N rows of data.eval.")
-    ] = 0,
+    generate: Annotated[int, Option("--generate", metavar="N", min=0, help="Also answer N rows of data.eval.")] = 0,
     score: Annotated[
-        str, typer.Option("--score", metavar="HOW", help="exact, regex:PATTERN, or module:function, of answers.")
+        str, Option("--score", metavar="HOW", help="exact, regex:PATTERN, or module:function, of answers.")
     ] = "exact",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer.")] = 256,
-    tasks: Annotated[str | None, typer.Option("--tasks", metavar="A,B", help="Also tasks of lm_eval.")] = None,
+    max_tokens: MaxTokens = 256,
+    tasks: Annotated[str | None, Option("--tasks", metavar="A,B", help="Also tasks of lm_eval.")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Measure any model (model.path=…) on data.eval as a training would, on answers to it, or on tasks of lm_eval."""
@@ -368,20 +365,13 @@ def evaluate(
 
     given, run = load_evaluated(*split_arguments(arguments), _note)
     _check_verb(run, run.objective.kind)
-    more: Any = {"rows": generate, "score": score, "tokens": max_tokens, "tasks": tasks.split(",") if tasks else []}
-    return evaluate(given, run, partial(_execute, "eval"), **more, as_json=as_json)
-
-
-Named = Annotated[str, typer.Argument(metavar="RUN_DIR | MODEL", help="A run folder, a model folder, or a hub id.")]
-Dtype = Annotated[Literal["float32", "bfloat16"] | None, typer.Option("--dtype", help="Number format of the weights.")]
-OutputFolder = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="DIR", help="By default beside the model.")
-]
+    names, execute = tasks.split(",") if tasks else [], partial(_execute, "eval")
+    return evaluate(given, run, execute, rows=generate, score=score, tokens=max_tokens, tasks=names, as_json=as_json)
 
 
 @_verb()
 def merge(
-    adapters: Annotated[str, typer.Argument(metavar="ADAPTERS", help="A folder of adapters, or the run that made it.")],
+    adapters: Annotated[str, Argument(metavar="ADAPTERS", help="A folder of adapters, or the run that made it.")],
     output: OutputFolder = None,
     dtype: Dtype = None,
 ) -> int:
@@ -398,14 +388,14 @@ def merge(
 @_verb()
 def export(
     named: Named,
-    to: Annotated[Literal["hub", "gguf", "ollama", "merged"], typer.Option("--to", help="Where it is to be used.")],
+    to: Annotated[Literal["hub", "gguf", "ollama", "merged"], Option("--to", help="Where it is to be used.")],
     name: Annotated[
-        str | None, typer.Option("--repo", "--name", metavar="NAME", help="Its name on the hub, or in Ollama.")
+        str | None, Option("--repo", "--name", metavar="NAME", help="Its name on the hub, or in Ollama.")
     ] = None,
-    public: Annotated[bool, typer.Option("--public", help="hub: for everybody to see, if it is new there.")] = False,
+    public: Annotated[bool, Option("--public", help="hub: for everybody to see, if it is new there.")] = False,
     output: OutputFolder = None,
     converter: Annotated[
-        str | None, typer.Option("--converter", metavar="PATH", help="gguf, ollama: llama.cpp's convert_hf_to_gguf.py.")
+        str | None, Option("--converter", metavar="PATH", help="gguf, ollama: llama.cpp's convert_hf_to_gguf.py.")
     ] = None,
     dtype: Dtype = None,
 ) -> int:
@@ -413,9 +403,8 @@ def export(
     from packtrain.serve.export import export
     from packtrain.train.verify.command import stdout_on_stderr
 
-    how: Any = {"name": name, "public": public, "output": output, "converter": converter, "dtype": dtype}
     with stdout_on_stderr():
-        lines = export(named, to, **how)
+        lines = export(named, to, name=name, public=public, output=output, converter=converter, dtype=dtype)
     print("\n".join(lines))
     return 0
 
@@ -423,10 +412,10 @@ def export(
 @_verb()
 def chat(
     named: Named,
-    second: Annotated[str | None, typer.Argument(metavar="SECOND", help="A model that answers beside it.")] = None,
-    system: Annotated[str, typer.Option("--system", metavar="TEXT", help="System prompt.")] = "",
-    temperature: Annotated[float, typer.Option("--temperature", min=0, help="0: the likeliest token each time.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer.")] = 512,
+    second: Annotated[str | None, Argument(metavar="SECOND", help="A model that answers beside it.")] = None,
+    system: Annotated[str, Option("--system", metavar="TEXT", help="System prompt.")] = "",
+    temperature: Annotated[float, Option("--temperature", min=0, help="0: the likeliest token each time.")] = 0.0,
+    max_tokens: MaxTokens = 512,
 ) -> int:
     """Talk to a model in the terminal; each line of a pipe is answered by itself."""
     from packtrain.serve.chat import converse, load_speaker

@@ -22,12 +22,14 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config import rules
+from packtrain.config import is_list, is_mapping
 from packtrain.config.dataset_names import name_files
 from packtrain.config.fault import Fault
 from packtrain.config.keys import keys
 from packtrain.config.overrides import COMMAND_LINE, Argument, assignment, carry_out, no_choice, parse, values_of_sweep
-from packtrain.config.rules import paths_and_packages, slurm
+from packtrain.config.rules import check_combinations
+from packtrain.config.rules.paths_and_packages import check_packages, check_paths, model_of
+from packtrain.config.rules.slurm import note_secrets
 from packtrain.config.schema import RunConfig, groups
 from packtrain.config.validate import build, plain_values
 from packtrain.config.yaml_files import ConfigFile, find_choice, find_config, options, read_config, shipped, shown
@@ -70,12 +72,12 @@ def load_config(
     problems += [composed.locate(fault) for fault in faults]
     if problems:
         raise UserError(problems)
-    for note in slurm.note_secrets(config.topology.setup):
+    for note in note_secrets(config.topology.setup):
         say(f"note: {note}")
     folders = [*([file.parent] if file else []), Path()]
     model, objective = config.model, config.objective  # a run folder stands for its final/
-    model = replace(model, path=model.path and paths_and_packages.model_of(model.path))
-    objective = replace(objective, reference=paths_and_packages.model_of(objective.reference))
+    model = replace(model, path=model.path and model_of(model.path))
+    objective = replace(objective, reference=model_of(objective.reference))
     return replace(config, data=name_files(config.data, folders), model=model, objective=objective)
 
 
@@ -119,7 +121,7 @@ def load_points(
     names = [name[:_LONGEST_NAME] for name in names]
     if len(set(names)) < number:
         names = [f"{at}-{name}" for at, name in enumerate(names)]
-    named = []
+    named: list[Point] = []
     for point, name in zip(points, names, strict=True):
         own = {key: f"{place}/{name}" for key in alike if (place := getattr(point.config.trainer, key))}
         config = replace(point.config, trainer=replace(point.config.trainer, **own))
@@ -129,16 +131,13 @@ def load_points(
     return named, shared
 
 
-def faults_of(values: Mapping[str, Any]) -> list[Fault]:
+def faults_of(values: Mapping[str, object]) -> list[Fault]:
     """Return the faults of plain values (group → key → value). Files and packages on this machine do not matter."""
     made, faults = build(values)
-    config = RunConfig(**made)
-    given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
-    impossible = [*rules.check_combinations(config, given), *slurm.check_secrets(asdict(config))]
-    return faults + _not_yet_reported(impossible, faults, [])
+    return faults + _not_yet_reported(_impossible(RunConfig(**made)), faults, [])
 
 
-def changes(config: RunConfig) -> dict[str, dict[str, Any]]:
+def changes(config: RunConfig) -> dict[str, dict[str, object]]:
     """Return group → key → value of the keys that differ from their defaults."""
     defaults = asdict(RunConfig())
     changed = {
@@ -264,12 +263,12 @@ def _entries(file: ConfigFile, group: str) -> list[tuple[str, str, str]]:
 
     (_, _SELF, _) stands for the file's own keys. They come last if the list does not place them.
     """
-    if not isinstance(file.defaults, list):
+    if not is_list(file.defaults):
         raise UserError("it must be a list", where=f"{file.place('defaults')}, defaults", fix=_DEFAULTS_FORM)
     entries: list[tuple[str, str, str]] = []
     for at, entry in enumerate(file.defaults):
         where = f"{file.place(f'defaults[{at}]')}, defaults"
-        name, choice = next(iter(entry.items()), ("", 0)) if isinstance(entry, dict) else ("", entry)
+        name, choice = next(iter(entry.items()), ("", 0)) if is_mapping(entry) else ("", entry)
         if choice is None:  # no choice for this group
             continue
         if not isinstance(choice, str if not name else (str, int)) or "$" in f"{name}{choice}" or " " in str(name):
@@ -291,15 +290,13 @@ def _check(composed: DictConfig, invalid_groups: list[str], *, packages: bool) -
     made, wrong_values = build(values)
     config = RunConfig(**made)
     faults += _not_yet_reported(wrong_values, faults, invalid_groups)
+    here = [*check_paths(config), *(check_packages(config) if packages else ())]
+    return config, faults + _not_yet_reported([*_impossible(config), *here], faults, invalid_groups)
+
+
+def _impossible(config: RunConfig) -> list[Fault]:
     given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
-    impossible = [
-        *rules.check_combinations(config, given),
-        *slurm.check_slurm(config.topology, config.trainer.resume),
-        *slurm.check_secrets(asdict(config)),
-        *paths_and_packages.check_paths(config),
-        *(paths_and_packages.check_packages(config) if packages else ()),
-    ]
-    return config, faults + _not_yet_reported(impossible, faults, invalid_groups)
+    return check_combinations(config, given)
 
 
 def _not_yet_reported(faults: list[Fault], known: list[Fault], invalid_groups: list[str]) -> list[Fault]:
@@ -320,10 +317,10 @@ def _text(values: DictConfig, name: str) -> str | None:
     return None
 
 
-def _escaped(value: Any) -> Any:
+def _escaped(value: object) -> Any:
     """Escape `${` in text, so that it is read back literally."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", value)
-    if isinstance(value, dict):
+    if is_mapping(value):
         return {key: _escaped(item) for key, item in value.items()}
-    return [_escaped(item) for item in value] if isinstance(value, list) else value
+    return [_escaped(item) for item in value] if is_list(value) else value

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from packtrain.config import is_list, is_mapping
 from packtrain.config.keys import suggest
 from packtrain.config.schema import LISTED, Data, DataSource
 from packtrain.errors import UserError
@@ -25,10 +26,10 @@ def name_files(data: Data, folders: Iterable[Path]) -> Data:
     """Add the file to each name without one. Raises UserError for a name that no file has, or several have."""
     found = [file for folder in folders for file in _files(folder)]
 
-    def named(value: Any, key: str) -> Any:
-        if isinstance(value, list):
+    def named(value: object, key: str) -> Any:
+        if is_list(value):
             return [named(item, key) for item in value]
-        if isinstance(value, dict):
+        if is_mapping(value):
             return {name: named(item, f"{key}.{name}") for name, item in value.items()}
         if isinstance(value, DataSource):
             return replace(value, path=named(value.path, key))
@@ -46,10 +47,10 @@ def read_info(file: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError) as error:
         fix = "Write lf:NAME, or lf:FOLDER/dataset_info.json#NAME."
         raise UserError(f"cannot read the list of data sets: {error}", where=str(file), fix=fix) from error
-    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+    if not is_mapping(entries) or not all(map(is_mapping, entries.values())):
         what = "this is no list of data sets as LLaMA-Factory has it, an object for each name"
         raise UserError(what, where=str(file), fix="Name another file.")
-    return entries
+    return dict(entries)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -61,7 +62,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _file_of(name: str, files: list[Path], key: str) -> Path:
-    lists: dict[Path, dict[str, Any]] = {}
+    lists: dict[Path, dict[str, Path]] = {}
     for file in files:
         with suppress(UserError):  # `datasets` saves a file of this name beside its own
             lists.setdefault(file.resolve(), {}).update(dict.fromkeys(read_info(file), file))

@@ -20,13 +20,13 @@ from packtrain.config.schema import DataSource, Stage, groups
 from packtrain.objectives.registry import OBJECTIVES
 from packtrain.optimizers.spec import REFUSED
 
-_OF_SBATCH = {"cpus_per_node": "cpus-per-task", "job_name": "job-name", "memory": "mem"}
-_OF_SBATCH |= {name: name for name in ("account", "constraint", "gres", "partition", "qos")}
+_OF_SBATCH = {name: name for name in ("account", "constraint", "gres", "partition", "qos")}
 ELSEWHERE = {
-    **{f"topology.{name}": f"Add a line to topology.sbatch: --{to}=…" for name, to in _OF_SBATCH.items()},
+    f"topology.{name}": f"Add a line to topology.sbatch: --{to}=…"
+    for name, to in {"cpus_per_node": "cpus-per-task", "job_name": "job-name", "memory": "mem", **_OF_SBATCH}.items()
 }
 """Key that other tools have → its place here."""
-OTHER_VALUES = {
+OTHER_VALUES: dict[tuple[str, bool | str], str] = {
     **{("optim.name", name): why for name, why in REFUSED.items()},
     ("trainer.gradient_checkpointing", False): "Set none.",
     ("trainer.gradient_checkpointing", True): "Set full, or auto to take what fits.",
@@ -72,6 +72,10 @@ ADVICE = {
 }
 
 
+Kind = Any
+"""A type, or a form of typing such as Literal["a", "b"] | None, which has no type itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """One config key; `path` is "optim.learning_rate".
@@ -81,8 +85,8 @@ class Key:
     """
 
     path: str
-    type: Any
-    default: Any
+    type: Kind
+    default: object
     doc: str
     objectives: tuple[str, ...]
     resume: Resume | None = "free"
@@ -106,12 +110,12 @@ def keys() -> dict[str, Key]:
     return {key.path: key for name, cls in groups().items() for key in keys_of(cls, f"{name}.").values()}
 
 
-def members(kind: Any) -> tuple[Any, ...]:
+def members(kind: Kind) -> tuple[Kind, ...]:
     """Return the alternatives of a union, or the type itself."""
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
-def choices(kind: Any) -> tuple[str, ...]:
+def choices(kind: Kind) -> tuple[str, ...]:
     """Return the values of a Literal anywhere inside `kind`; () if there is none."""
     if get_origin(kind) is Literal:
         return get_args(kind)
@@ -126,7 +130,7 @@ def describe(key: Key) -> str:
     return words(members(key.type)) + bounds + optional
 
 
-def words(kinds: Iterable[Any]) -> str:
+def words(kinds: Iterable[Kind]) -> str:
     """Return types in words: "number or text"."""
     kinds = [kind for kind in kinds if kind is not type(None)]
     lists = {list[kind] for kind in kinds}
@@ -199,7 +203,7 @@ def check_resume_despite(names: list[str]) -> Iterator[Fault]:
             yield Fault(where, f"there is no key {name!r}", suggest(name, known, "Name keys as the refusal does."))
 
 
-def _key(item: Field[Any], kind: Any, path: str) -> Key:
+def _key(item: Field[Any], kind: Kind, path: str) -> Key:
     default = item.default_factory() if item.default_factory is not MISSING else item.default
     declared = dict(item.metadata)
     of, among, doc = declared.pop("of"), declared.pop("among"), declared.pop("doc")
@@ -208,7 +212,7 @@ def _key(item: Field[Any], kind: Any, path: str) -> Key:
     return Key(path, _narrowed(kind, tuple(among())) if among else kind, default, doc, objectives, **declared)
 
 
-def _narrowed(kind: Any, among: tuple[str, ...]) -> Any:
+def _narrowed(kind: Kind, among: tuple[str, ...]) -> Kind:
     """Return the type with a Literal of `among` in place of text."""
     if kind is str:
         return Literal[among]
@@ -219,12 +223,13 @@ def _narrowed(kind: Any, among: tuple[str, ...]) -> Any:
     return kind
 
 
-def _words(kind: Any) -> str:
+def _words(kind: Kind) -> str:
     simple = {bool: "true or false", int: "whole number", float: "number", str: "text"}
     if kind in simple:
         return simple[kind]
     if is_dataclass(kind):
-        return {DataSource: "source", Stage: "stage"}.get(kind, "group of weights")
+        entries: dict[object, str] = {DataSource: "source", Stage: "stage"}
+        return entries.get(kind, "group of weights")
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
     if get_origin(kind) is list:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -32,8 +33,8 @@ def key(
     config/keys.py::Key.
     """
     metadata = {"doc": doc, "resume": resume, "advanced": advanced, "of": of, "among": among, **bounds}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    if type(default) in (list, dict):
+        return field(default_factory=partial(copy, default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -51,9 +52,7 @@ def _has_reference(spec: Spec) -> bool:
 class Objective:
     """The loss."""
 
-    kind: str = key(
-        "sft", "Training method; each has a verb of its name (packtrain dpo).", among=OBJECTIVES.all, resume="fixed"
-    )
+    kind: str = key("sft", "Training method, each a verb (packtrain dpo).", among=OBJECTIVES.all, resume="fixed")
     loss: str | list[str] | None = key(
         None,
         "Loss of the kind, by TRL's name: nll or dft (arXiv 2508.05629) of sft, kto or apo_zero_unpaired (arXiv 2408.06266) of "
@@ -62,14 +61,9 @@ class Objective:
         resume="decisive",
     )
     options: dict[str, Any] = key(
-        {},
-        "Rarely used arguments of TRL's config for the kind (docs/preferences.md, kto.md, …).",
-        resume="decisive",
-        advanced=True,
+        {}, "Rare arguments of TRL's config (docs/preferences.md, kto.md, …).", resume="decisive", advanced=True
     )
-    beta: float = key(
-        0.1, "how strongly the model is held to the reference.", above=0, of=_has_reference, resume="decisive"
-    )
+    beta: float = key(0.1, "strength of the tie to the reference.", above=0, of=_has_reference, resume="decisive")
     reference: str = key(
         "auto",
         "model (a second copy of model.path), adapters_off (LoRA), precomputed (its log-probabilities, once), or the "

@@ -20,16 +20,11 @@ class Topology:
         "manual: the same command once on every machine, each with its topology.node_rank; ray: the machines of a Ray cluster.",
     )
     nodes: int | None = key(None, "Machines; none for all of the Slurm job, else 1.", minimum=1, maximum=20_000)
-    min_nodes: int | None = advanced(
-        None, "Fewest machines that a restart may continue with; none waits for all.", minimum=1
-    )
+    min_nodes: int | None = advanced(None, "Fewest machines that a restart may use; none waits for all.", minimum=1)
     gpus_per_node: int | None = key(None, "Processes per machine; none for one per GPU.", minimum=1, maximum=1024)
     main_address: str | None = key(None, "Host name or address of the first machine.")
     main_port: int | None = advanced(
-        None,
-        "Free TCP port on the first machine; none for a free one (29500 with topology=manual).",
-        minimum=1,
-        maximum=65535,
+        None, "TCP port on the first machine; none: a free one (29500 with topology=manual).", minimum=1, maximum=65535
     )
     node_rank: int | None = key(None, "manual: number of this machine, from 0.", minimum=0)
     join_timeout: int = advanced(300, "Seconds to wait for all processes at start.", minimum=1)

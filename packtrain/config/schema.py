@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from packtrain.attention.registry import BACKENDS
 from packtrain.attention.spec import Backend
+from packtrain.config import is_list, is_mapping
 from packtrain.config.objective import Objective, advanced, key
 from packtrain.config.place import Topology, Tracking, Verify
 from packtrain.optimizers.spec import OPTIMIZERS, OptimizerSpec
@@ -48,21 +49,15 @@ class Model:
         "model with the adapters: peft=lora trains them further, else they are merged.",
     )
     init: Literal["pretrained", "random"] = advanced("pretrained", "Load the weights, or start from random ones.")
-    config: dict[str, Any] = advanced(
-        {}, "Values set on the model's own config; with model_type it needs no model.path."
-    )
-    tokenizer: str | None = advanced(
-        None, "Hub id or folder of the tokenizer (model.path if none), or quickstart (built in)."
-    )
+    config: dict[str, Any] = advanced({}, "Values for the model's config; with model_type, no model.path is needed.")
+    tokenizer: str | None = advanced(None, "Hub id or folder of the tokenizer (none: of the model), or quickstart.")
     revision: str | None = advanced(None, "Branch, tag or commit of a hub model.")
     trust_remote_code: bool = advanced(False, "Run model code that comes with the model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "float32", "Number format of the weights; auto keeps the file's format.", resume="decisive"
     )
     quantize: Quantize = key(
-        "no",
-        "Load the layers in 4 bits (nf4) or 8 (int8, fp8), to train adapters on them: less memory, somewhat slower "
-        "(docs/precision.md).",
+        "no", "Load layers in 4 bits (nf4) or 8 (int8, fp8), to train adapters on them (docs/precision.md)."
     )
     attention: str = key(
         "auto",
@@ -102,18 +97,12 @@ class DataSource:
         "Hub id (owner/name:subset@split), or a .jsonl/.json/.parquet/.arrow/.csv/.tsv/.txt file (text also .gz or .zst), a glob or a "
         "folder of these, a saved data set; lf:NAME of LLaMA-Factory's dataset_info.json; or quickstart.",
     )
-    split: str = key(
-        "train", "Split of a hub data set, of a saved DatasetDict, or of a folder with the split in its file names."
-    )
+    split: str = key("train", "Split of a hub data set, of a saved DatasetDict, or in file names of a folder.")
     subset: str | None = advanced(None, "Configuration name of a hub data set.")
-    weight: float = key(
-        1.0, "Times that each document appears in an epoch; 0.5 takes a random half.", above=0, maximum=10**4
-    )
+    weight: float = key(1.0, "Times that a document appears in an epoch; 0.5: a random half.", above=0, maximum=10**4)
     repeat: bool = advanced(False, "With data.streaming: begin it again at its end, so that it never ends.")
     samples: int | None = advanced(
-        None,
-        "In place of weight: number of its documents (pairs) in an epoch; above its size, documents repeat.",
-        minimum=1,
+        None, "In place of weight: number of its documents (pairs) in an epoch; they may repeat.", minimum=1
     )
     columns: dict[str, str] = advanced({}, "Its own column names, in place of data.columns.")
 
@@ -126,9 +115,7 @@ class Stage:
     """The shares of sources in some of the steps."""
 
     until: int | None = advanced(None, "Its last step; none for the last stage, which lasts to the end.", minimum=1)
-    weights: dict[str, Any] = advanced(
-        {}, "Name of a source: its share of the examples, in any unit; 0 where it is not named."
-    )
+    weights: dict[str, Any] = advanced({}, "Name of a source: its share, in any unit; 0 if not named.")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -171,11 +158,7 @@ class Data:
         resume="decisive",
     )
     temperature: float = advanced(
-        1.0,
-        "Sources share an epoch by their documents × weight, to the power of 1 / temperature: above 1, small ones are repeated "
-        "(docs/data.md).",
-        minimum=1,
-        maximum=1000,
+        1.0, "Sources share an epoch by (documents × weight)^(1 / temperature) (docs/data.md).", minimum=1, maximum=1000
     )
     streaming: bool = advanced(
         False,
@@ -184,20 +167,12 @@ class Data:
         resume="decisive",
     )
     shuffle_buffer: int = advanced(
-        10_000,
-        "With data.streaming: number of rows that are shuffled among each other.",
-        resume=None,
-        minimum=1,
-        maximum=10**7,
+        10_000, "With data.streaming: rows that are shuffled together.", resume=None, minimum=1, maximum=10**7
     )
     stages: list[Stage] = advanced(
-        [],
-        "Shares of the sources from step to step, in place of their weights ([{until: 1000, weights: {a: 1}}, …]).",
-        resume="decisive",
+        [], "Shares of the sources over the steps ([{until: 1000, weights: {a: 1}}, …]).", resume="decisive"
     )
-    cache_dir: str | None = advanced(
-        None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE)."
-    )
+    cache_dir: str | None = advanced(None, "Folder of tokenised data; none: ~/.cache/packtrain (or $PACKTRAIN_CACHE).")
 
 
 def sources(value: object, role: Split = "train") -> list[DataSource]:
@@ -205,12 +180,12 @@ def sources(value: object, role: Split = "train") -> list[DataSource]:
 
     [] for none and for a fraction. The text `quickstart` stands for its split of that `role`; owner/name:subset@split names a hub data set.
     """
-    if isinstance(value, dict):
+    if is_mapping(value):
         return [source for item in value.values() for source in sources(item, role)]
-    values = value if isinstance(value, list) else [value]
     splits = {"quickstart": role}
     named = [
-        DataSource(path=item, split=splits.get(item, "train")) if isinstance(item, str) else item for item in values
+        DataSource(path=item, split=splits.get(item, "train")) if isinstance(item, str) else item
+        for item in (value if is_list(value) else [value])
     ]
     return [_read_name(item) for item in named if isinstance(item, DataSource)]
 
@@ -242,9 +217,7 @@ class Packing:
         "packed", "Padded batches, batches flattened into one row, or rows filled to batch.tokens_per_device."
     )
     strategy: Literal["best_fit", "in_order"] = advanced(
-        "best_fit",
-        "Fill rows with the longest documents first (fuller rows), or with the documents in their order.",
-        resume="decisive",
+        "best_fit", "Fill rows with the longest documents first (fuller rows), or in order.", resume="decisive"
     )
     share_prefix: bool | None = key(
         None,
@@ -274,7 +247,7 @@ class Optim:
 
     name: str = key(
         "adamw_torch_fused",
-        "Optimizer, by its transformers name, or muon of torch (docs/fitting.md).",
+        "Optimizer, by its transformers name, or muon (docs/fitting.md).",
         resume="fixed",
         among=lambda: OPTIMIZERS,
     )
@@ -296,18 +269,12 @@ class Optim:
         "inverse_sqrt",
         "warmup_stable_decay",
     ] = key("cosine", "Learning-rate schedule, by its transformers name.", resume="decisive")
-    schedule_options: dict[str, Any] = advanced(
-        {}, "Arguments of the schedule (e.g. {min_lr_rate: 0.1}).", resume="decisive"
-    )
-    warmup_steps: float = key(
-        0, "Steps of linear warm-up; below 1 a fraction of all steps.", minimum=0, resume="decisive"
-    )
+    schedule_options: dict[str, Any] = advanced({}, "Schedule's arguments ({min_lr_rate: 0.1}).", resume="decisive")
+    warmup_steps: float = key(0, "Steps of linear warm-up; below 1: a share of them.", minimum=0, resume="decisive")
     weight_decay: float = key(0.0, "Decoupled weight decay, not on biases and norms.", minimum=0, resume="decisive")
     beta1: float = advanced(0.9, "AdamW's first decay rate.", minimum=0, below=1, resume="decisive")
     beta2: float = advanced(0.999, "AdamW's second decay rate.", minimum=0, below=1, resume="decisive")
-    max_grad_norm: float = key(
-        1.0, "Gradients are clipped to this global norm; 0 for no clipping.", minimum=0, resume="decisive"
-    )
+    max_grad_norm: float = key(1.0, "Clip gradients to this global norm; 0: do not.", minimum=0, resume="decisive")
     bf16_rounding: Rounding = advanced(
         "auto",
         "Where numbers are rounded to bfloat16 (docs/precision.md). auto: bfloat16 weights have float32 masters that take the "
@@ -341,10 +308,7 @@ class Batch:
         None, "Documents of an optimizer step over all devices.", minimum=1, maximum=10**7, resume="decisive"
     )
     tokens_per_step: int | None = key(
-        None,
-        "Tokens of an optimizer step over all devices (rows packed over the whole epoch).",
-        minimum=2,
-        resume="decisive",
+        None, "Tokens of a step over all devices, in rows packed over an epoch.", minimum=2, resume="decisive"
     )
     examples_per_device: int | None = key(
         None, "Most documents of a micro-batch (8 if none); packed rows are limited by tokens alone.", minimum=1
@@ -371,11 +335,7 @@ class Trainer:
     max_steps: int | None = key(None, "Optimizer steps, in place of trainer.epochs.", minimum=1, resume="decisive")
     epochs: float = key(1.0, "Passes over the data.", resume=None, above=0, maximum=10**6)
     seed: int = key(0, "Seed of data order, dropout and new weights.", minimum=0, maximum=2**32 - 1, resume="decisive")
-    resume: str = key(
-        "auto",
-        "auto continues an unfinished run in output_dir, never starts anew, or a checkpoint folder.",
-        resume=None,
-    )
+    resume: str = key("auto", "auto continues an unfinished run, never starts anew; or a checkpoint.", resume=None)
     resume_despite: list[str] = advanced([], "Keys that may have changed since the checkpoint (docs/resume.md).")
     checkpoint_every: int | None = key(None, "Steps between checkpoints; none for none.", minimum=1)
     keep_checkpoints: int | None = key(2, "Newest checkpoints that are kept, and the best; none for all.", minimum=1)
@@ -387,9 +347,7 @@ class Trainer:
     on_spike: Literal["stop", "skip", "rollback"] = advanced(
         "stop", "Reaction to a spike, before its update is made: stop, skip the update, or roll back (docs/resume.md)."
     )
-    spike_factor: float | None = advanced(
-        None, "A loss or gradient norm above this × its median is a spike too.", above=1
-    )
+    spike_factor: float | None = advanced(None, "A loss or gradient norm above this × its median is a spike.", above=1)
     restarts: int = advanced(
         0, "Most times to start again after a dead or hung process, or a lost machine (docs/resume.md).", minimum=0
     )
@@ -397,9 +355,7 @@ class Trainer:
     early_stop_patience: int | None = advanced(
         None, "Stop after this many evaluations without a lower eval loss; the best weights are kept.", minimum=1
     )
-    log_every: int = key(
-        10, "Steps between logged lines; the first, the last, evaluated and saved steps have one too.", minimum=1
-    )
+    log_every: int = key(10, "Steps between logged lines; first, last, evaluated and saved steps have one.", minimum=1)
     mixed_precision: Literal["auto", "no", "bf16", "fast", "fp8"] = key(
         "auto",
         "Compute in bfloat16 over weights in model.dtype. auto: on GPUs that have it; fast: also on a CPU where a measurement finds it "
@@ -407,8 +363,7 @@ class Trainer:
         resume="decisive",
     )
     deterministic: bool = advanced(
-        False,
-        "Use only operations that give the same bits every time, on GPUs too; slower. A model that needs other operations is refused.",
+        False, "Use only operations that give the same bits every time; slower. Models with others are refused."
     )
     gradient_checkpointing: Checkpointing = key(
         "auto",
@@ -427,8 +382,7 @@ class Trainer:
         minimum=1,
     )
     torch_compile: bool = advanced(
-        False,
-        "Compile the parts of the layers, except attention, at the first step (docs/planning.md); needs a C++ compiler.",
+        False, "Compile the layers, except attention, at the first step (docs/planning.md); needs a C++ compiler."
     )
     ema: float = advanced(
         0.0,
@@ -448,9 +402,7 @@ class Peft:
     alpha: int = key(32, "Scale of the adapters (alpha / r).", minimum=1, resume="decisive")
     dropout: float = advanced(0.0, "Dropout in front of the adapters.", minimum=0, below=1, resume="decisive")
     target_modules: str | list[str] = key(
-        "all-linear",
-        "Names of the layers that get adapters, in a list; a text is a regular expression for whole names.",
-        resume="fixed",
+        "all-linear", "List of layers that get adapters; a text is a pattern for whole names.", resume="fixed"
     )
     modules_to_save: list[str] = advanced([], "Layers trained in full beside the adapters.", resume="fixed")
     options: dict[str, Any] = advanced(

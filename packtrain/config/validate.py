@@ -14,28 +14,41 @@ from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from packtrain.config import is_list, is_mapping
 from packtrain.config.fault import Fault
-from packtrain.config.keys import OTHER_VALUES, Key, advice_for, choices, describe, keys_of, members, suggest, words
+from packtrain.config.keys import (
+    OTHER_VALUES,
+    Key,
+    Kind,
+    advice_for,
+    choices,
+    describe,
+    keys_of,
+    members,
+    suggest,
+    words,
+)
 from packtrain.config.schema import DataSource, groups
 from packtrain.wording import shortened
 
 _REFUSED = object()
 
 
-def plain_values(composed: DictConfig) -> tuple[dict[str, Any], list[Fault]]:
+def plain_values(composed: DictConfig) -> tuple[dict[str, object], list[Fault]]:
     """Return values as plain containers with resolved interpolations, and faults of unresolvable ones.
 
     The values are group → key → value. Keys and groups missing in `composed` get their defaults, in `composed` too.
     """
     faults: list[Fault] = []
     for name, cls in groups().items():
-        node = composed._get_node(name)
-        if node is None or (isinstance(node, DictConfig) and node._is_none()):
+        if OmegaConf.is_missing(composed, name) or OmegaConf.is_interpolation(composed, name):
+            continue
+        if (node := composed.get(name)) is None:
             composed[name] = asdict(cls())
-        elif isinstance(node, DictConfig) and not (node._is_interpolation() or node._is_missing()):
+        elif isinstance(node, DictConfig):
             given = set(node.keys())
             for key, default in asdict(cls()).items():
                 if key not in given:
@@ -43,7 +56,7 @@ def plain_values(composed: DictConfig) -> tuple[dict[str, Any], list[Fault]]:
     return {str(name): _resolved(composed, name, str(name), faults) for name in composed}, faults
 
 
-def build(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
+def build(values: Mapping[str, object]) -> tuple[dict[str, Any], list[Fault]]:
     """Return the groups' dataclasses made from `values`, and the faults of the values.
 
     `values` are group → key → value. A wrong key gets its default there, so that the others can still be checked against each other.
@@ -53,7 +66,7 @@ def build(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
     for name, value in values.items():
         if name not in groups():
             faults.append(Fault((name,), "there is no such key", advice_for(name)))
-        elif value is not None and not isinstance(value, Mapping):
+        elif value is not None and not is_mapping(value):
             fix = f"Write {name}: {{{next(iter(keys_of(groups()[name])))}: …}}, or name a file of the group under "
             fix += f"defaults: [{name}: CHOICE, _self_]."
             faults.append(Fault((name,), f"{_in_words(value)} where a group of keys belongs", fix))
@@ -62,7 +75,7 @@ def build(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
     return made, faults
 
 
-def _resolved(parent: DictConfig | ListConfig, key: Any, path: str, faults: list[Fault]) -> Any:
+def _resolved(parent: DictConfig | ListConfig, key: Any, path: str, faults: list[Fault]) -> object:
     """Return `parent[key]` as plain containers. An unresolvable value is None there and becomes a fault."""
     try:
         value = parent[key]
@@ -79,9 +92,9 @@ def _resolved(parent: DictConfig | ListConfig, key: Any, path: str, faults: list
     return value
 
 
-def _build(cls: type, prefix: str, values: Mapping[str, Any], faults: list[Fault]) -> Any:
+def _build(cls: type, prefix: str, values: Mapping[str, object], faults: list[Fault]) -> object:
     known = keys_of(cls, prefix)
-    made: dict[str, Any] = {}
+    made: dict[str, object] = {}
     for name, value in values.items():
         path, before = f"{prefix}{name}", len(faults)
         if name not in known and cls in groups().values():
@@ -98,7 +111,7 @@ def _build(cls: type, prefix: str, values: Mapping[str, Any], faults: list[Fault
     return cls(**made)
 
 
-def _as(value: Any, kinds: tuple[Any, ...], path: str, faults: list[Fault]) -> Any:
+def _as(value: object, kinds: tuple[Kind, ...], path: str, faults: list[Fault]) -> object:
     """Return `value` as the first of `kinds` that it fits, else _REFUSED. `faults` grows if something inside it is wrong."""
     before = len(faults)
     for kind in kinds:
@@ -110,7 +123,7 @@ def _as(value: Any, kinds: tuple[Any, ...], path: str, faults: list[Fault]) -> A
     return _REFUSED
 
 
-def _as_kind(value: Any, kind: Any, path: str, faults: list[Fault]) -> Any:
+def _as_kind(value: object, kind: Kind, path: str, faults: list[Fault]) -> object:
     fits, outer = False, get_origin(kind)
     if kind in (bool, str, type(None)):
         fits = isinstance(value, kind) and not (isinstance(value, str) and "\0" in value)  # no path or name has a \0
@@ -119,15 +132,15 @@ def _as_kind(value: Any, kind: Any, path: str, faults: list[Fault]) -> Any:
             fits = isinstance(value, float) or abs(value) < 2**63  # greater ones fit no counter, and no float at all
             value = kind(value) if fits else value
     elif is_dataclass(kind):
-        return _build(typing.cast(type, kind), f"{path}.", value, faults) if isinstance(value, Mapping) else _REFUSED
+        return _build(typing.cast(type, kind), f"{path}.", value, faults) if is_mapping(value) else _REFUSED
     elif outer is Literal:
         value = "no" if value is False else value  # YAML 1.1
         fits = isinstance(value, str) and value in get_args(kind)
-    elif outer is list and isinstance(value, list):
+    elif outer is list and is_list(value):
         inside = members(get_args(kind)[0])
         value = [_as_entry(item, inside, f"{path}[{at}]", faults) for at, item in enumerate(value)]
         fits = _REFUSED not in value
-    elif outer is dict and isinstance(value, Mapping):
+    elif outer is dict and is_mapping(value):
         inside = members(get_args(kind)[1])
         if DataSource not in inside:
             fits, value = inside == (Any,) or all(isinstance(item, str) for item in value.values()), dict(value)
@@ -137,7 +150,7 @@ def _as_kind(value: Any, kind: Any, path: str, faults: list[Fault]) -> Any:
     return value if fits else _REFUSED
 
 
-def _as_entry(item: Any, kinds: tuple[Any, ...], path: str, faults: list[Fault]) -> Any:
+def _as_entry(item: object, kinds: tuple[Kind, ...], path: str, faults: list[Fault]) -> object:
     """Return `item` like `_as`. A refused entry of a list or mapping becomes a fault."""
     before = len(faults)
     if (taken := _as(item, kinds, path, faults)) is _REFUSED and len(faults) == before:
@@ -147,14 +160,14 @@ def _as_entry(item: Any, kinds: tuple[Any, ...], path: str, faults: list[Fault])
     return taken
 
 
-def _in_bounds(value: Any, key: Key) -> bool:
+def _in_bounds(value: object, key: Key) -> bool:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return True
     above = (key.minimum is None or value >= key.minimum) and (key.above is None or value > key.above)
     return math.isfinite(value) and above and value <= key.maximum and (key.below is None or value < key.below)
 
 
-def _refused(value: Any, key: Key) -> Fault:
+def _refused(value: object, key: Key) -> Fault:
     kinds, known = members(key.type), choices(key.type)
     fix = f"Allowed: {describe(key)}."
     if isinstance(value, (int, float)) and key.maximum < value < math.inf:
@@ -172,8 +185,8 @@ def _refused(value: Any, key: Key) -> Fault:
     return Fault((key.path,), f"found {_in_words(value)}", fix)
 
 
-def _in_words(value: Any) -> str:
+def _in_words(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    names = {str: "text", int: "whole number", float: "number", list: "list"}
+    names: dict[type, str] = {str: "text", int: "whole number", float: "number", list: "list"}
     return f"the {names.get(type(value), 'mapping')} {shortened(value)}"

@@ -96,7 +96,7 @@ def read_config(path: Path) -> ConfigFile:
     try:
         text = path.read_text(encoding="utf-8")
         learn(text)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.SafeLoader(text).get_single_node()
         if root is not None and not isinstance(root, yaml.MappingNode):
             raise UserError("a config is a mapping of groups, such as `optim: {…}`", where=f"{shown(path)}:1")
         for key, first, value in _nodes(root, ""):

@@ -7,12 +7,12 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from packtrain.convert.conversion import Conversion, Note, OriginName, convert_file
 from packtrain.convert.counterparts import DIFFERS
+from packtrain.convert.foreign_file import Value
 from packtrain.errors import boundary
 from packtrain.wording import counted, shortened, visible
 
@@ -72,7 +72,7 @@ def commented_yaml(done: Conversion) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _key(path: str, value: Any, notes: Sequence[Note], left: list[Note]) -> list[str]:
+def _key(path: str, value: Value, notes: Sequence[Note], left: list[Note]) -> list[str]:
     """Return the lines of one key. Its notes are taken out of `left`, and reasons are given once."""
     group, name = path.split(".")
     parts = (path, group)

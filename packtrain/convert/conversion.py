@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import yaml
 
@@ -29,7 +29,7 @@ from packtrain.convert.counterparts import (
     is_text_of_template,
     names,
 )
-from packtrain.convert.foreign_file import Foreign, read_foreign
+from packtrain.convert.foreign_file import Foreign, Settings, Value, read_foreign
 from packtrain.errors import UserError
 from packtrain.objectives.registry import OBJECTIVES
 from packtrain.wording import HIDDEN, counted, is_certain, speaks_of_secrets
@@ -44,7 +44,7 @@ class Note:
     """A key of theirs with its value. It `became` a key of ours ("": none); `why` is the reason. `own`: the file sets it, else a default."""
 
     key: str
-    value: Any
+    value: Value
     became: str
     why: str
     kind: Kind
@@ -61,7 +61,7 @@ class Conversion:
     path: Path
     origin: OriginName
     verb: str
-    config: dict[str, dict[str, Any]]
+    config: dict[str, Settings]
     notes: tuple[Note, ...]
     remarks: tuple[str, ...]
     template: str = ""
@@ -75,7 +75,7 @@ class Conversion:
         """Notes on keys of the file, and on defaults that train differently here."""
         return [note for note in self.notes if note.own or note.kind in ("differs", "no counterpart")]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Settings:
         """Return plain containers for --json."""
         converted = len(self.of_kind("converted"))
         notes = [{**asdict(note), "became": note.became or None} for note in self.told]
@@ -89,11 +89,11 @@ class Table:
     """Content of a file of tables/; common.yaml explains the words."""
 
     marks: frozenset[str]
-    defaults: Mapping[str, Any]
+    defaults: Mapping[str, Value]
     step: Mapping[str, str]
     templates: Mapping[str, str]
     reasons: Mapping[str, str]
-    defaults_when: Sequence[Mapping[str, Any]]
+    defaults_when: Sequence[Mapping[str, Value]]
     remarks: Sequence[Mapping[str, str]]
     rules: Mapping[str, Rule]
 
@@ -174,9 +174,9 @@ def _is_of_a_tracker(variable: str) -> bool:
     return is_known and not speaks_of_secrets(variable)
 
 
-def _apply(rules: Table, theirs: Theirs, given: dict[str, Any]) -> tuple[list[Note], dict[str, Any]]:
+def _apply(rules: Table, theirs: Theirs, given: Settings) -> tuple[list[Note], Settings]:
     """Return a note for each key, and all values. Later values override earlier ones, the file's own override defaults."""
-    notes, values, own = [], dict[str, Any](), set[str]()
+    notes, values, own = [], Settings(), set[str]()
     for key, value in theirs.values.items():
         outcome = _outcome(rules, key, value, theirs)
         for path, item in outcome.values.items():
@@ -200,7 +200,7 @@ def _apply(rules: Table, theirs: Theirs, given: dict[str, Any]) -> tuple[list[No
     return [*notes, *unset], values
 
 
-def _outcome(rules: Table, key: str, value: Any, theirs: Theirs) -> Outcome:
+def _outcome(rules: Table, key: str, value: Value, theirs: Theirs) -> Outcome:
     try:
         return rules.rule(key)(value, theirs)
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
@@ -209,7 +209,7 @@ def _outcome(rules: Table, key: str, value: Any, theirs: Theirs) -> Outcome:
         return Outcome(why=why, kind="no counterpart")
 
 
-def _step(rules: Table, theirs: Theirs, devices: int) -> tuple[dict[str, Any], str]:
+def _step(rules: Table, theirs: Theirs, devices: int) -> tuple[Settings, str]:
     """Return the size of a step, and how it is made. A packed row counts by its length, like in batch.tokens_per_step."""
 
     def size(*names: str, otherwise: int = 1) -> int:
@@ -230,8 +230,8 @@ def _step(rules: Table, theirs: Theirs, devices: int) -> tuple[dict[str, Any], s
     return {"batch.examples_per_step": examples, **room}, how
 
 
-def _nested(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    config: dict[str, dict[str, Any]] = {}
+def _nested(values: Settings) -> dict[str, Settings]:
+    config: dict[str, Settings] = {}
     for path in [*(path for path in keys() if path in values), *(path for path in values if path not in keys())]:
         group, name, *inner = path.split(".")
         holder = config.setdefault(group, {})
@@ -239,7 +239,7 @@ def _nested(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: config[name] for name in dict.fromkeys(path.split(".")[0] for path in keys()) if name in config}
 
 
-def _without_faults(config: dict[str, dict[str, Any]], notes: list[Note]) -> list[Note]:
+def _without_faults(config: dict[str, Settings], notes: list[Note]) -> list[Note]:
     """Remove values that our own rules refuse, one key at a time. Say so in the notes of their source keys."""
     while True:
         places = [(fault, fault.keys[0].split("[")[0].split(".")) for fault in faults_of(config)]
@@ -276,9 +276,9 @@ def table(name: OriginName) -> Table:
     return Table(frozenset(own["marks"].split()), own["defaults"], own["step"], *told, rules)
 
 
-def _rules(content: Mapping[str, Any]) -> list[tuple[str, Rule]]:
+def _rules(content: Mapping[str, Value]) -> list[tuple[str, Rule]]:
     """Return the rules of a table, by patterns of keys."""
-    rows: dict[str, Callable[[str], dict[str, Any]]] = {
+    rows: dict[str, Callable[[str], Settings]] = {
         "parts": lambda text: {"became": text.split()[0], "why": text.partition(" ")[2]},
         "not needed": lambda why: {"why": why, "kind": "not needed"},
         "no counterpart where off": lambda why: {"if": "!value", "why": why, "kind": "no counterpart"},
@@ -302,7 +302,7 @@ def _rules(content: Mapping[str, Any]) -> list[tuple[str, Rule]]:
     return rules
 
 
-def _cases(*rows: Mapping[str, Any]) -> Rule:
+def _cases(*rows: Mapping[str, Value]) -> Rule:
     return partial(counterparts.case, rows)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from packtrain.config.place import Tracker
 from packtrain.config.rules.paths_and_packages import as_name, template_names
-from packtrain.convert.foreign_file import Foreign
+from packtrain.convert.foreign_file import Foreign, Value
 from packtrain.errors import UserError
 from packtrain.objectives.registry import OBJECTIVES
 
@@ -27,16 +27,16 @@ GUESS = 100
 class Theirs:
     """Settings of a run of theirs with their defaults, our `verb`, and chat `templates`."""
 
-    values: Mapping[str, Any]
+    values: Mapping[str, Value]
     verb: str
     file: Foreign
     templates: Mapping[str, str] = field(default_factory=dict)
 
-    def get(self, *names: str) -> Any:
+    def get(self, *names: str) -> Value:
         """Return the first of these settings that is set."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
-    def holds(self, row: Mapping[str, Any], value: Any = None) -> bool:
+    def holds(self, row: Mapping[str, Value], value: Value = None) -> bool:
         """Return whether a row's `if` holds: NAME (is on), NAME=PATTERN, or !CONDITION. `value` and `verb` are names too."""
         known = {**self.values, "verb": self.verb, "value": value}
         for word in row.get("if", "").split():
@@ -53,28 +53,28 @@ class Theirs:
 class Outcome:
     """Our `values` by key. If a value is made of several settings, only the key that this one `became` part of."""
 
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Value] = field(default_factory=dict)
     why: str = ""
     kind: Kind = "converted"
     became: str = ""
 
 
 _TEMPLATES = {"qwen_25": "qwen2_5", "qwen": "qwen2_5", "phi_3": "phi3", "phi_35": "phi3_5", "phi": "phi3"}
-Rule = Callable[[Any, Theirs], Outcome]
+Rule = Callable[[Value, Theirs], Outcome]
 AS_HERE = Outcome(why="as without the key", kind="not needed")
 
 
-def number(value: Any) -> float:
+def number(value: Value) -> float:
     """Read a number, also written as text ("1e-4")."""
     return float("" if isinstance(value, bool) else value)
 
 
-def whole(value: Any) -> int:
+def whole(value: Value) -> int:
     """Read a whole number, also written as text or with a point."""
     return int("" if number(value) % 1 else number(value))
 
 
-def count(value: Any, otherwise: int) -> int:
+def count(value: Value, otherwise: int) -> int:
     """Read a whole number above 0; else return `otherwise`."""
     try:
         return max(whole(value), 0) or otherwise
@@ -82,40 +82,40 @@ def count(value: Any, otherwise: int) -> int:
         return otherwise
 
 
-def is_off(value: Any) -> bool:
+def is_off(value: Value) -> bool:
     """Return whether a value turns something off."""
     return value in (0, -1, "", [], {}) or str(value).lower() in ("no", "none", "false", "null", "disabled")
 
 
-def is_on(value: Any) -> bool:
+def is_on(value: Value) -> bool:
     """Read a switch. Raises LookupError for other values."""
     return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[str(value).lower()]
 
 
-def listed(value: Any) -> list[Any]:
+def listed(value: Value) -> list[Value]:
     """Return a list unchanged, and another value in a list."""
     return value if isinstance(value, list) else [value]
 
 
-def names(value: Any) -> list[Any]:
+def names(value: Value) -> list[Value]:
     """Split names in a list, or in a text with commas. Numbers stay numbers."""
     parts = [item.split(",") if isinstance(item, str) else [item] for item in listed(value)]
     plain = [item.strip() if isinstance(item, str) else item for part in parts for item in part]
     return [item for item in plain if item != ""]
 
 
-def refuse(what: object, file: Foreign) -> Any:
+def refuse(what: object, file: Foreign) -> Value:
     """Raise UserError: packtrain does not train this."""
     fix = "Keep that trainer for it: packtrain trains sft, dpo, kto and reward on text."
     raise UserError(f"it is for {what}, which packtrain does not train", where=str(file.path), fix=fix)
 
 
-def refused(what: str, value: Any, theirs: Theirs) -> Outcome:
+def refused(what: str, value: Value, theirs: Theirs) -> Outcome:
     """Refuse a key that asks for a training that packtrain does not have."""
     return AS_HERE if is_off(value) else refuse(what, theirs.file)
 
 
-READERS: dict[str, Callable[[Any], Any]] = {
+READERS: dict[str, Callable[[Value], Value]] = {
     "number": number,
     "whole": whole,
     "names": names,
@@ -126,10 +126,10 @@ READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def case(rows: Sequence[Mapping[str, Any]], value: Any, theirs: Theirs) -> Outcome:
+def case(rows: Sequence[Mapping[str, Value]], value: Value, theirs: Theirs) -> Outcome:
     """Return the outcome of the first row that holds. In `set`, $READER stands for the value."""
 
-    def filled(item: Any) -> Any:
+    def filled(item: Value) -> Value:
         if isinstance(item, dict):
             return {name: filled(part) for name, part in item.items()}
         if isinstance(item, list):
@@ -143,7 +143,7 @@ def case(rows: Sequence[Mapping[str, Any]], value: Any, theirs: Theirs) -> Outco
     return Outcome(filled(row.get("set", {})), row.get("why", ""), kind, row.get("became", ""))
 
 
-def chosen(choice: Mapping[str, str], value: Any, theirs: Theirs) -> Outcome:
+def chosen(choice: Mapping[str, str], value: Value, theirs: Theirs) -> Outcome:
     """Convert a choice. A name is the same here, or replaced by one of ours, or has no counterpart."""
     wanted = str(value).lower()
     if wanted in choice.get("here", "").split():
@@ -157,7 +157,7 @@ def chosen(choice: Mapping[str, str], value: Any, theirs: Theirs) -> Outcome:
     return AS_HERE if is_off(value) else Outcome(why=choice["else"], kind="no counterpart")
 
 
-def losses(value: Any, theirs: Theirs) -> Outcome:
+def losses(value: Value, theirs: Theirs) -> Outcome:
     """Convert one loss or several, by TRL's names."""
     found = [str(name).replace("chunked_nll", "nll") for name in names(value)]
     if not {*found} <= {*OBJECTIVES[theirs.verb].losses}:
@@ -165,7 +165,7 @@ def losses(value: Any, theirs: Theirs) -> Outcome:
     return Outcome({"objective.loss": found[0] if len(found) == 1 else found})
 
 
-def warmup(value: Any, theirs: Theirs) -> Outcome:
+def warmup(value: Value, theirs: Theirs) -> Outcome:
     """Convert a warm-up: a share or a number of steps. Below 1 both are a share here. Steps win there, if there are any."""
     wins = next((key for key in ("warmup_steps", "warmup_ratio") if not is_off(theirs.get(key) or 0)), None)
     if wins and value != theirs.get(wins):
@@ -173,7 +173,7 @@ def warmup(value: Any, theirs: Theirs) -> Outcome:
     return Outcome({"optim.warmup_steps": number(value)})
 
 
-def per_epoch(path: str, value: Any, theirs: Theirs) -> Outcome:
+def per_epoch(path: str, value: Value, theirs: Theirs) -> Outcome:
     """Convert a frequency per epoch. It is counted in steps here, and the steps of an epoch depend on the data."""
     epochs = number(theirs.get("num_train_epochs", "num_epochs") or 1)
     if is_off(value) or (number(value) * epochs <= 1 and not theirs.get("max_steps")):
@@ -182,7 +182,7 @@ def per_epoch(path: str, value: Any, theirs: Theirs) -> Outcome:
     return Outcome({path: GUESS}, why)
 
 
-def every(path: str, strategy: str, value: Any, theirs: Theirs) -> Outcome:
+def every(path: str, strategy: str, value: Value, theirs: Theirs) -> Outcome:
     """Convert steps between events. Below 1 they are a share of all steps."""
     if (how := theirs.get(strategy)) not in (None, "steps", "best"):
         return Outcome(why=f"{strategy}={how} decides", kind="not needed")
@@ -191,12 +191,12 @@ def every(path: str, strategy: str, value: Any, theirs: Theirs) -> Outcome:
     return Outcome({path: count or GUESS}, "" if count else f"theirs is a share of all steps: {GUESS} is a guess")
 
 
-def when(path: str, value: Any, theirs: Theirs) -> Outcome:
+def when(path: str, value: Value, theirs: Theirs) -> Outcome:
     """Convert a strategy: never, by steps, or per epoch."""
     return per_epoch(path, 1, theirs) if str(value) == "epoch" else Outcome(became=path)
 
 
-def sharding(value: Any, theirs: Theirs) -> Outcome:
+def sharding(value: Value, theirs: Theirs) -> Outcome:
     """Convert sharding to a strategy: DeepSpeed's config or its name, FSDP's words or settings."""
     settings = value if isinstance(value, dict) else theirs.file.settings_of(value)
     zero = settings.get("zero_optimization") or settings.get("deepspeed_config") or {}
@@ -219,12 +219,12 @@ def sharding(value: Any, theirs: Theirs) -> Outcome:
     return Outcome({"strategy.name": name}, why)
 
 
-def is_text_of_template(value: Any) -> bool:
+def is_text_of_template(value: Value) -> bool:
     """Return whether it is a chat template's text, and not its name."""
     return "{%" in str(value) or "{{" in str(value)
 
 
-def template(value: Any, theirs: Theirs) -> Outcome:
+def template(value: Value, theirs: Theirs) -> Outcome:
     """Convert a chat template given by name, as a file, or as text."""
     named, mark, why = theirs.templates.get(str(value), "").partition(DIFFERS)
     text = named.strip() or str(value)
@@ -243,7 +243,7 @@ def template(value: Any, theirs: Theirs) -> Outcome:
     return Outcome(why=what, kind="no counterpart")
 
 
-def trackers(value: Any, theirs: Theirs) -> Outcome:
+def trackers(value: Value, theirs: Theirs) -> Outcome:
     """Convert the trackers that packtrain has; name the others."""
     asked = [{"comet_ml": "comet"}.get(name, name) for name in names(value) if name not in ("none", "all")]
     known = [name for name in asked if name in get_args(Tracker)]
@@ -253,7 +253,7 @@ def trackers(value: Any, theirs: Theirs) -> Outcome:
     return Outcome({"tracking.report_to": known} if known else {}, why, became="tracking.report_to")
 
 
-def adapters(value: Any, theirs: Theirs) -> Outcome:
+def adapters(value: Value, theirs: Theirs) -> Outcome:
     """Convert the layers with adapters: all linear ones, names, or a pattern."""
     found = ["all"] if not is_off(theirs.get("lora_target_linear")) else [str(name).strip() for name in names(value)]
     if {"all", "all-linear", "all_linear"} & {*found}:
@@ -263,7 +263,7 @@ def adapters(value: Any, theirs: Theirs) -> Outcome:
     return Outcome({"peft.target_modules": value if pattern else found})
 
 
-def unfrozen(value: Any, theirs: Theirs) -> Outcome:
+def unfrozen(value: Value, theirs: Theirs) -> Outcome:
     """Convert patterns of trained weights, which match the beginning of names. All other weights are frozen."""
     if not is_off(theirs.get("adapter")):
         why = "it freezes the adapters there, too, and here they are trained: peft.modules_to_save names layers beside them"
@@ -274,7 +274,7 @@ def unfrozen(value: Any, theirs: Theirs) -> Outcome:
     return Outcome({"optim.groups": [*trained, {"match": ".", "lr_scale": 0}]}, why)
 
 
-def share(value: Any, theirs: Theirs) -> Outcome:
+def share(value: Value, theirs: Theirs) -> Outcome:
     """Convert the share of documents to hold out. A number of rows has no counterpart."""
     if theirs.get("val_dataset"):
         return Outcome(why="val_dataset is held out in its place", kind="not needed")

@@ -7,7 +7,6 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from packtrain.config.schema import LISTED, DataSource, name_sources
 from packtrain.convert.counterparts import (
@@ -22,7 +21,7 @@ from packtrain.convert.counterparts import (
     refuse,
     whole,
 )
-from packtrain.convert.foreign_file import Foreign
+from packtrain.convert.foreign_file import Foreign, Settings, Value
 from packtrain.errors import UserError
 from packtrain.objectives.registry import OBJECTIVES
 
@@ -36,7 +35,7 @@ _READ = re.compile(
     r"path|type|name|split|data_files|ds_type|field(_(?!human|model|thinking)\w+)?|text_column|trust_remote_code|shards"
 )
 """Settings of axolotl's data sets that are read."""
-_AS_HERE: dict[str, tuple[Any, ...]] = {
+_AS_HERE: dict[str, tuple[Value, ...]] = {
     "roles_to_train": (["assistant"],),
     "train_on_eos": ("turn",),
     "train_on_eot": ("turn",),
@@ -66,9 +65,9 @@ _METHODS = re.compile(
 )
 
 
-def _sources(key: str, found: list[dict[str, Any]], theirs: Theirs, *remarks: str) -> Outcome:
+def _sources(key: str, found: list[Settings], theirs: Theirs, *remarks: str) -> Outcome:
     short = [{name: item for name, item in source.items() if item not in (None, "train", 1, {})} for source in found]
-    values: dict[str, Any] = {key: short[0] if len(short) == 1 else short}
+    values: Settings = {key: short[0] if len(short) == 1 else short}
     shares = [number(share) for share in names(theirs.get("interleave_probs", "interleave_prob") or [])]
     if key == "data.train" and _by_steps(theirs) and len(shares) == len(found) > 1 and not theirs.get("cached_dataset"):
         labels = name_sources([DataSource(path=source["path"].rpartition("#")[2]) for source in found])
@@ -84,7 +83,7 @@ def _by_steps(theirs: Theirs) -> bool:
     return number(theirs.get("max_steps") or -1) > 0 and not packed and theirs.verb != "kto"
 
 
-def axolotl_data(key: str, value: Any, theirs: Theirs) -> Outcome:
+def axolotl_data(key: str, value: Value, theirs: Theirs) -> Outcome:
     """Convert sources with field names. Their type is read off the columns here."""
     found, remarks = [], ["data.format=auto reads rows by their columns"]
     for item in listed(value):
@@ -115,7 +114,7 @@ def axolotl_data(key: str, value: Any, theirs: Theirs) -> Outcome:
     return Outcome({**outcome.values, "data.chat_template": theirs.templates["type alpaca"]}, why)
 
 
-def axolotl_train(name: str, value: Any, theirs: Theirs) -> Outcome:
+def axolotl_train(name: str, value: Value, theirs: Theirs) -> Outcome:
     """Convert the sources of `name`. A pretraining_dataset replaces datasets there, and packed streams read one source."""
     if name == "datasets" and theirs.get("pretraining_dataset"):
         return Outcome(why="pretraining_dataset is trained on in its place", kind="not needed")
@@ -125,14 +124,14 @@ def axolotl_train(name: str, value: Any, theirs: Theirs) -> Outcome:
     return Outcome(done.values, why + done.why)
 
 
-def _means_the_same(name: str, value: Any) -> bool:
+def _means_the_same(name: str, value: Value) -> bool:
     """Return whether a setting of axolotl's data set is read, or changes nothing."""
     if name == "roles":
         return {str(said) for given in value.values() for said in given} <= _SPEAKERS
     return bool(_READ.fullmatch(name)) or value in _AS_HERE.get(name, ()) or is_off(value)
 
 
-def llamafactory_data(key: str, value: Any, theirs: Theirs) -> Outcome:
+def llamafactory_data(key: str, value: Value, theirs: Theirs) -> Outcome:
     """Convert names in dataset_info.json, at most max_samples rows each."""
     folder = str(theirs.get("dataset_dir") or "data").removeprefix("REMOTE:")
     info, most = theirs.file.find(f"{folder}/dataset_info.json"), theirs.get("max_samples")
@@ -149,7 +148,7 @@ def llamafactory_data(key: str, value: Any, theirs: Theirs) -> Outcome:
     return _sources(key, found, theirs, *remarks)
 
 
-def at_most(value: Any, theirs: Theirs) -> Outcome:
+def at_most(value: Value, theirs: Theirs) -> Outcome:
     """Convert a limit of rows: the first rows of each source. A source with fewer rows gives all."""
     sources = [
         llamafactory_data(key, theirs.get(key), theirs).values[key]
@@ -182,7 +181,7 @@ _SWIFT_NAMES = {
 """Names in ms-swift's --columns (its ResponsePreprocessor reads them), with our columns."""
 
 
-def swift_data(key: str, value: Any, theirs: Theirs) -> Outcome:
+def swift_data(key: str, value: Value, theirs: Theirs) -> Outcome:
     """Convert ID:SUBSET#ROWS, by default from another hub. The rows are drawn at random, repeatedly if there are fewer."""
     found, remarks = [], ["names are those of the Hugging Face hub"]
     named = {} if isinstance(value, list) else dict(theirs.get("columns") or {})
@@ -202,14 +201,14 @@ def swift_data(key: str, value: Any, theirs: Theirs) -> Outcome:
     return _sources(key, found, theirs, *remarks)
 
 
-def tokenised(key: str, value: Any, theirs: Theirs) -> Outcome:
+def tokenised(key: str, value: Value, theirs: Theirs) -> Outcome:
     """Convert documents that are tokenised already."""
     parts = [str(path).partition("#") for path in names(value)]
     found = [{"path": path, "samples": whole(rows) if rows else None} for path, _, rows in parts]
     return _sources(key, found, theirs, "name the documents instead of what was made of them")
 
 
-def trl_data(value: Any, theirs: Theirs) -> Outcome:
+def trl_data(value: Value, theirs: Theirs) -> Outcome:
     """Convert a hub data set and its splits."""
     if theirs.get("datasets", "dataset_mixture", "dataset_mixer"):
         return Outcome(why="the mixture is trained on in its place", kind="not needed")
@@ -222,7 +221,7 @@ def trl_data(value: Any, theirs: Theirs) -> Outcome:
     return Outcome({**train.values, **held_out.values}, train.why)
 
 
-def mixture(value: Any, theirs: Theirs) -> Outcome:
+def mixture(value: Value, theirs: Theirs) -> Outcome:
     """Convert several data sets with shares, from a list of settings or name: share."""
     settings = {"datasets": value} if isinstance(value, list) else dict(value)
     split = names(theirs.get("dataset_splits") or "train")[0]
@@ -269,7 +268,7 @@ def verb_of(origin: str, file: Foreign) -> tuple[str, str]:
     return method if method in OBJECTIVES.all() else refuse(method, file), how
 
 
-def defaults_of(origin: str, file: Foreign, devices: int) -> dict[str, Any]:
+def defaults_of(origin: str, file: Foreign, devices: int) -> Settings:
     """Return defaults that are computed from other settings."""
     values = file.values
     micro = count(values.get("per_device_train_batch_size"), 1)

@@ -38,15 +38,20 @@ _SHELL = (".sh", ".bash", ".md", ".txt", ".slurm", ".sbatch")
 _FORMS = "packtrain convert reads YAML, JSON, and commands in .sh or .md files."
 
 
+Value = Any
+"""A value of a foreign file. Code that cannot read its form raises ValueError or its kin."""
+Settings = dict[str, Value]
+
+
 @dataclass(frozen=True, slots=True)
 class Foreign:
     """Settings (`values`) of a file. A command also has its `program` ("swift sft", or the path of a script), the options of its launcher,
     its environment, and the number of `more` training commands in the file."""
 
     path: Path
-    values: Mapping[str, Any]
+    values: Mapping[str, Value]
     program: str = ""
-    launcher: Mapping[str, Any] = field(default_factory=dict)
+    launcher: Mapping[str, Value] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     more: int = 0
 
@@ -58,7 +63,7 @@ class Foreign:
             (path for path in paths if os.path.isfile(path)), None
         )  # isfile returns False for a name that is too long
 
-    def settings_of(self, name: object) -> dict[str, Any]:
+    def settings_of(self, name: object) -> Settings:
         """Read the mapping in a YAML or JSON file that the config names, else {}."""
         found = self.find(name)
         try:
@@ -107,7 +112,7 @@ def _text(path: Path) -> str:
     raise UserError(what, where=str(path), fix=_FORMS)
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def _parse(path: Path) -> Settings:
     text, form = _text(path), "JSON" if path.suffix.lower() == ".json" else "YAML"
     try:
         values = json.loads(text) if form == "JSON" else yaml.safe_load(text)
@@ -180,9 +185,9 @@ def _expanded(line: str, variables: Mapping[str, str]) -> str:
     return re.sub(r"\$\([^()]*\)", lambda match: re.sub(r"\s", "\u00a0", match[0]), kept)  # one word, like in a shell
 
 
-def _options(words: list[str]) -> dict[str, Any]:
+def _options(words: list[str]) -> Settings:
     """Map `--key value …`, `--key=value`, `--flag` and `key=value`. "" has the words without a key."""
-    found: dict[str, list[Any]] = {"": []}
+    found: dict[str, list[Value]] = {"": []}
     key = ""
     for word in words:
         name, sign, value = word.partition("=")
@@ -195,7 +200,7 @@ def _options(words: list[str]) -> dict[str, Any]:
     return {**values, **({"": found[""]} if found[""] else {})}
 
 
-def _typed(word: str) -> Any:
+def _typed(word: str) -> Value:
     try:
         value = yaml.safe_load(word)
     except (yaml.YAMLError, ValueError):

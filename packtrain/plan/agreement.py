@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from packtrain.config import is_mapping
 from packtrain.errors import CheckFailed, Problem
 from packtrain.wording import is_certain, listed, speaks_of_secrets
 
@@ -28,9 +29,9 @@ _VARIABLES = "topology.environment."  # a user's own variables, which may hold s
 _Peer = TypeVar("_Peer")
 
 
-def shared_values(config: Mapping[str, Any]) -> dict[str, str]:
+def shared_values(config: Mapping[str, object]) -> dict[str, str]:
     """Return key → text of all config values that machines must share; secrets as digests. `config`: plain containers."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     _flatten(config, "", flat)
     return {key: _shown(key, value) for key, value in flat.items() if not _OWN.fullmatch(key)}
 
@@ -143,15 +144,15 @@ def _compare(
     return CheckFailed(problems) if problems else None
 
 
-def _flatten(value: Any, path: str, into: dict[str, Any]) -> None:
-    if isinstance(value, dict) and value:
+def _flatten(value: object, path: str, into: dict[str, object]) -> None:
+    if is_mapping(value) and value:
         for name, inner in value.items():
             _flatten(inner, f"{path}.{name}" if path else str(name), into)
     else:
         into[path] = value
 
 
-def _shown(key: str, value: Any) -> str:
+def _shown(key: str, value: object) -> str:
     text = json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
     if value is not None and (key.startswith(_VARIABLES) or speaks_of_secrets(key) or is_certain(text)):
         return f"a value not shown ({digest_of(text)})"

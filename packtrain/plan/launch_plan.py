@@ -1,4 +1,8 @@
-"""RunConfig + Surroundings → LaunchPlan: everything to be started, as a value for `packtrain plan`. Pure."""
+"""RunConfig + Surroundings → LaunchPlan: everything to be started, as a value for `packtrain plan`. Pure.
+
+Every setting of accelerate's launcher is on the command line AND in the YAML: without --config_file, accelerate mixes in the user's answers
+to `accelerate config`. The launcher only starts processes; strategies/*/run.py makes the strategy active in them.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,16 @@ from packtrain.config.schema import RunConfig, Topology
 from packtrain.errors import Problem
 from packtrain.objectives.registry import OBJECTIVES
 from packtrain.plan.batch import BatchPlan, plan_batch
-from packtrain.plan.launcher_settings import WORKER, launch_argv, launch_config
 from packtrain.plan.launchers import DEFAULT_PORT
 from packtrain.plan.network_settings import NetworkSetting, choose_network
 from packtrain.plan.surroundings import Surroundings, visible_gpus
 from packtrain.plan.topology import GPUS_PER_NODE, Processes, choose_processes
 from packtrain.run_folder import RunFolder
+from packtrain.strategies.spec import Launcher
 from packtrain.wording import counted
 
+_WORKER = ("packtrain", "worker")  # python -m …
+_NOT_KNOWN_YET = "MAIN_ADDRESS"  # in plans for machines whose names are not known yet
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"  # since torch 2.9, and before
 _WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
@@ -115,14 +121,14 @@ def plan_launch(
     processes = processes if machines is None else processes.restrict(machines)
     port = processes.main_port or (surroundings.free_port if processes.nodes == 1 else DEFAULT_PORT)
     launcher, gpus = strategy.launcher(str(folder.deepspeed)), surroundings.gpus > 0
-    settings = [launch_config(processes, node, launcher, port=port, gpus=gpus) for node in range(processes.nodes)]
-    worker = (verb, str(folder.config))
+    settings = [_launcher_yaml(processes, node, launcher, port=port, gpus=gpus) for node in range(processes.nodes)]
+    worker = ("-m", *_WORKER, verb, str(folder.config))
 
-    def argv(settings: dict[str, Any]) -> tuple[str, ...]:
+    def argv(settings: Mapping[str, object]) -> tuple[str, ...]:
         if processes.num_processes == 1 or processes.joins:
-            return (surroundings.python, "-m", *WORKER, *worker)
-        file, timeout = str(folder.accelerate), topology.join_timeout
-        return tuple(launch_argv(surroundings.accelerate, file, settings, launcher, worker, join_timeout_s=timeout))
+            return (surroundings.python, *worker)
+        flags = _launcher_flags(settings, launcher, join_timeout_s=topology.join_timeout)
+        return (surroundings.accelerate, "launch", "--config_file", str(folder.accelerate), *flags, *worker)
 
     network = _network(topology, processes, surroundings)
     env = _env(topology, processes, surroundings)
@@ -152,6 +158,36 @@ def plan_launch(
         least_nodes=least,
         gpu_memory=surroundings.gpu_memory,
     )
+
+
+def _launcher_yaml(processes: Processes, node: int, strategy: Launcher, *, port: int, gpus: bool) -> dict[str, object]:
+    """Return accelerate's YAML for machine `node`.
+
+    CPUs use MULTI_GPU too: accelerate's `cpu` path ignores the number of processes.
+    """
+    alone = processes.num_processes == 1 or processes.joins
+    config: dict[str, object] = {
+        "compute_environment": "LOCAL_MACHINE",
+        **({"distributed_type": "NO"} if alone else strategy.settings),
+        "num_machines": 1 if alone else processes.nodes,
+        "num_processes": 1 if alone else processes.num_processes,  # accelerate counts them over all machines
+        "machine_rank": node,
+        "mixed_precision": "no",  # trainer.mixed_precision is set when the model is made
+        "use_cpu": not gpus and alone,
+        "debug": False,
+    }
+    if not alone:
+        address = "127.0.0.1" if processes.nodes == 1 else processes.main_address or _NOT_KNOWN_YET
+        config |= {"main_process_ip": address, "main_process_port": port, "same_network": True, "gpu_ids": "all"}
+    return config
+
+
+def _launcher_flags(settings: Mapping[str, object], strategy: Launcher, *, join_timeout_s: int) -> list[str]:
+    """Return the same for the command line. Processes that have not found each other after `join_timeout_s` seconds give up."""
+    flags = [*strategy.flags, "--same_network"]
+    for name in ("num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port"):
+        flags += [f"--{name}", str(settings[name])]
+    return [*flags, "--rdzv_conf", f"timeout={join_timeout_s}", "--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
 def _why_no_restarts(processes: Processes, topology: Topology) -> list[Problem]:
@@ -212,7 +248,7 @@ def _env(topology: Topology, processes: Processes, surroundings: Surroundings) -
     change the order of sums and thus the results. The user's own variables win.
     """
     asked = topology.variables
-    added, own = {}, {}
+    added, own = dict[str, str](), dict[str, str]()
     if surroundings.gpus and not set(_ALLOCATOR) & {*surroundings.env, *asked}:
         added[_ALLOCATOR[0]] = "expandable_segments:True"
     if not surroundings.gpus and not _WAITING & {*surroundings.env, *asked}:

@@ -163,7 +163,7 @@ def choose_network(
     sources = {name: f"{'topology.environment.' if name in asked else 'environment variable '}{name}" for name in given}
     up = {item.name: item.addresses[0] for item in network.interfaces if item.up and item.addresses}
     interface, reason = _choose_interface(network, main_address)
-    settings, problems = [], []
+    settings, problems = list[NetworkSetting](), list[Problem]()
     for name in SOCKETS if gpus else SOCKETS[1:]:
         nccl, value = name.startswith("NCCL"), given.get(name)
         if value and network.interfaces and not matching(value, list(up), exact=not nccl):

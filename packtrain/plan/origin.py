@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +32,13 @@ _AFTER_LOADING = (_LENGTH, "data.train", "model.dtype", "objective.reference", "
 _EMPTY = (None, "{}", "[]")
 """Values of a fact that mean the same."""
 _NAME = re.compile(r"step-(\d+)")
+Facts = dict[str, Any]
+"""Facts by name, with values of JSON."""
 
 
-def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of(config: dict[str, Any]) -> Facts:
     """Return the facts in the `config` of a run (plain containers). Secrets become digests."""
-    facts: dict[str, Any] = {}
+    facts: Facts = {}
     for key in keys().values():
         group, _, name = key.path.partition(".")
         if key.resume is None or group in PLACE or key.path == _LENGTH:
@@ -61,14 +62,14 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def length_of(schedule: str, warmup: float, steps: int) -> dict[str, Any]:
+def length_of(schedule: str, warmup: float, steps: int) -> Facts:
     """Return the facts about a run's length. It is decisive if the learning rate depends on the number of steps."""
     endless = schedule in ("constant", "constant_with_warmup", "inverse_sqrt") and (warmup >= 1 or not warmup)
     endless = endless or schedule == "constant"
     return {_LENGTH: "of any length" if endless else f"{steps} steps", _STEPS: steps}
 
 
-def check_origin(checkpoint: Path, origin: dict[str, Any]) -> tuple[list[str], list[str]]:
+def check_origin(checkpoint: Path, origin: Facts) -> tuple[list[str], list[str]]:
     """Return what has changed since `checkpoint`: decisive facts allowed by trainer.resume_despite, and free facts.
 
     `origin` has this run's facts. Raises UserError for other decisive changes: the run would not continue the checkpoint's steps.
@@ -89,7 +90,7 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> tuple[list[str], l
     return [lines[name] for name in decisive], [lines[name] for name in changed if is_free(name)]
 
 
-def check_config(config: Mapping[str, Any], folder: RunFolder, resume: str) -> None:
+def check_config(config: dict[str, Any], folder: RunFolder, resume: str) -> None:
     """Check the keys of `config` (plain containers) like `check_origin`, before anything is loaded. Raises UserError.
 
     The checkpoint named by `resume` counts, else the newest. A damaged one is not checked: the run looks for another when it reads them.
@@ -119,7 +120,7 @@ def written_into(checkpoint: Path) -> dict[str, tuple[int, str]]:
         return {}
 
 
-def _intact_origin(checkpoint: Path) -> dict[str, Any]:
+def _intact_origin(checkpoint: Path) -> Facts:
     """Return the origin of a checkpoint. {} if it is unreadable or any file's size has changed."""
     written = written_into(checkpoint)
     with suppress(OSError, ValueError):
@@ -137,7 +138,7 @@ def check_length(checkpoint: Path, done: int, steps: int) -> None:
         raise UserError(what, where="trainer.max_steps, trainer.epochs", fix=fix)
 
 
-def _refusal(checkpoint: Path, name: str, before: Any, now: Any, causes: list[str]) -> Problem:
+def _refusal(checkpoint: Path, name: str, before: object, now: object, causes: list[str]) -> Problem:
     what = f"the checkpoint {checkpoint.name} was made with {before}, this run has {now}"
     if name == "data.train" and causes:
         what += f" (also changed: {', '.join(causes)})"
@@ -146,18 +147,18 @@ def _refusal(checkpoint: Path, name: str, before: Any, now: Any, causes: list[st
     return Problem(what, where=name)
 
 
-def origin_in(checkpoint: Path) -> dict[str, Any]:
+def origin_in(checkpoint: Path) -> Facts:
     """Return the origin of the run that wrote `checkpoint`."""
     return json.loads((checkpoint / ORIGIN).read_text())
 
 
-def same_course(written: dict[str, Any], origin: dict[str, Any]) -> bool:
+def same_course(written: Facts, origin: Facts) -> bool:
     """Return whether a checkpoint belongs to this run: decisive facts agree, except those in trainer.resume_despite."""
     names = {name for name in written.keys() | origin.keys() if not is_free(name)} - _allowed(origin)
     return all(_same(name, written, origin) for name in names)
 
 
-def _same(name: str, written: Mapping[str, Any], origin: Mapping[str, Any]) -> bool:
+def _same(name: str, written: Facts, origin: Facts) -> bool:
     """Return whether a fact is the same. 1 equals 1.0, none equals an empty list, and the order of layers does not matter."""
     before, now = (None if facts.get(name) in _EMPTY else facts.get(name) for facts in (written, origin))
     if before != now and isinstance(before, str) and isinstance(now, str):
@@ -168,13 +169,13 @@ def _same(name: str, written: Mapping[str, Any], origin: Mapping[str, Any]) -> b
     return before == now
 
 
-def same_format(checkpoint: Path, origin: dict[str, Any]) -> bool:
+def same_format(checkpoint: Path, origin: Facts) -> bool:
     """Return whether this run's optimizer keeps its states as the optimizer of `checkpoint` did."""
     written = origin_in(checkpoint)
     return all(written.get(name) == origin[name] for name in ("model.dtype", "optim.bf16_rounding"))
 
 
-def _allowed(origin: dict[str, Any]) -> set[str]:
+def _allowed(origin: Facts) -> set[str]:
     """Return the keys of trainer.resume_despite. A run's length has one name, in steps or in epochs."""
     return {_LENGTH if name == "trainer.epochs" else name for name in origin.get(_DESPITE, ())}
 

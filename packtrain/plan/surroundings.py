@@ -37,7 +37,7 @@ class Surroundings:
     of the first machine; None forbids that.
     """
 
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
     gpus: int = 0
     gpu_memory: int | None = None
     driver: bool = False

@@ -50,7 +50,7 @@ class Processes:
     hosts: tuple[str, ...] = ()
     main_address: str | None = None
     main_port: int | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
     obstacles: tuple[Problem, ...] = ()
 
     @property

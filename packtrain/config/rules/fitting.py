@@ -1,26 +1,27 @@
-"""Rules about weights: PEFT's arguments and groups of weights."""
+"""Arguments that are passed on to other libraries: PEFT's, and those of transformers' schedules."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from packtrain.config.fault import Fault, Option
+from packtrain.config import is_list, is_mapping
+from packtrain.config.fault import Fault, Option, is_number
 from packtrain.config.keys import suggest
-from packtrain.config.schema import RunConfig
 from packtrain.wording import shortened
 
 
-def _is_pattern(value: object) -> bool:
+def is_pattern(value: object) -> bool:
+    """Return whether it is the text of a regular expression."""
     try:
-        return isinstance(value, str) and re.compile(value) is not None
+        return isinstance(value, str) and bool(re.compile(value))
     except re.error:
         return False
 
 
 def _is_counts(value: object) -> bool:
-    return isinstance(value, dict) and all(_is_pattern(at) and type(to) is int and to > 0 for at, to in value.items())
+    return is_mapping(value) and all(is_pattern(at) and type(to) is int and to > 0 for at, to in value.items())
 
 
 _SWITCH = Option(False, "true or false", lambda value: isinstance(value, bool))
@@ -28,15 +29,13 @@ _COUNTS = Option({}, "mapping of regular expressions to whole numbers ≥ 1", _i
 _NAMES = Option(
     None,
     "list of names, or a regular expression",
-    lambda value: all(map(_is_pattern, value)) if isinstance(value, list) else _is_pattern(value),
+    lambda value: all(map(is_pattern, value)) if is_list(value) else is_pattern(value),
 )
 _STARTS = (
     "true|gaussian. pissa and olora change the base model's weights, but final/ and a reference need the original ones; "
     "corda, eva and lora_ga need data of their own"
 )
-_NUMBERS = Option(
-    None, "list of numbers of layers", lambda value: isinstance(value, list) and {*map(type, value)} == {int}
-)
+_NUMBERS = Option(None, "list of numbers of layers", lambda value: is_list(value) and {*map(type, value)} == {int})
 PEFT_OPTIONS = {
     **dict.fromkeys(("use_dora", "use_rslora"), _SWITCH),
     "init_lora_weights": Option(True, _STARTS, lambda value: value is True or value == "gaussian"),
@@ -47,40 +46,40 @@ PEFT_OPTIONS = {
 """The entries of peft.options, with names and defaults of PEFT's LoraConfig."""
 
 
-def check_options(where: str, given: Mapping[str, Any], known: Mapping[str, Option]) -> Iterator[Fault]:
-    """Yield faults in the values of `known` arguments."""
-    for name in given.keys() & known.keys():
-        if given[name] != known[name].default and not known[name].accepts(given[name]):
-            yield Fault((f"{where}.{name}",), f"found {shortened(given[name])}", f"Allowed: {known[name].allowed}.")
+def _whole(least: int) -> Option:
+    return Option(least, f"whole number ≥ {least}", lambda value: type(value) is int and value >= least)
 
 
-def check_fitting(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
-    """Yield faults of peft and of optim.groups."""
-    yield from _peft(config, given)
-    yield from _groups(config)
+_POSITIVE = Option(1, "number > 0", lambda value: is_number(value) and value > 0)
+_SHARE = Option(0, "number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
+_FORM = Option("linear", "linear|cosine|1-sqrt", lambda value: value in ("linear", "cosine", "1-sqrt"))
+SCHEDULE_OPTIONS: dict[str, dict[str, Option]] = {
+    "cosine": {"num_cycles": _POSITIVE},
+    "cosine_with_restarts": {"num_cycles": _POSITIVE},
+    "cosine_with_min_lr": {"num_cycles": _POSITIVE, "min_lr": _SHARE, "min_lr_rate": _SHARE},
+    "polynomial": {"lr_end": _SHARE, "power": _POSITIVE},
+    "inverse_sqrt": {"timescale": _whole(1)},
+    "warmup_stable_decay": {
+        "num_decay_steps": _whole(1),
+        "num_stable_steps": _whole(0),
+        "num_cycles": _POSITIVE,
+        **dict.fromkeys(("warmup_type", "decay_type"), _FORM),
+        "min_lr_ratio": _SHARE,
+    },
+}
+"""The entries of optim.schedule_options by schedule: arguments of transformers' schedules beside the step counts."""
 
 
-def _peft(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
-    for key in sorted(given) if config.peft.kind == "none" else ():
-        if key.startswith("peft."):
-            what = "it does nothing without adapters (peft.kind is none)"
-            yield Fault((key,), what, "Choose peft=lora, or remove the key.", because="peft.kind")
-    targets, options = config.peft.target_modules, config.peft.options
-    if isinstance(targets, str) and not _is_pattern(targets):
-        what, fix = "it is no regular expression", "A text is a pattern for whole names; write several names as a list."
-        yield Fault(("peft.target_modules",), what, fix)
-    for name in options.keys() - PEFT_OPTIONS.keys():
-        fix = suggest(name, PEFT_OPTIONS, f"It has {', '.join(PEFT_OPTIONS)}.")
-        yield Fault((f"peft.options.{name}",), "adapters have no such option, or packtrain has not tried it", fix)
-    yield from check_options("peft.options", options, PEFT_OPTIONS)
-    if "layers_to_transform" in options and isinstance(targets, str):
-        what = "PEFT counts layers only where target_modules is a list of names"
-        fix = "Set peft.target_modules to a list, such as [q_proj, v_proj], or name the layers in the pattern."
-        yield Fault(("peft.options.layers_to_transform", "peft.target_modules"), what, fix)
+def check_options(
+    where: str, given: Mapping[str, Any], known: Mapping[str, Option], unknown: str, elsewhere: Mapping[str, str] = {}
+) -> Iterator[Fault]:
+    """Yield faults of the arguments `given` at the key `where`. `unknown` says that there is none of a name.
 
-
-def _groups(config: RunConfig) -> Iterator[Fault]:
-    for at, group in enumerate(config.optim.groups):
-        where = (f"optim.groups[{at}].match",)
-        if not group.match or not _is_pattern(group.match):
-            yield Fault(where, f"{group.match!r} is no regular expression", r"Write a part of names, as in layers\.0\.")
+    `elsewhere`: name of an argument that has another place → advice.
+    """
+    for name, value in given.items():
+        if name not in known:
+            fix = elsewhere.get(name) or suggest(name, known, f"It has {', '.join(known)}." if known else "Remove it.")
+            yield Fault((f"{where}.{name}",), unknown, fix)
+        elif value != known[name].default and not known[name].accepts(value):
+            yield Fault((f"{where}.{name}",), f"found {shortened(value)}", f"Allowed: {known[name].allowed}.")

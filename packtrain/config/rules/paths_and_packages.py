@@ -7,13 +7,14 @@ import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
 from packtrain.config.fault import Fault
 from packtrain.config.keys import near, suggest
 from packtrain.config.objective import REFERENCES
+from packtrain.config.rules.table import holds
 from packtrain.config.schema import LISTED, Data, RunConfig, sources
 from packtrain.errors import UserError
 
@@ -26,6 +27,14 @@ MODEL_SUFFIXES = (".gguf", ".safetensors", ".bin")
 FOR_GPUS = ("model.quantize", "model.kernels", "trainer.mixed_precision", "optim.name")
 """Keys whose packages are for GPUs. On a machine without GPUs, a plan is for another machine."""
 _TRACKER_PACKAGES = {"comet": "comet_ml"}
+_PACKAGES = {
+    "model.kernels=liger": ("liger_kernel", "'packtrain[liger]'"),
+    "model.quantize=nf4": ("bitsandbytes", "'packtrain[quantize]'"),
+    "model.quantize=int8": ("bitsandbytes", "'packtrain[quantize]'"),
+    "model.quantize=fp8": ("torchao", "'packtrain[fp8]'"),
+    "trainer.mixed_precision=fp8": ("torchao", "'packtrain[fp8]'"),
+}
+"""Package that a value needs, and where pip gets it."""
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
@@ -50,28 +59,21 @@ def check_paths(config: RunConfig) -> Iterator[Fault]:
 
 def check_packages(config: RunConfig) -> Iterator[Fault]:
     """Yield a fault for each package or program that is not installed."""
-    model, trainer, strategy = config.model, config.trainer, config.strategy.spec
-    if package := config.optim.spec.package:
-        yield from _not_installed("optim.name", config.optim.name, package, package)
-    if package := strategy.package:
-        install = f"'packtrain[{package}]', or use strategy=fsdp2"
-        yield from _not_installed("strategy.name", strategy.name, package, install)
-    if model.kernels == "liger":
-        yield from _not_installed("model.kernels", "liger", "liger_kernel", "'packtrain[liger]'")
-    if model.quantize != "no":
-        package, extra = ("torchao", "fp8") if model.quantize == "fp8" else ("bitsandbytes", "quantize")
-        yield from _not_installed("model.quantize", model.quantize, package, f"'packtrain[{extra}]'")
-    if trainer.mixed_precision == "fp8":
-        yield from _not_installed("trainer.mixed_precision", "fp8", "torchao", "'packtrain[fp8]'")
+    optimizer, strategy, asked = config.optim.spec.package, config.strategy.spec.package, config.tracking.report_to
+    needed = [
+        ("optim.name", config.optim.name, optimizer, optimizer),
+        ("strategy.name", config.strategy.name, strategy, f"'packtrain[{strategy}]', or use strategy=fsdp2"),
+        *((*word.split("="), *package) for word, package in _PACKAGES.items() if holds(word, config)),
+        *(("tracking.report_to", name, _TRACKER_PACKAGES.get(name, name), f"'packtrain[{name}]'") for name in asked),
+    ]
+    for key, wanted, package, install in dict.fromkeys(needed):
+        if package:
+            yield from _not_installed(key, wanted, package, install)
     compiler = config.topology.variables.get("CXX") or os.environ.get("CXX") or "g++"  # torch searches in the same way
-    if trainer.torch_compile and not shutil.which(compiler):
+    if config.trainer.torch_compile and not shutil.which(compiler):
         fix = "apt-get install g++ (or dnf install gcc-c++, conda install gxx_linux-64), name one in CXX, or set it to false."
         yield Fault(("trainer.torch_compile",), f"there is no C++ compiler ({compiler})", fix)
-    yield from _bucket("trainer.mirror", trainer.mirror)
-    for tracker in dict.fromkeys(config.tracking.report_to):
-        yield from _not_installed(
-            "tracking.report_to", tracker, _TRACKER_PACKAGES.get(tracker, tracker), f"'packtrain[{tracker}]'"
-        )
+    yield from _bucket("trainer.mirror", config.trainer.mirror)
 
 
 @cache
@@ -102,8 +104,9 @@ def _bucket(key: str, url: str | None) -> Iterator[Fault]:
     """Yield a fault for a URL that fsspec cannot open. Its protocol is unknown, or the protocol's package is missing."""
     if url is None:
         return
-    from fsspec.registry import known_implementations
-
+    known_implementations: Mapping[str, Mapping[str, str]] = importlib.import_module(
+        "fsspec.registry"
+    ).known_implementations
     protocol, _, name = url.partition("://")
     if not name.strip("/") or protocol not in known_implementations:
         fix = suggest(protocol, known_implementations, "It begins with s3://, gs://, az://, … (docs/resume.md).")

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
 
+from packtrain.config import is_list, is_mapping
 from packtrain.config.fault import Fault
 from packtrain.config.schema import Topology
 from packtrain.wording import is_certain, learn, speaks_of_secrets, variable_of, whole
@@ -30,8 +30,8 @@ _FIXED = {  # packtrain's own options, and options that break the script, with a
     **dict.fromkeys(("requeue", "no-requeue"), "Set topology.requeue."),
     **dict.fromkeys(("chdir", "open-mode"), "The job starts where packtrain sbatch is called, and goes on in its log."),
 }
-_SHORT = {"a": "array", "c": "cpus-per-task", "D": "chdir", "G": "gpus", "J": "job-name", "N": "nodes", "n": "ntasks"}
-_SHORT |= {"o": "output", "t": "time", "w": "nodelist"}
+_LONG = ("array", "cpus-per-task", "chdir", "gpus", "job-name", "nodes", "ntasks", "output", "time", "nodelist")
+_SHORT = dict(zip("acDGJNnotw", _LONG, strict=True))
 _ASSIGNED = re.compile(r"\b(\w+)=(?![\"']?\$)[\"']?[^\s\"']")
 _SAID = re.compile(
     r"--((?:api-?)?key|token|password)\s+(?![\"']?\$)[\"']?[^\s\"'-]|\b(wandb) login\s+\w{20}"
@@ -46,15 +46,12 @@ _MAPPING = re.compile(r"model\.config\.(?:.*\.)?(\w+)")
 _EXPORT = "Export it in the shell that submits{}."
 
 
-def check_slurm(topology: Topology, resume: str) -> Iterator[Fault]:
-    """Yield everything that cannot work as a Slurm job."""
+def check_sbatch(topology: Topology) -> Iterator[Fault]:
+    """Yield options of sbatch that cannot work."""
     asked = count_gpus(topology)
     if asked and topology.gpus_per_node is not None and topology.gpus_per_node > asked:
         what = f"a machine has {topology.gpus_per_node} processes, but topology.sbatch asks for {asked} GPUs"
         yield Fault(("topology.gpus_per_node", "topology.sbatch"), what, "Remove one of the two keys.")
-    if topology.requeue and resume != "auto":
-        what = f"with trainer.resume={resume} a requeued job would not resume from its newest checkpoint"
-        yield Fault(("topology.requeue", "trainer.resume"), what, "Use trainer.resume=auto.")
     for at, line in enumerate(topology.sbatch):
         where, options = (f"topology.sbatch[{at}]",), parse_options([line])
         if not options or "\n" in line or not line.startswith("-"):
@@ -62,8 +59,6 @@ def check_slurm(topology: Topology, resume: str) -> Iterator[Fault]:
             continue
         for name in sorted(_FIXED.keys() & options):
             yield Fault(where, f"--{name} cannot be set here", _FIXED[name])
-    if "\n" in (topology.command or ""):
-        yield Fault(("topology.command",), "it has a line break", "Write it in one line.")
 
 
 def parse_options(lines: list[str]) -> dict[str, str]:
@@ -91,7 +86,7 @@ def count_gpus(topology: Topology) -> int | None:
     return None if not numbers or None in numbers else sum(number or 0 for number in numbers)
 
 
-def check_secrets(config: dict[str, Any]) -> list[Fault]:
+def check_secrets(config: Mapping[str, object]) -> list[Fault]:
     """Return a fault for every secret in a text of the config (plain containers). It gives the place, not the secret."""
     texts = [(path, text) for path, text in _texts(config, "") if not path.startswith(_SETUP)]
     return [item for path, text in texts for item in _secrets_in(path, text)]
@@ -120,13 +115,13 @@ def _secrets_in(path: str, text: str) -> Iterator[Fault]:
             yield Fault((path,), what, _EXPORT.format(f", or read it from a file: {variable}=$(cat FILE)"))
 
 
-def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
     """Yield every text in nested mappings and lists, with its path."""
     if isinstance(value, str):
         yield path, value
-    elif isinstance(value, dict):
+    elif is_mapping(value):
         for name, item in value.items():
             yield from _texts(item, f"{path}.{name}" if path else str(name))
-    elif isinstance(value, list):
+    elif is_list(value):
         for at, item in enumerate(value):
             yield from _texts(item, f"{path}[{at}]")

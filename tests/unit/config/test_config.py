@@ -10,7 +10,8 @@ import pytest
 
 from packtrain.config import help as key_help
 from packtrain.config.compose import changes, load_config, to_yaml
-from packtrain.config.keys import ELSEWHERE, keys
+from packtrain.config.keys import ELSEWHERE, choices, keys, members
+from packtrain.config.rules.table import Rule, rules
 from packtrain.config.schema import Batch, Optim, RunConfig, groups
 from packtrain.config.yaml_files import shipped
 from packtrain.errors import Problem, UserError
@@ -268,9 +269,6 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
     [
-        (["batch.examples_per_step=null"], "batch.examples_per_step", "size of an optimizer step is not set"),
-        (["batch.tokens_per_step=8192"], "batch.tokens_per_step", "in documents and in tokens"),
-        (["data.train=null"], "data.train", "nothing to train on"),
         (["data.train={split: x}"], "data.train", "no path"),
         (["data.train=./none.jsonl"], "data.train", "no file or folder ./none.jsonl"),
         (["data.train=[a/b,/none/at/all]"], "data.train[1]", "no file or folder /none/at/all"),
@@ -281,16 +279,7 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
             "batch.tokens_per_step",
             "16384 or 24576",
         ),
-        (
-            ["batch.examples_per_step=null", "batch.tokens_per_step=8192", "packing.mode=padding"],
-            "batch.tokens_per_device",
-            "length of a row is not set",
-        ),
-        (["model.path=null"], "model.path", "no pretrained weights"),
-        (["model.path=null", "model.init=random"], "model.path", "neither a model"),
-        (["model.path=null", "model.init=random", "+model.config.model_type=llama"], "model.tokenizer", "no tokenizer"),
         (["peft.r=4"], "peft.r", "does nothing without adapters"),
-        (["packing.share_prefix=true", "objective=kto"], "packing.share_prefix", "do not share prompts"),
         (["strategy=fsdp2", "optim=adafactor"], "optim.name", "keeps a state for a whole weight"),
         (["strategy=zero3_offload", "optim=sgd"], "optim.name", "silently replace sgd"),
         (["strategy=zero2", "optim.name=muon"], "optim.name", "needs whole matrices, to make them orthogonal"),
@@ -301,36 +290,19 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["peft=lora", "peft.options={init_lora_weights: pissa}"], "peft.options.init_lora_weights", "found 'pissa'"),
         (["peft=lora", "peft.options={layers_to_transform: [0]}"], "peft.options.layers_to_transform", "list of names"),
         (["strategy=zero1", "model.dtype=float16", "peft=lora"], "model.dtype", "cannot be spread by zero1"),
-        (["strategy=zero3", "model.attention=per_document"], "model.attention", "all processes must call it together"),
-        (["topology=local", "topology.nodes=2"], "topology.nodes", "topology=local is one machine"),
-        (["topology=single", "topology.main_address=a"], "topology.main_address", "does not use this key"),
         (["+topology.environment.A=[1]"], "topology.environment.A", "found [1]"),
         (["+topology.environment.WORLD_SIZE=2"], "topology.environment.WORLD_SIZE", "packtrain sets it itself"),
         (["+topology.environment={A B: x}"], "topology.environment.A B", "no name of a variable"),
         (["topology.main_address='n1 n2'"], "topology.main_address", "neither a host name nor an address"),
         (["trainer.output_dir="], "trainer.output_dir", "the run folder has no name"),
-        (["data.max_length=null", "data.overlong=drop"], "data.overlong", "no document is overlong"),
-        (["data.format=text", "data.loss_on=assistant"], "data.loss_on", "plain text has no assistant part"),
         (["objective.kind=dpo", "objective.loss=[]"], "objective.loss", "there is no loss"),
         (["+topology.environment.WANDB_API_KEY=x"], "topology.environment.WANDB_API_KEY", "its name says"),
         (["topology.main_address=n1:29500"], "topology.main_address", "its port is topology.main_port"),
-        (["topology=single", "topology.gpus_per_node=2"], "topology.gpus_per_node", "one process cannot use 2"),
-        (["trainer.restarts=1"], "trainer.restarts", "only restart from its beginning"),
-        (["topology.min_nodes=1"], "topology.min_nodes", "nothing without trainer.restarts"),
-        (["trainer.eval_every=5"], "trainer.eval_every", "nothing to evaluate on"),
-        (["trainer.early_stop_patience=5"], "trainer.early_stop_patience", "needs evaluations"),
         (["data.eval=1.0"], "data.eval", "between 0 and 1"),
         (["trainer.resume=nevr"], "trainer.resume", "Did you mean never?"),
         (["trainer.resume=/"], "trainer.resume", "RUN/checkpoints/step-N"),
         (["trainer.resume_despite=all"], "trainer.resume_despite", "Write [all]."),
         (["data.overlong=keep_end"], "data.overlong", "truncate"),
-        (["objective.kind=dpo", "data.overlong=split"], "data.overlong", "a preference pair cannot be split"),
-        (["objective.kind=reward", "data.loss_on=all"], "data.loss_on", "preference pairs always score the answers"),
-        (
-            ["objective.kind=reward", "packing.mode=padding", "packing.share_prefix=true"],
-            "packing.share_prefix",
-            "padded batches have a prompt for every answer",
-        ),
         (["objective.kind=dpo", "objective.loss=[ipo,sfft]"], "objective.loss[1]", "Did you mean sft?"),
         (
             ["objective.kind=dpo", "objective.options.loss_weights=[1,2]"],
@@ -347,7 +319,6 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["objective.kind=dpo", "objective.options.neftune_noise_alpha=5"], "neftune_noise_alpha", "Use packtrain sft"),
         (["objective.kind=dpo", "objective.reference=modle"], "objective.reference", "Did you mean model?"),
         (["objective.kind=dpo", "objective.reference=/none/at/all"], "objective.reference", "no file or folder"),
-        (["objective.kind=dpo", "objective.reference=adapters_off"], "objective.reference", "no adapters"),
         (
             ["objective.kind=kto", "objective.options={desirable_weight: 0, undesirable_weight: 0}"],
             "objective.options",
@@ -359,17 +330,8 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
             "optim.schedule_options.power",
             "number > 0",
         ),
-        (["trainer.max_steps=5", "trainer.epochs=2"], "trainer.epochs", "set twice"),
         (["data.eval=5%"], "data.eval", "0.05"),
-        (["trainer.mixed_precision=bf16", "model.dtype=float16"], "trainer.mixed_precision", "float16"),
         (["trainer.mixed_precision=fp8", "strategy=zero2"], "trainer.mixed_precision", "DeepSpeed has not been tried"),
-        (["trainer.mixed_precision=fp8", "peft=lora"], "trainer.mixed_precision", "frozen weights"),
-        (
-            ["trainer.mixed_precision=fp8", "model.dtype=float16"],
-            "trainer.mixed_precision",
-            "fp8 computation over float16",
-        ),
-        (["model.dtype=float16"], "model.dtype", "peft=lora"),
         (["trainer.torch_compile=true", "strategy=zero3"], "trainer.torch_compile", "zero3 gathers the weights"),
         (["optim.beta1=1"], "optim.beta1", "below 1"),
         (["objective.kind=dpo", "objective.options.ld_alpha=1.5"], "objective.options.ld_alpha", "from 0 to 1"),
@@ -381,6 +343,51 @@ def test_an_impossible_combination_is_refused(overrides: list[str], key: str, sa
     found = only(None, *COMPLETE, *overrides)
     assert key in found.where
     assert said in f"{found.what} {found.fix}"
+
+
+SET = {
+    "data.stages": "data.stages=[{weights: {owner/data: 1}}]",
+    "!model.config.model_type": "model.tokenizer=null",
+    "model.config.model_type": "model.config.model_type=llama",
+    "trainer.samples": "trainer.samples=[hi]",
+    "!trainer.resume=auto": "trainer.resume=never",
+    "!topology.main_address=null": "topology.main_address=n1",
+    "model.backend.by_document": "model.attention=per_document",
+    "model.backend.why_not_split": "model.attention=per_document",
+    "!model.is_base_for_adapters": "model.path=gone.gguf",
+    "strategy.spec.shards_weights": "strategy.name=zero3",
+    "!strategy.spec.shards_within_machines": "strategy.name=ddp",
+    "objective.spec.reference": "objective.kind=dpo",
+    "objective.spec.scores": "objective.kind=reward",
+    "objective.spec.examples=documents": "objective.kind=sft",
+    "!objective.spec.examples=documents": "objective.kind=dpo",
+    "objective.spec.examples=pairs": "objective.kind=dpo",
+    "objective.spec.examples=answers": "objective.kind=kto",
+}
+"""Word of a rule → override that makes it hold, where the word does not say it itself."""
+
+
+def made_true(word: str) -> str:
+    """The override that makes a word of a rule hold."""
+    if (word := word.strip("()")) in SET:
+        return SET[word]
+    path, _, wanted = word.removeprefix("!").removesuffix(":given").partition("=")
+    kind, negated = keys()[path].type, word.startswith("!")
+    if wanted and not negated:
+        return f"{path}={wanted.split('|')[0]}"
+    if negated and not wanted:
+        return f"{path}={'false' if kind is bool else 0}"
+    values = [*choices(kind)[1:], *(["true"] if bool in members(kind) else []), "2"]
+    return f"{path}={next(value for value in values if value not in wanted.split('|'))}"
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: "-".join(rule.keys))
+def test_a_rule_is_reached_and_names_its_keys(rule: Rule) -> None:
+    given = [made_true(word) for word in rule.words]
+    assert {*rule.keys} <= {*keys()}
+    found = problems(None, *COMPLETE, *given)
+    start = re.split("[{]", rule.what)[0]
+    assert any(problem.what.startswith(start) and rule.keys[0] in problem.where for problem in found), (given, found)
 
 
 EVALUATED = "data: {eval: 0.1}\ntrainer: {eval_every: 5, early_stop_patience: 2}\n"

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from packtrain.config.objective import Objective
-from packtrain.config.schema import Batch, Packing, RunConfig, Topology, Trainer
+from packtrain.config.schema import Batch, Packing, RunConfig, Strategy, Topology, Trainer
 from packtrain.errors import UserError
 from packtrain.plan.batch import plan_batch
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import Surroundings, visible_gpus
+from packtrain.strategies.registry import STRATEGIES
 
 TORCHRUN = {
     "RANK": "1",
@@ -29,6 +30,7 @@ def plan(
     topology: dict[str, Any] | None = None,
     batch: dict[str, Any] | None = None,
     mode: Any = "packed",
+    strategy: str = "ddp",
     **surroundings: Any,
 ) -> LaunchPlan:
     config = RunConfig(
@@ -36,6 +38,7 @@ def plan(
         batch=Batch(**(batch or {"examples_per_step": 32})),
         packing=Packing(mode=mode),
         trainer=Trainer(output_dir="runs/x"),
+        strategy=Strategy(name=strategy),
     )
     return plan_launch(config, Surroundings(**{"cpus": 16, "free_port": 4321, **surroundings}))
 
@@ -189,6 +192,44 @@ def test_the_predicted_accumulation_is_the_one_that_the_batches_get(
         keep_order=False,
     )
     assert {len(micro_batches) for micro_batches in layout} == {predicted}
+
+
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
+
+
+@pytest.mark.parametrize("name", STRATEGIES.all())
+def test_deepspeed_has_every_number_from_the_config_and_nothing_to_fill_in(name: str) -> None:
+    make = STRATEGIES[name].engine_settings
+    assert (make is not None) == (name in STAGES)
+    if make is None:
+        return
+    made = make("bfloat16", 0.3)
+    assert "auto" not in json.dumps(made)
+    assert made["gradient_clipping"] == 0.3
+    assert (made["train_micro_batch_size_per_gpu"], made["gradient_accumulation_steps"]) == (1, 1)
+    assert not {"optimizer", "scheduler", "fp16"} & made.keys()
+    assert made["zero_optimization"]["stage"] == STAGES[name]
+    assert ("offload_param" in made["zero_optimization"]) == (name == "zero3_offload")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("ddp", "MULTI_GPU"), *((name, "DEEPSPEED") for name in STAGES), ("fsdp2", "FSDP")]
+)
+def test_accelerate_is_told_the_same_in_its_yaml_and_on_its_command_line(name: str, kind: str) -> None:
+    made = plan({"gpus_per_node": 2}, strategy=name)
+    settings, flags = made.accelerate, made.command.argv
+    assert settings["distributed_type"] == kind
+    if kind == "DEEPSPEED":
+        assert settings["deepspeed_config"]["deepspeed_config_file"] == "runs/x/deepspeed.json"
+        assert flags[flags.index("--deepspeed_config_file") + 1] == "runs/x/deepspeed.json"
+        # by its default launcher DeepSpeed trains a model per machine, and writes the environment to a file
+        assert settings["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+        assert flags[flags.index("--deepspeed_multinode_launcher") + 1] == "standard"
+    if kind == "FSDP":
+        assert settings["fsdp_config"]["fsdp_version"] == 2
+        assert {"--use_fsdp", "--fsdp_version"} <= set(flags)
+    if kind == "MULTI_GPU":
+        assert "--multi_gpu" in flags
 
 
 def test_rows_that_do_not_divide_over_the_processes_are_refused_with_the_nearest_that_do() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -14,59 +15,35 @@ from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.launchers import expand
 from packtrain.plan.surroundings import Surroundings
 
+
+def variables(text: str) -> dict[str, str]:
+    """Environment variables, as a shell shows them."""
+    return dict(re.findall(r"(\w+)=(\S*)", text))
+
+
 JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_CPUS_ON_NODE": "64"}
 BATCH_SCRIPT = {**JOB, "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_GPUS_ON_NODE": "8"}
 TASK = {
     **BATCH_SCRIPT,
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "n[1-3]",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
-    "SLURM_NODEID": "2",
-    "SLURM_PROCID": "2",
-    "SLURM_LOCALID": "0",
+    **variables(
+        "SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[1-3] SLURM_STEP_TASKS_PER_NODE=1(x3) SLURM_NODEID=2 SLURM_PROCID=2 SLURM_LOCALID=0"
+    ),
 }
 TASK_PER_GPU = {**TASK, "SLURM_STEP_TASKS_PER_NODE": "8(x3)", "SLURM_PROCID": "17", "SLURM_LOCALID": "1"}
-MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
-HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}  # MPICH, Intel MPI
-POD = {
-    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
-    "RANK": "1",
-    "WORLD_SIZE": "4",
-    "MASTER_ADDR": "job-master-0",
-    "MASTER_PORT": "23456",
-}
-ELASTIC = {
-    "PET_NNODES": "4",
-    "PET_NODE_RANK": "3",
-    "PET_NPROC_PER_NODE": "2",
-    "PET_MASTER_ADDR": "job-0",
-    "PET_MASTER_PORT": "999",
-}
+MPI = variables(
+    "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2"
+)
+HYDRA = variables("PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2")  # MPICH, Intel MPI
+POD = variables("KUBERNETES_SERVICE_HOST=10.0.0.1 RANK=1 WORLD_SIZE=4 MASTER_ADDR=job-master-0 MASTER_PORT=23456")
+ELASTIC = variables("PET_NNODES=4 PET_NODE_RANK=3 PET_NPROC_PER_NODE=2 PET_MASTER_ADDR=job-0 PET_MASTER_PORT=999")
 SKYPILOT = {
     "SKYPILOT_NODE_RANK": "3",
     "SKYPILOT_NUM_NODES": "4",
     "SKYPILOT_NUM_GPUS_PER_NODE": "2",
     "SKYPILOT_NODE_IPS": "job-0\njob-1\njob-2\njob-3",
 }
-DSTACK = {
-    "DSTACK_NODE_RANK": "3",
-    "DSTACK_NODES_NUM": "4",
-    "DSTACK_GPUS_PER_NODE": "2",
-    "DSTACK_MASTER_NODE_IP": "job-0",
-}
-TORCHRUN = {
-    "RANK": "1",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "2",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "a",
-    "MASTER_PORT": "1",
-}
+DSTACK = variables("DSTACK_NODE_RANK=3 DSTACK_NODES_NUM=4 DSTACK_GPUS_PER_NODE=2 DSTACK_MASTER_NODE_IP=job-0")
+TORCHRUN = variables("RANK=1 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=1")
 
 
 def plan(topology: dict[str, Any] | None = None, env: dict[str, str] | None = None, **surroundings: Any) -> LaunchPlan:
