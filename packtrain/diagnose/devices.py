@@ -21,8 +21,7 @@ from typing import Any
 
 from huggingface_hub import constants
 
-from packtrain.attention.registry import BACKENDS, tried_by_auto
-from packtrain.attention.spec import Backend
+from packtrain.attention.spec import BACKENDS, Backend, tried_by_auto
 from packtrain.diagnose.facts import GIB, MIB, Check, Driver, Facts, Gpu, PlannedRun, Torch, ask_python
 from packtrain.wording import first_line, size, whole
 

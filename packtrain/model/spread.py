@@ -27,8 +27,7 @@ from packtrain.errors import UserError
 from packtrain.model.load import base_model
 from packtrain.model.weights.stream import map_large_blocks
 from packtrain.monitor.heartbeat import waiting
-from packtrain.strategies.registry import DEFAULT, STRATEGIES
-from packtrain.strategies.spec import StrategySpec
+from packtrain.strategies.spec import DEFAULT, STRATEGIES, StrategySpec
 
 FSDP = "fsdp"
 """The dimension of a mesh over which models are sharded; peft knows it by this name."""

@@ -25,7 +25,7 @@ from rich.markup import escape
 
 from packtrain.attention.backends import deterministic
 from packtrain.boundary import boundary
-from packtrain.changes.registry import proposals
+from packtrain.changes.spec import proposals
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.prepare import PreparedData
@@ -159,7 +159,8 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None, finish
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
-    run = Run(config, ranks, peers, folder, log, StopRequest(config.topology.grace), TerminalProgress(log))
+    progress = TerminalProgress(log, config.objective.spec.headlines)
+    run = Run(config, ranks, peers, folder, log, StopRequest(config.topology.grace), progress)
     with run.closing:
         return _train(run, *_prepare(run, started), finish, started)
 

@@ -33,7 +33,7 @@ from packtrain.config.schema import Batch, Packing, RunConfig
 from packtrain.data.dataset import PairDataset
 from packtrain.errors import UserError
 from packtrain.model.spread import Ranks
-from packtrain.objectives.dpo.run import DPO, FIGURES
+from packtrain.objectives.dpo.run import DPO
 from packtrain.objectives.dpo.spec import SPEC
 from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import make_schedule
@@ -58,7 +58,7 @@ def of_trl(folder: Path, **objective: Any) -> tuple[float, torch.Tensor, dict[st
 
 def assert_all_equal_trl(folder: Path, **objective: Any) -> None:
     expected = of_trl(folder, **objective)
-    assert set(expected[2]) - {"num_tokens"} == set(FIGURES)
+    assert set(expected[2]) - {"num_tokens"} == {one.name for one in SPEC.figures}
     splits = SPLITS[:1] if set(objective["loss_type"]) & set(SPEC.sorting_losses) else SPLITS
     for layout in LAYOUTS:
         trainer = ours(folder, layout, **objective)

@@ -13,8 +13,9 @@ from packtrain.config.keys import check_resume_despite, suggest
 from packtrain.config.rules.fitting import check_fitting
 from packtrain.config.rules.objectives import check_objective
 from packtrain.config.schema import Optim, RunConfig, Topology, name_sources, sources
+from packtrain.objectives.spec import names_of_figures
 from packtrain.redact import speaks_of_secrets
-from packtrain.strategies.registry import STRATEGIES
+from packtrain.strategies.spec import STRATEGIES
 from packtrain.wording import shortened
 
 # launchers set these for each process
@@ -76,10 +77,6 @@ def _model(config: RunConfig) -> Iterator[Fault]:
         yield Fault(("model.tokenizer",), what, "Name a hub id, a folder, or quickstart.")
 
 
-FIGURES = {"loss", "tokens", "pairs", "answers", "accuracy", "margin", "kl", "entropy", "rewards", "logits", "logps"}
-"""Names of held-out figures. No set of data.eval may have one of them."""
-
-
 def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     data = config.data
     if data.train is None or data.train == []:
@@ -89,7 +86,7 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
             yield Fault((key,), "a source has no path", "Give it a file, a folder, or a hub id.")
     held_out = data.eval
     for name in held_out if isinstance(held_out, dict) else ():
-        if name in FIGURES or not re.fullmatch(r"[\w-]+", name, re.ASCII):
+        if name in names_of_figures() or not re.fullmatch(r"[\w-]+", name, re.ASCII):
             what = f"a set cannot be called {name!r}"
             fix = "Use letters, digits, _ and -, and not the name of a figure, such as loss."
             yield Fault((f"data.eval.{name}",), what, fix)

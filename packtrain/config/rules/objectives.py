@@ -9,7 +9,7 @@ from packtrain.config.keys import keys, suggest
 from packtrain.config.objective import Objective
 from packtrain.config.rules.fitting import check_options
 from packtrain.config.schema import RunConfig
-from packtrain.objectives.registry import OBJECTIVES
+from packtrain.objectives.spec import OBJECTIVES
 
 
 def check_objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:

@@ -24,8 +24,7 @@ from packtrain.data.sources.files import READABLE, SUFFIXES, kind_of, read_file,
 from packtrain.data.sources.remote import RemoteFile, list_hub, list_remote
 from packtrain.data.tokens.pretrained import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import UserError
-from packtrain.objectives.registry import OBJECTIVES
-from packtrain.objectives.spec import Examples
+from packtrain.objectives.spec import OBJECTIVES, Examples
 
 if TYPE_CHECKING:
     import datasets

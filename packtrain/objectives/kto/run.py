@@ -22,9 +22,8 @@ from packtrain.errors import UserError
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
-from packtrain.objectives.answers import LabelledAnswers, Sum
+from packtrain.objectives.answers import Figures, LabelledAnswers, Sum, TokenFigures, mean_of
 from packtrain.objectives.kto.mismatched import UnpairedSteps
-from packtrain.objectives.logged_figures import TokenFigures, unpaired_figures, unpaired_margins
 from packtrain.objectives.losses import UNPAIRED_LOSSES, UnpairedOptions, estimate_kl
 from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import MicroBatch
@@ -35,18 +34,26 @@ from packtrain.train.objectives.training_objective import ReferenceObjective
 from packtrain.train.settings import LoopSettings
 from packtrain.wording import counted
 
-FIGURES = ("kl", "entropy", "logits/chosen", "logits/rejected", "rewards/chosen", "rewards/rejected")
-FIGURES += ("logps/chosen", "logps/rejected")
+
+@torch.no_grad()
+def unpaired_figures(answers: LabelledAnswers, kl: torch.Tensor, beta: float, tokens: TokenFigures) -> Figures:
+    """Return the figures of KTOTrainer except the margin; desirable answers are its chosen ones. `kl` is the step's estimate, 0 without one."""
+    rewards = beta * answers.logratios
+    figures: Figures = {"kl": mean_of(kl.expand_as(rewards)), "entropy": mean_of(tokens.entropy)}
+    sides = {"chosen": (answers.desirable, tokens.chosen), "rejected": (~answers.desirable, ~tokens.chosen)}
+    for side, (of_answers, of_targets) in sides.items():
+        figures[f"logits/{side}"] = mean_of(tokens.mean_logits, of_targets)
+        figures[f"rewards/{side}"] = mean_of(rewards, of_answers)
+        figures[f"logps/{side}"] = mean_of(answers.logps, of_answers)
+    return figures
 
 
 class KTOLoss(ReferenceLoss):
     """The loss of answers with labels on `model`, against `reference`."""
 
-    example_unit = "answers"
     answers = ("answer",)
     reference_names = ("ref_logps",)
     outputs = ("log_probs", "entropy", "mean_logits")
-    figures = FIGURES
 
     def __init__(self, setup: Setup, objective: Objective, reference: PreTrainedModel | None) -> None:
         super().__init__(setup, objective, reference)
@@ -77,7 +84,7 @@ class KTOLoss(ReferenceLoss):
 
     def measure(
         self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Sum]]:
+    ) -> tuple[torch.Tensor, Figures]:
         """See ExampleLoss; the loss is a mean over the answers of the step."""
         (reference,) = self.compared_with(inputs)  # before the model: its activations would take memory meanwhile
         outputs = self.score_tokens(model, inputs)
@@ -96,11 +103,6 @@ class KTOLoss(ReferenceLoss):
         """Half of the mean weight of the answers."""
         desirable = batch.inputs["label"].double().mean().item()
         return 0.5 * (desirable * self.options.desirable_weight + (1 - desirable) * self.options.undesirable_weight)
-
-    def pop_metrics(self) -> dict[str, Any]:
-        """See Loss; adds the margin, a difference of two means."""
-        means = super().pop_metrics()
-        return means | unpaired_margins(means)
 
     @torch.no_grad()
     def _divergence(self, batches: Iterable[MicroBatch]) -> torch.Tensor:

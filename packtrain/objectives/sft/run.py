@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from packtrain.attention.registry import BACKENDS
+from packtrain.attention.spec import BACKENDS
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import Document, TokenDataset
 from packtrain.errors import UserError
@@ -42,7 +42,7 @@ class SFTLoss(Loss):
     """The loss of documents on `model`: Σ of token losses / trained tokens, and that of routers. The token losses come from TRL's output head."""
 
     def __init__(self, setup: Setup, objective: Objective) -> None:
-        super().__init__(setup)
+        super().__init__(setup, objective)
         base = base_model(self.model)
         self.routers = router_loss(base)
         head = patch_forward(base, token_objective=objective, autocast=self.autocast, backend=self.settings.backend)
@@ -129,9 +129,7 @@ class SFTLoss(Loss):
 class SFT(TrainingObjective):
     """The objective of documents."""
 
-    def loss(self, setup: Setup) -> SFTLoss:
-        """See TrainingObjective."""
-        return SFTLoss(setup, self.objective)
+    loss_class = SFTLoss
 
     def decide_attention(
         self, wanted: str, model: Any, ranks: Ranks, precision: Precision, *, prove: bool

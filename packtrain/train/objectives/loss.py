@@ -6,6 +6,7 @@ reference. Losses are means over the global step: all ranks, all micro-batches. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,10 +26,11 @@ from packtrain.model.forward import Head, patch_forward
 from packtrain.model.load import base_model
 from packtrain.model.spread import placement_of
 from packtrain.monitor.heartbeat import waiting
-from packtrain.objectives.answers import Sum, Targets
+from packtrain.objectives.answers import Figures, Targets
+from packtrain.objectives.spec import Figure
 from packtrain.packing.collate import on_device
 from packtrain.packing.segments import SplitSegments
-from packtrain.strategies.registry import STRATEGIES
+from packtrain.strategies.spec import STRATEGIES
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.patches import hold_trainer
 from packtrain.train.settings import LoopSettings
@@ -60,7 +62,9 @@ class Loss:
     extra_forwards = 0
     """Forward passes over a step besides the trained one, for the count of FLOPs: by the reference, for kto's KL estimate."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, objective: Objective) -> None:
+        self.objective = objective
+        """The group `objective` of the config: option("…"), beta, losses, spec."""
         self.held: Any = hold_trainer(setup.model, setup.arguments, setup.tokenizer)
         """transformers' Trainer, for its accelerator and its optimizer."""
         self.settings, self.model = setup.settings, setup.model
@@ -130,26 +134,21 @@ class Loss:
 class ExampleLoss(Loss):
     """A loss averaged over the examples of a step: pairs, answers with labels, or documents.
 
-    A subclass defines `measure` and `zero`, and the names of its figures.
+    A subclass defines `measure` and `zero`. The declaration of the objective names the figures.
     """
 
-    example_unit = "pairs"
-    """Name of the number of examples in the metrics of an evaluation."""
-    figures: tuple[str, ...]
-    """Names of the logged figures, in the order of a logged line."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
+    def __init__(self, setup: Setup, objective: Objective) -> None:
+        super().__init__(setup, objective)
         disable_dropout_in_model(setup.model)  # as TRL's trainers do
         self._metrics = self.new_metrics()
 
-    def new_metrics(self) -> MeanFigures:
+    def new_metrics(self) -> FigureSums:
         """Return empty sums of the figures."""
-        return MeanFigures(self.figures)
+        return FigureSums(self.objective.spec.figures, self.device)
 
     def measure(
         self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Sum]]:
+    ) -> tuple[torch.Tensor, Figures]:
         """Return the micro-batch's share of the loss, and its figures by name.
 
         `counts` as in `Loss.compute`. In an evaluation they are int64 [4, 2], for all sets together and for this set; the loss then has two
@@ -221,7 +220,8 @@ class ExampleLoss(Loss):
             losses = cast(torch.Tensor, self.accelerator.reduce(losses, reduction="sum"))
         values, numbers = [losses[:, 0].sum(), *losses[:, 1]], [counts[3].sum(), *counts[3]]
         found = zip(values, numbers, figures, strict=True)
-        return by_name(sets, [{"loss": loss.item(), self.example_unit: int(n.item()), **own} for loss, n, own in found])
+        unit = self.objective.spec.examples
+        return by_name(sets, [{"loss": loss.item(), unit: int(n.item()), **own} for loss, n, own in found])
 
 
 class AnswerLoss(ExampleLoss):
@@ -234,8 +234,8 @@ class AnswerLoss(ExampleLoss):
     answers: tuple[str, ...] = ("the chosen answer of pair", "the rejected answer of pair")
     """Words of messages (first_loss.py): for an answer in the first half of a batch and in the second, or one for all."""
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
+    def __init__(self, setup: Setup, objective: Objective) -> None:
+        super().__init__(setup, objective)
         base = base_model(self.model)
         add_fused_lm_head(base, outputs=self.outputs)
         patch_forward(base, answer_outputs=self.outputs, autocast=self.autocast, backend=self.settings.backend)
@@ -278,7 +278,7 @@ class ReferenceLoss(AnswerLoss):
     """Names of precomputed log-probabilities among the inputs of a batch, in the order of Logps."""
 
     def __init__(self, setup: Setup, objective: Objective, reference: PreTrainedModel | None) -> None:
-        super().__init__(setup)
+        super().__init__(setup, objective)
         self.reference: Any = reference and self._prepare_reference(reference)
         """The other model that is the reference, ready to be called. None for the other kinds of reference."""
         if reference is not None:
@@ -380,40 +380,53 @@ def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, Any]]) -> dict[s
     }
 
 
-class MeanFigures:
-    """Means of logged figures: totals and weights, float64.
+class FigureSums:
+    """Logged figures over micro-batches: sums of means, extremes, and differences.
 
     They stay on the device until a line is logged, so that no step waits for them.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = (*names,)
-        self._sums: torch.Tensor | None = None
+    def __init__(self, figures: Sequence[Figure], device: torch.device) -> None:
+        self._figures = figures
+        self._means = [one.name for one in figures if not (one.extreme or one.difference)]
+        self._signs = {one.name: -1 if one.extreme == "least" else 1 for one in figures if one.extreme}
+        sums = torch.zeros(len(self._means), 2, dtype=torch.float64, device=device)
+        self._empty = sums, torch.full((len(self._signs),), -torch.inf, dtype=torch.float64, device=device)
+        self._sums, self._ends = self._empty
 
-    def add(self, figures: Mapping[str, Sum], *, counted: bool) -> None:
+    def add(self, figures: Figures, *, counted: bool) -> None:
         """Add the figures of a micro-batch. If not `counted`, add zeros: another rank adds the same row."""
-        part = torch.stack([torch.stack(figures[name]) for name in self.names]).double() * counted
-        self._sums = part if self._sums is None else self._sums + part
+        if self._means:
+            self._sums = self._sums + torch.stack([torch.stack([*figures[name]]) for name in self._means]) * counted
+        if self._signs:
+            ends = torch.stack([sign * cast(torch.Tensor, figures[name]) for name, sign in self._signs.items()])
+            self._ends = self._ends.maximum(ends.double())
 
-    def add_sums(self, other: Any) -> None:
+    def add_sums(self, other: FigureSums) -> None:
         """Add the sums of `other`, and leave `other` unchanged."""
-        if other._sums is not None:
-            self._sums = other._sums if self._sums is None else self._sums + other._sums
+        self._sums, self._ends = self._sums + other._sums, self._ends.maximum(other._ends)
 
     def mark(self) -> Callable[[], None]:
         """Return a function that sets the sums back to their values at this call."""
-        sums = self._sums
+        kept = self._sums, self._ends
 
         def set_back() -> None:
-            self._sums = sums
+            self._sums, self._ends = kept
 
         return set_back
 
     def values(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return the mean of each figure over all processes, and reset the sums. A figure without weight has none."""
-        sums, self._sums = self._sums, None
-        if sums is None:
-            sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=accelerator.device)
+        """Return each figure over all processes, and reset the sums. A figure without values has none."""
+        sums, ends = self._sums, self._ends
+        self._sums, self._ends = self._empty
         with waiting("the metrics of all ranks"):
             totals = cast(torch.Tensor, accelerator.reduce(sums, reduction="sum")).tolist()
-        return {name: total / weight for name, (total, weight) in zip(self.names, totals, strict=True) if weight}
+            if self._signs:
+                ends = cast(torch.Tensor, accelerator.gather(ends)).view(-1, len(ends)).amax(dim=0)
+        found = {name: total / weight for name, (total, weight) in zip(self._means, totals, strict=True) if weight}
+        signed = zip(self._signs.items(), ends.tolist(), strict=True)
+        found |= {name: sign * end for (name, sign), end in signed if end != -math.inf}
+        for one in self._figures:
+            if one.difference and {*one.difference} <= found.keys():
+                found[one.name] = found[one.difference[0]] - found[one.difference[1]]
+        return {one.name: found[one.name] for one in self._figures if one.name in found}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -33,13 +33,18 @@ from packtrain.train.objectives.first_loss import check_answer_forward, check_fi
 from packtrain.train.objectives.loss import AnswerLoss, Loss, ReferenceLoss, Setup
 from packtrain.train.preflight import choose_on_all_ranks, same_everywhere
 
+ReferenceSteps = TypeVar("ReferenceSteps", bound=Steps)
+"""Steps with a field `reference`."""
+
 
 class TrainingObjective:
     """Parts of a run that depend on the objective, in the order of use.
 
-    A subclass defines `loss`. Everything else fits documents without a reference.
+    A subclass sets `loss_class`. Everything else fits documents without a reference.
     """
 
+    loss_class: Callable[..., Loss]
+    """The class of the loss. Its arguments are a Setup and the group `objective` of the config."""
     why_not_shared = ""
     """Why equal beginnings (prompts of pairs, prefixes of documents) are not computed once. Empty if they are."""
     shares_unless_told = False
@@ -102,7 +107,7 @@ class TrainingObjective:
 
     def loss(self, setup: Setup) -> Loss:
         """Make the loss. It patches the forward of the model."""
-        raise NotImplementedError
+        return type(self).loss_class(setup, self.objective)
 
     def prove(
         self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, ranks: Ranks, precision: Precision
@@ -121,7 +126,8 @@ class ReferenceObjective(TrainingObjective):
     `identity` names the reference in the cache of precomputed log-probabilities.
     """
 
-    loss_class: ClassVar[Callable[..., ReferenceLoss]]
+    loss_class: Callable[..., ReferenceLoss]
+    """Its third argument is the reference, a model or None."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -159,11 +165,18 @@ class ReferenceObjective(TrainingObjective):
         self.identity = identity_of_reference(model, self._peft, weights)
         return {"objective.reference": f"one of weights with hash {weights[:12]}"}
 
+    @property
+    def logps_depend_on(self) -> tuple[object, ...]:
+        """Options that change log-probabilities of answers. They are part of the cache's key."""
+        return ()
+
     def loss(self, setup: Setup) -> ReferenceLoss:
         """See TrainingObjective."""
         return type(self).loss_class(setup, self.objective, self._reference_model)
 
-    def with_reference(self, steps: Any, trainer: StepTrainer, ranks: Ranks, precision: Precision) -> Any:
+    def with_reference(
+        self, steps: ReferenceSteps, trainer: StepTrainer, ranks: Ranks, precision: Precision
+    ) -> ReferenceSteps:
         """Return `steps` with the reference's log-probabilities of every example.
 
         The model of `trainer`, before step 1, is the reference. It runs the rows of the first pass: in 16 bits an answer's log-probability depends
@@ -175,7 +188,7 @@ class ReferenceObjective(TrainingObjective):
 
     def precompute(
         self,
-        steps: Any,
+        steps: Steps,
         trainer: StepTrainer,
         ranks: Ranks,
         precision: Precision,
@@ -196,10 +209,9 @@ class ReferenceObjective(TrainingObjective):
             trainer.clock.enter("proof")
             return torch.stack(loss.policy_logps(batch), dim=1).squeeze(1)
 
-        formats, ld_alpha = (precision.weights, precision.autocast), self.objective.options.get("ld_alpha")
-        key = cache_key(
-            self.objective.kind, steps.data.fingerprint, self.identity, formats, ld_alpha, rows, *depends_on
-        )
+        formats, kind = (precision.weights, precision.autocast), self.objective.kind
+        depends_on = *self.logps_depend_on, *depends_on
+        key = cache_key(kind, steps.data.fingerprint, self.identity, formats, rows, *depends_on)
         return precompute(self._cache / key, shape, parts, ranks, logps)
 
     def prove(

@@ -8,7 +8,7 @@ import pytest
 
 from packtrain.plan.launcher_settings import launch_argv, launch_config
 from packtrain.plan.topology import Processes
-from packtrain.strategies.registry import STRATEGIES
+from packtrain.strategies.spec import STRATEGIES
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
 TWO = Processes(1, 2, "two on this machine")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from packtrain.attention.flash.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
+from packtrain.attention.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 from packtrain.wording import first_line

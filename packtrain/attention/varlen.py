@@ -2,7 +2,7 @@
 
 All of them take queries, keys and values [tokens, heads, d] and the running sums of the segments' lengths, and align
 causality at the bottom right: a segment may have more keys than queries. So shared prefixes are served by gathering the keys and
-values of a segment's whole path, its own tokens last. A kernel's signature shows whether it has soft-cap or sinks; selection.py
+values of a segment's whole path, its own tokens last. A kernel's signature shows whether it has soft-cap or sinks; kernel_choice.py
 checks that it is correct.
 """
 
