@@ -13,7 +13,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 from packtrain.errors import UserError
 
@@ -58,7 +58,7 @@ class Registry(Generic[Thing]):
 
     def all(self) -> dict[str, Thing]:
         """Return every thing by its name, in order. Raises UserError if an entry point cannot be used."""
-        return _find(self)[0]
+        return cast("dict[str, Thing]", _find(self)[0])
 
     def __getitem__(self, name: str) -> Thing:
         """Return the thing with this name. Raises KeyError."""

@@ -16,9 +16,9 @@ from packtrain.model.spread import Ranks
 from packtrain.objectives.answers import Figures, PairLogps, Pairs, TokenFigures, mean_of, sum_answers
 from packtrain.objectives.losses import PairOptions, make_pairs, pair_loss
 from packtrain.packing.schedule import Schedule
-from packtrain.train.loader import MicroBatch
+from packtrain.train.loader import MicroBatch, Steps
+from packtrain.train.objectives.examples import PairObjective
 from packtrain.train.objectives.loss import Logps, ReferenceLoss, Setup
-from packtrain.train.objectives.pairs import PairObjective, PairSteps
 from packtrain.train.objectives.training_objective import ReferenceObjective
 from packtrain.wording import counted
 
@@ -123,7 +123,7 @@ class DPO(PairObjective, ReferenceObjective):
 
     def steps(
         self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
-    ) -> PairSteps:
+    ) -> Steps:
         """See PairObjective. Raises UserError as `check_whole` does."""
         if self.objective.sorting_losses:
             layouts = (schedule.layout(step, ranks.world_size) for step in range(schedule.total_steps))

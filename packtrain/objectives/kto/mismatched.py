@@ -11,7 +11,7 @@ from packtrain.data.dataset import Document
 from packtrain.packing.balance import Layout, parts_of_rank
 from packtrain.packing.split_rows import lay_out_split
 from packtrain.train.loader import ByStep, MicroBatch
-from packtrain.train.objectives.single_answers import AnswerSteps
+from packtrain.train.objectives.examples import AnswerSteps
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,7 @@ class KTO(ReferenceObjective):
     """The objective of answers with labels."""
 
     loss_class = KTOLoss
+    steps_class = UnpairedSteps
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -152,20 +153,16 @@ class KTO(ReferenceObjective):
 
         Raises UserError if a document or a mismatched pair exceeds a micro-batch.
         """
-        longest, (_, most) = self.longest_document(data), self.batch.limits(self.packing.mode)
-        if most is not None and longest > (most := most * self.ranks_per_row):
-            what = f"a prompt with an answer (for the KL estimate with another one's) takes {longest} token slots, a micro-batch has {most}"
-            fix = f"set batch.tokens_per_device to at least {-(-longest // self.ranks_per_row)}, or data.max_length to {most}"
-            raise UserError(what, where="batch.tokens_per_device", fix=fix)
+        thing = "a prompt with an answer (for the KL estimate with another one's)"
+        self.check_longest(thing, self.longest_document(data))
         return data.lengths
 
     def steps(
         self, data: UnpairedDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
     ) -> UnpairedSteps:
         """See TrainingObjective. An evaluation is one step: its mismatched pairs cross the steps."""
-        shape: Any = (self.layout, pad_token_id, ranks.rank, ranks.world_size)
-        options: Any = {"max_length": self._max_length, "estimates": self._estimates, "whole": evaluation}
-        return UnpairedSteps(data, schedule, *shape, **options)
+        steps = cast(UnpairedSteps, super().steps(data, schedule, pad_token_id, ranks))
+        return replace(steps, max_length=self._max_length, estimates=self._estimates, whole=evaluation)
 
     def prove(self, trainer: StepTrainer, log: Log, attention: str, **options: Any) -> None:
         """See ReferenceObjective. Raises UserError if a step or an evaluation has too few answers for an estimate."""

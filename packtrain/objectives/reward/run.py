@@ -17,19 +17,17 @@ from packtrain.config.objective import Objective
 from packtrain.data.dataset import PairDataset
 from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model
-from packtrain.model.spread import Ranks
 from packtrain.objectives.answers import Figures, mean_of
 from packtrain.objectives.losses import bradley_terry
 from packtrain.packing.collate import collate_scored
-from packtrain.packing.schedule import Schedule
 from packtrain.plan.memory import COMPARED_PAIRS
 from packtrain.proof.comparison import check_equal, evaluating, model_refusals, tolerance_of
 from packtrain.train.loader import MicroBatch
 from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives.examples import PairObjective, PairSteps
 from packtrain.train.objectives.loss import ExampleLoss, Setup, at_places
-from packtrain.train.objectives.pairs import PairObjective, PairSteps
 
 
 @torch.no_grad()
@@ -98,12 +96,7 @@ class Reward(PairObjective):
     """The objective of reward models: pairs with margins, and no reference."""
 
     loss_class = RewardLoss
-
-    def steps(
-        self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
-    ) -> ScoredSteps:
-        """The optimizer steps over `data`."""
-        return ScoredSteps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
+    steps_class = ScoredSteps
 
     def prove(self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
         """Says what is trained, and compares the first scores with those of padded batches."""

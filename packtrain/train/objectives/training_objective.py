@@ -45,6 +45,7 @@ class TrainingObjective:
 
     loss_class: Callable[..., Loss]
     """The class of the loss. Its arguments are a Setup and the group `objective` of the config."""
+    steps_class: type[Steps] = Steps
     why_not_shared = ""
     """Why equal beginnings (prompts of pairs, prefixes of documents) are not computed once. Empty if they are."""
     shares_unless_told = False
@@ -99,11 +100,21 @@ class TrainingObjective:
         """
         return data.lengths
 
+    def check_longest(self, thing: str, longest: int, *, documents: int = 1) -> None:
+        """Raise UserError if the `thing`, of `documents` in a row, has more slots than a micro-batch."""
+        _, most = self.batch.limits(self.packing.mode)
+        if most is not None and longest > (most := most * self.ranks_per_row):
+            raise UserError(
+                f"{thing} takes {longest} token slots, a micro-batch has {most}",
+                where="batch.tokens_per_device",
+                fix=f"set batch.tokens_per_device to at least {-(-longest // self.ranks_per_row)}, or data.max_length to {most // documents}",
+            )
+
     def steps(
         self, data: Any, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
     ) -> Steps:
         """Return the optimizer steps over a data set. `evaluation`: the steps evaluate, and train nothing."""
-        return Steps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
+        return self.steps_class(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
 
     def loss(self, setup: Setup) -> Loss:
         """Make the loss. It patches the forward of the model."""
