@@ -21,8 +21,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain import attach
-from packtrain.attention.backends import attending_by
 from packtrain.attention import segmented
+from packtrain.attention.backends import attending_by
 from packtrain.library.padded import at_places
 from packtrain.model.forward import add_loss_sum
 from packtrain.packing.collate import collate_flat

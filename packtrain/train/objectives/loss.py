@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -124,7 +124,11 @@ class Loss:
     @contextmanager
     def keeping_metrics(self) -> Iterator[None]:
         """Keep the metrics of the training steps unchanged by the forward passes inside the block."""
-        yield
+        set_back = self.mark_metrics()
+        try:
+            yield
+        finally:
+            set_back()
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
         """Return the inputs of a micro-batch, copied to this device."""
@@ -144,7 +148,7 @@ class ExampleLoss(Loss):
 
     def new_metrics(self) -> FigureSums:
         """Return empty sums of the figures."""
-        return FigureSums(self.objective.spec.figures, self.device)
+        return FigureSums.none(self.objective.spec.figures, self.device)
 
     def measure(
         self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
@@ -167,7 +171,8 @@ class ExampleLoss(Loss):
             return self.zero(model, inputs)
         with self.accelerator.autocast():
             loss, figures = self.measure(model, inputs, counts)
-        self._metrics.add(figures, counted=batch.part == 0)  # else counted by each rank that has a part of the row
+        # else counted by each rank that has a part of the row
+        self._metrics = self._metrics.plus(figures, counted=batch.part == 0)
         return loss
 
     def open_evaluation(self, batches: EvaluationBatches) -> None:
@@ -180,20 +185,17 @@ class ExampleLoss(Loss):
 
     def pop_metrics(self) -> dict[str, Any]:
         """Return the means of the figures since the last call, over all processes."""
-        return self._metrics.values(self.accelerator)
+        metrics, self._metrics = self._metrics, self.new_metrics()
+        return metrics.values(self.accelerator)
 
     def mark_metrics(self) -> Callable[[], None]:
         """See Loss."""
-        return self._metrics.mark()
+        kept = self._metrics
 
-    @contextmanager
-    def keeping_metrics(self) -> Iterator[None]:
-        """See Loss."""
-        kept, self._metrics = self._metrics, self.new_metrics()
-        try:
-            yield
-        finally:
+        def set_back() -> None:
             self._metrics = kept
+
+        return set_back
 
     def evaluate(self, sets: Mapping[str, EvaluationBatches]) -> dict[str, float]:
         """See Loss; adds the number of examples."""
@@ -205,23 +207,27 @@ class ExampleLoss(Loss):
             counts = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum"))
         # [sets, 2]: each set's share of the loss over all sets, and its own loss; one forward pass gives both
         losses = torch.zeros(len(sets), 2, dtype=torch.float64, device=self.device)
-        every, of_sets = self.new_metrics(), list[dict[str, Any]]()
+        figures = list[FigureSums]()
         with self.keeping_metrics():
             for own, count, batches in zip(losses, counts.T, sets.values(), strict=True):
+                self._metrics = self.new_metrics()
                 self.open_evaluation(batches)
                 both = torch.stack([counts.sum(dim=1), count], dim=1)
                 for batch in batches():
                     own += self.part(self.model, batch, both).double() / batch.parts
-                every.add_sums(self._metrics)
-                of_sets.append(self.pop_metrics())
-            self._metrics = every
-            figures = [self.pop_metrics(), *of_sets]
+                figures.append(self._metrics)
+        sums = torch.stack([one.sums for one in figures]).sum(dim=0)
+        ends = torch.stack([one.ends for one in figures]).amax(dim=0)
+        every = replace(figures[0], sums=sums, ends=ends)
         with waiting("the loss of all ranks"):
             losses = cast(torch.Tensor, self.accelerator.reduce(losses, reduction="sum"))
         values, numbers = [losses[:, 0].sum(), *losses[:, 1]], [counts[3].sum(), *counts[3]]
-        found = zip(values, numbers, figures, strict=True)
+        found = zip(values, numbers, [every, *figures], strict=True)
         unit = self.objective.spec.examples
-        return by_name(sets, [{"loss": loss.item(), unit: int(n.item()), **own} for loss, n, own in found])
+        return by_name(
+            sets,
+            [{"loss": loss.item(), unit: int(n.item()), **one.values(self.accelerator)} for loss, n, one in found],
+        )
 
 
 class AnswerLoss(ExampleLoss):
@@ -380,53 +386,53 @@ def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, Any]]) -> dict[s
     }
 
 
+@dataclass(frozen=True)
 class FigureSums:
-    """Logged figures over micro-batches: sums of means, extremes, and differences.
+    """Logged figures over micro-batches, on the device until a line is logged: no step waits for them.
 
-    They stay on the device until a line is logged, so that no step waits for them.
+    `sums` float64 [means, 2] of totals and weights, `ends` float64 [extremes], the least ones negated.
     """
 
-    def __init__(self, figures: Sequence[Figure], device: torch.device) -> None:
-        self._figures = figures
-        self._means = [one.name for one in figures if not (one.extreme or one.difference)]
-        self._signs = {one.name: -1 if one.extreme == "least" else 1 for one in figures if one.extreme}
-        sums = torch.zeros(len(self._means), 2, dtype=torch.float64, device=device)
-        self._empty = sums, torch.full((len(self._signs),), -torch.inf, dtype=torch.float64, device=device)
-        self._sums, self._ends = self._empty
+    figures: Sequence[Figure]
+    sums: torch.Tensor
+    ends: torch.Tensor
 
-    def add(self, figures: Figures, *, counted: bool) -> None:
+    @staticmethod
+    def none(figures: Sequence[Figure], device: torch.device) -> FigureSums:
+        """Return the sums over no micro-batch."""
+        means = len([one for one in figures if not (one.extreme or one.difference)])
+        sums = torch.zeros(means, 2, dtype=torch.float64, device=device)
+        ends = [-torch.inf for one in figures if one.extreme]
+        return FigureSums(figures, sums, torch.tensor(ends, dtype=torch.float64, device=device))
+
+    @property
+    def _means(self) -> list[str]:
+        return [one.name for one in self.figures if not (one.extreme or one.difference)]
+
+    @property
+    def _signs(self) -> dict[str, int]:
+        return {one.name: -1 if one.extreme == "least" else 1 for one in self.figures if one.extreme}
+
+    def plus(self, found: Figures, *, counted: bool) -> FigureSums:
         """Add the figures of a micro-batch. If not `counted`, add zeros: another rank adds the same row."""
-        if self._means:
-            self._sums = self._sums + torch.stack([torch.stack([*figures[name]]) for name in self._means]) * counted
-        if self._signs:
-            ends = torch.stack([sign * cast(torch.Tensor, figures[name]) for name, sign in self._signs.items()])
-            self._ends = self._ends.maximum(ends.double())
-
-    def add_sums(self, other: FigureSums) -> None:
-        """Add the sums of `other`, and leave `other` unchanged."""
-        self._sums, self._ends = self._sums + other._sums, self._ends.maximum(other._ends)
-
-    def mark(self) -> Callable[[], None]:
-        """Return a function that sets the sums back to their values at this call."""
-        kept = self._sums, self._ends
-
-        def set_back() -> None:
-            self._sums, self._ends = kept
-
-        return set_back
+        sums, ends = self.sums, self.ends
+        if len(sums):
+            sums = sums + torch.stack([torch.stack([*found[name]]) for name in self._means]) * counted
+        if len(ends):
+            own = torch.stack([sign * cast(torch.Tensor, found[name]) for name, sign in self._signs.items()])
+            ends = ends.maximum(own.double())
+        return replace(self, sums=sums, ends=ends)
 
     def values(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return each figure over all processes, and reset the sums. A figure without values has none."""
-        sums, ends = self._sums, self._ends
-        self._sums, self._ends = self._empty
+        """Return each figure over all processes. A figure without values has none."""
         with waiting("the metrics of all ranks"):
-            totals = cast(torch.Tensor, accelerator.reduce(sums, reduction="sum")).tolist()
-            if self._signs:
-                ends = cast(torch.Tensor, accelerator.gather(ends)).view(-1, len(ends)).amax(dim=0)
+            totals = cast(torch.Tensor, accelerator.reduce(self.sums, reduction="sum")).tolist()
+            ends = cast(torch.Tensor, accelerator.gather(self.ends)) if len(self.ends) else self.ends
         found = {name: total / weight for name, (total, weight) in zip(self._means, totals, strict=True) if weight}
-        signed = zip(self._signs.items(), ends.tolist(), strict=True)
+        most = ends.view(-1, len(self.ends)).amax(dim=0).tolist() if len(ends) else []
+        signed = zip(self._signs.items(), most, strict=True)
         found |= {name: sign * end for (name, sign), end in signed if end != -math.inf}
-        for one in self._figures:
+        for one in self.figures:
             if one.difference and {*one.difference} <= found.keys():
                 found[one.name] = found[one.difference[0]] - found[one.difference[1]]
-        return {one.name: found[one.name] for one in self._figures if one.name in found}
+        return {one.name: found[one.name] for one in self.figures if one.name in found}

@@ -98,7 +98,7 @@ def test_no_loss_and_no_figure_reads_a_tensor_on_the_host(divergence: FDivergenc
         "reward": reward_figures(answers.logps, answers.ref_logps),
     }
     for kind, figures in found.items():
-        FigureSums(OBJECTIVES[kind].figures, torch.device("meta")).add(figures, counted=True)
+        FigureSums.none(OBJECTIVES[kind].figures, torch.device("meta")).plus(figures, counted=True)
     losses = [one(answers, kl, UnpairedOptions()) for one in UNPAIRED_LOSSES.values()]
     losses.append(bradley_terry(answers.logps, answers.ref_logps, margin=answers.logps, center_rewards_coefficient=0.1))
     assert [tuple(one.shape) for one in losses] == [(3,)] * 3
@@ -108,20 +108,22 @@ def test_no_pairs_and_no_answers_of_a_label_add_nothing() -> None:
     answers = LabelledAnswers(torch.zeros(2), torch.zeros(2), torch.tensor([True, True]))
     tokens = TokenFigures(torch.ones(2).bool(), torch.zeros(2), torch.zeros(2))
     figures = unpaired_figures(answers, torch.zeros(()), 0.1, tokens)
-    sums = FigureSums(OBJECTIVES["kto"].figures, torch.device("cpu"))
-    sums.add(figures, counted=True)
+    sums = FigureSums.none(OBJECTIVES["kto"].figures, torch.device("cpu"))
+    sums = sums.plus(figures, counted=True)
     assert [*sums.values(ALONE)] == ["rewards/chosen", "kl", "logps/chosen", "logits/chosen", "entropy"]
-    assert sums.values(ALONE) == {}
+    assert FigureSums.none(OBJECTIVES["kto"].figures, torch.device("cpu")).values(ALONE) == {}
 
 
-def test_a_step_that_is_taken_back_leaves_no_extreme() -> None:
-    sums = FigureSums([Figure("low", extreme="least"), Figure("high", extreme="greatest")], torch.device("cpu"))
-    sums.add({"low": torch.tensor(1.0), "high": torch.tensor(2.0)}, counted=True)
-    take_back = sums.mark()
-    sums.add({"low": torch.tensor(-9.0), "high": torch.tensor(9.0)}, counted=True)
-    take_back()
-    sums.add({"low": torch.tensor(0.5), "high": torch.tensor(0.5)}, counted=True)
-    assert sums.values(ALONE) == {"low": 0.5, "high": 2.0}
+def test_extremes_and_differences_are_figures() -> None:
+    ends = [
+        Figure("low", extreme="least"),
+        Figure("high", extreme="greatest"),
+        Figure("span", difference=("high", "low")),
+    ]
+    sums = FigureSums.none(ends, torch.device("cpu"))
+    for low, high in ((1.0, 2.0), (0.5, 0.5)):
+        sums = sums.plus({"low": torch.tensor(low), "high": torch.tensor(high)}, counted=True)
+    assert sums.values(ALONE) == {"low": 0.5, "high": 2.0, "span": 1.5}
 
 
 def test_weights_by_wpo_need_their_output_of_the_head() -> None:

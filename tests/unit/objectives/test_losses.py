@@ -124,8 +124,8 @@ def scored(model: PreTrainedModel, ids: torch.Tensor, attended: torch.Tensor, tr
 
 def logged(kind: str, figures: Figures) -> dict[str, float]:
     """The figures of a step with this micro-batch alone, in one process."""
-    sums = FigureSums(OBJECTIVES[kind].figures, torch.device("cpu"))
-    sums.add(figures, counted=True)
+    sums = FigureSums.none(OBJECTIVES[kind].figures, torch.device("cpu"))
+    sums = sums.plus(figures, counted=True)
     alone: Any = SimpleNamespace(reduce=lambda values, **_: values, gather=lambda values: values)
     return sums.values(alone)
 
