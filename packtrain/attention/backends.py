@@ -93,7 +93,7 @@ class AttentionFunction(Attention):
     def install(self, model: PreTrainedModel) -> Undo:
         """See Attention."""
         undo = ExitStack()
-        undo.callback(_replace_attention_function(model, self.implementation))
+        undo.enter_context(attention_of(model, self.implementation))
         undo.callback(rotate_by_document(model))
         return undo.close
 
@@ -180,20 +180,12 @@ def _switch(model: PreTrainedModel, implementation: str) -> Callable[[], Any]:
     return switched
 
 
-def _replace_attention_function(model: PreTrainedModel, implementation: str) -> Undo:
-    own = own_attention(model)
-    model.set_attn_implementation(implementation)
-    return lambda: model.set_attn_implementation(own)
-
-
 @contextmanager
 def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Use `attend_by` inside the block."""
-    undo = attend_by(model, name)
-    try:
+    with ExitStack() as undo:
+        undo.callback(attend_by(model, name))
         yield
-    finally:
-        undo()
 
 
 def documents_alone(model: PreTrainedModel) -> AbstractContextManager[None]:
@@ -204,11 +196,12 @@ def documents_alone(model: PreTrainedModel) -> AbstractContextManager[None]:
 @contextmanager
 def attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """Give `model` another attention implementation inside the block, by transformers' name."""
-    undo = _replace_attention_function(model, implementation)
+    own = own_attention(model)
+    model.set_attn_implementation(implementation)
     try:
         yield
     finally:
-        undo()
+        model.set_attn_implementation(own)
 
 
 NEEDED = "does not have a deterministic implementation"

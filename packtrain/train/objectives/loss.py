@@ -63,8 +63,6 @@ class Loss:
     """Forward passes over a step besides the trained one, for the count of FLOPs: by the reference, for kto's KL estimate."""
 
     def __init__(self, setup: Setup, objective: Objective) -> None:
-        self.objective = objective
-        """The group `objective` of the config: option("…"), beta, losses, spec."""
         self.held: Any = hold_trainer(setup.model, setup.arguments, setup.tokenizer)
         """transformers' Trainer, for its accelerator and its optimizer."""
         self.settings, self.model = setup.settings, setup.model
@@ -76,6 +74,8 @@ class Loss:
         self.autocast = self.settings.autocast if self.strategy.steps_in_backward else None
         self.changes: list[str] = []
         """Names of the changes made to how the model computes (packtrain/changes)."""
+        self.objective = objective
+        """The group `objective` of the config: option("…"), beta, losses, spec."""
         self.report_phase: Callable[..., object] = lambda phase, **_: None
         """Losses that run the model more than once call it with each phase, for the heartbeat (loop.py sets it)."""
 
