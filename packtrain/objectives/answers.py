@@ -6,7 +6,7 @@ Shapes never depend on values, and nothing is read on the host.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,8 @@ class Sum(NamedTuple):
     weight: torch.Tensor
 
 
+Inputs = dict[str, Any]
+"""A micro-batch by name, on the device: arguments of the model, and what the loss reads beside them."""
 Figures = dict[str, Sum | torch.Tensor]
 """Figures of a micro-batch by name: sums of means, scalars of extremes."""
 

@@ -59,6 +59,7 @@ from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
 from packtrain.train.objectives.loss import Setup
+from packtrain.train.objectives.training_objective import Start
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.final_weights import format_of
 from packtrain.train.optim.unreached import freeze_unreached, reduce_unreached
@@ -344,8 +345,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
     trainer.changes |= make_changes(loss, ranks, [*proposals(prepared.situation)], log)
     trainer.engine.dither = _dither_of(run, trainer)
-    given: Any = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
-    prepared.objective.prove(trainer, log, prepared.attention, **given)
+    prepared.objective.prove(Start(trainer, log, ranks, prepared.precision, prepared.attention, prove))
     return trainer
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import PairDataset
 from packtrain.errors import UserError
 from packtrain.model.spread import Ranks
-from packtrain.objectives.answers import Figures, PairLogps, Pairs, TokenFigures, mean_of, sum_answers
+from packtrain.objectives.answers import Figures, Inputs, PairLogps, Pairs, TokenFigures, mean_of, sum_answers
 from packtrain.objectives.losses import PairOptions, make_pairs, pair_loss
 from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import MicroBatch, Steps
@@ -71,9 +71,7 @@ class DPOLoss(ReferenceLoss):
         """See Loss. The steps of a stream are known only now."""
         check_whole(self.objective, 1, len(batches))
 
-    def measure(
-        self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
-    ) -> tuple[torch.Tensor, Figures]:
+    def measure(self, model: torch.nn.Module, inputs: Inputs, counts: torch.Tensor) -> tuple[torch.Tensor, Figures]:
         """See ExampleLoss.
 
         The loss sft is a mean over chosen tokens, all others over pairs.
@@ -91,7 +89,7 @@ class DPOLoss(ReferenceLoss):
         figures = pair_figures(pairs, self.beta, TokenFigures(chosen, entropy, mean_logits), is_top1)
         return pair_loss(pairs, self.weights, self.options, counts[3], counts[0]), figures
 
-    def logps_of(self, outputs: Any, inputs: dict[str, Any]) -> Logps:
+    def logps_of(self, outputs: ModelOutput, inputs: Inputs) -> Logps:
         """See ReferenceLoss."""
         return sum_answers(self.targets(outputs, inputs), self.options.ld_alpha)
 

@@ -9,28 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from packtrain.config.objective import Objective
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import UnpairedDataset
 from packtrain.errors import UserError
-from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
-from packtrain.objectives.answers import Figures, LabelledAnswers, Sum, TokenFigures, mean_of
+from packtrain.objectives.answers import Figures, Inputs, LabelledAnswers, Sum, TokenFigures, mean_of
 from packtrain.objectives.kto.mismatched import UnpairedSteps
 from packtrain.objectives.losses import UNPAIRED_LOSSES, UnpairedOptions, estimate_kl
 from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import MicroBatch
-from packtrain.train.log.console import Log
-from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import EvaluationBatches, Logps, ReferenceLoss, Setup
-from packtrain.train.objectives.training_objective import ReferenceObjective
+from packtrain.train.objectives.training_objective import ReferenceObjective, Start
 from packtrain.train.settings import LoopSettings
 from packtrain.wording import counted
 
@@ -82,9 +80,7 @@ class KTOLoss(ReferenceLoss):
         if estimated:
             self.open_step([batch])
 
-    def measure(
-        self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
-    ) -> tuple[torch.Tensor, Figures]:
+    def measure(self, model: torch.nn.Module, inputs: Inputs, counts: torch.Tensor) -> tuple[torch.Tensor, Figures]:
         """See ExampleLoss; the loss is a mean over the answers of the step."""
         (reference,) = self.compared_with(inputs)  # before the model: its activations would take memory meanwhile
         outputs = self.score_tokens(model, inputs)
@@ -95,7 +91,7 @@ class KTOLoss(ReferenceLoss):
         tokens = TokenFigures(targets.of_answers(desirable), entropy, mean_logits)
         return loss, unpaired_figures(answers, self._kl, self.beta, tokens)
 
-    def logps_of(self, outputs: Any, inputs: dict[str, Any]) -> Logps:
+    def logps_of(self, outputs: ModelOutput, inputs: Inputs) -> Logps:
         """See ReferenceLoss."""
         return (self.targets(outputs, inputs).logps,)
 
@@ -164,27 +160,21 @@ class KTO(ReferenceObjective):
         steps = cast(UnpairedSteps, super().steps(data, schedule, pad_token_id, ranks))
         return replace(steps, max_length=self._max_length, estimates=self._estimates, whole=evaluation)
 
-    def prove(self, trainer: StepTrainer, log: Log, attention: str, **options: Any) -> None:
+    def prove(self, start: Start) -> None:
         """See ReferenceObjective. Raises UserError if a step or an evaluation has too few answers for an estimate."""
         if self._estimates:
-            check_sizes(trainer.settings)
-        super().prove(trainer, log, attention, **options)
+            check_sizes(start.trainer.settings)
+        super().prove(start)
 
-    def with_reference(
-        self, steps: UnpairedSteps, trainer: StepTrainer, ranks: Ranks, precision: Precision
-    ) -> UnpairedSteps:
-        """See ReferenceObjective.
-
-        Each pass has other mismatched pairs. All steps of the run are computed.
-        """
-        steps = super().with_reference(steps, trainer, ranks, precision)
+    def with_reference(self, steps: UnpairedSteps, start: Start) -> UnpairedSteps:
+        """See ReferenceObjective. Each pass has other mismatched pairs: all steps of the run are computed."""
+        steps = super().with_reference(steps, start)
         if not self._estimates:
             return steps
         schedule, parts = steps.schedule, steps.mismatched().every_step()
         every = (schedule.settings, schedule.total_steps, steps.max_length, steps.whole)
         shape = (schedule.documents_before(schedule.total_steps),)
-        known = self.precompute(steps, trainer, ranks, precision, shape, parts, every)
-        return replace(steps, reference_mismatched=known)
+        return replace(steps, reference_mismatched=self.precompute(steps, start, shape, parts, every))
 
 
 def check_sizes(settings: LoopSettings) -> None:

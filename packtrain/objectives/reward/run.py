@@ -17,17 +17,17 @@ from packtrain.config.objective import Objective
 from packtrain.data.dataset import PairDataset
 from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model
-from packtrain.objectives.answers import Figures, mean_of
+from packtrain.objectives.answers import Figures, Inputs, mean_of
 from packtrain.objectives.losses import bradley_terry
 from packtrain.packing.collate import collate_scored
 from packtrain.plan.memory import COMPARED_PAIRS
 from packtrain.proof.comparison import check_equal, evaluating, model_refusals, tolerance_of
 from packtrain.train.loader import MicroBatch
 from packtrain.train.log import console
-from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.examples import PairObjective, PairSteps
 from packtrain.train.objectives.loss import ExampleLoss, Setup, at_places
+from packtrain.train.objectives.training_objective import Start
 
 
 @torch.no_grad()
@@ -66,15 +66,13 @@ class RewardLoss(ExampleLoss):
         patch_forward(base_model(self.model), scores=True, autocast=self.autocast, backend=self.settings.backend)
         self._center: float | None = objective.option("center_rewards_coefficient")
 
-    def measure(
-        self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
-    ) -> tuple[torch.Tensor, Figures]:
+    def measure(self, model: torch.nn.Module, inputs: Inputs, counts: torch.Tensor) -> tuple[torch.Tensor, Figures]:
         """See ExampleLoss; the loss is a mean over the pairs of the step."""
         chosen, rejected = self._scores(model, inputs).chunk(2)
         values = bradley_terry(chosen, rejected, margin=inputs["margin"], center_rewards_coefficient=self._center)
         return values.sum() / counts[3], reward_figures(chosen, rejected)
 
-    def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    def zero(self, model: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
         """See ExampleLoss."""
         return self._scores(model, inputs).sum() * 0.0
 
@@ -84,7 +82,7 @@ class RewardLoss(ExampleLoss):
         with self.accelerator.autocast():
             return self._scores(self.model, self.inputs(batch))
 
-    def _scores(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def _scores(self, model: Any, inputs: Inputs) -> torch.Tensor:
         """Return the rewards, float32 [2 × pairs]. A padded batch is scored by the model's own call."""
         given = {name: value for name, value in inputs.items() if name not in ("margin", "ends")}
         if "ends" not in inputs:
@@ -98,18 +96,19 @@ class Reward(PairObjective):
     loss_class = RewardLoss
     steps_class = ScoredSteps
 
-    def prove(self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
-        """Says what is trained, and compares the first scores with those of padded batches."""
-        console.log_prompts(log, self.layout, self.why_not_shared)
+    def prove(self, start: Start) -> None:
+        """Say what is trained, and compare the first scores with those of padded batches."""
+        trainer = start.trainer
+        console.log_prompts(start.log, self.layout, self.why_not_shared)
         margins = cast(PairDataset, trainer.steps.data).margins
         loss = "Bradley-Terry"
         if margins.any():
             loss += f", with the margins of the data (mean {margins.mean():.3g})"
         if center := self.objective.option("center_rewards_coefficient"):
             loss += f", and {center:g} × rewards centred at zero"
-        log.fact("loss", loss)
-        if preflight and self.layout != "padding":
-            check_scores(trainer, attention)
+        start.log.fact("loss", loss)
+        if start.preflight and self.layout != "padding":
+            check_scores(trainer, start.attention)
 
 
 @torch.no_grad()

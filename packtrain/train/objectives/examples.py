@@ -16,9 +16,7 @@ from packtrain.packing.collate import collate_pairs, collate_unpaired
 from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.log import console
-from packtrain.train.log.console import Log
-from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.training_objective import TrainingObjective
+from packtrain.train.objectives.training_objective import Start, TrainingObjective
 
 Compared = TypeVar("Compared", bound="ComparedSteps")
 
@@ -90,10 +88,10 @@ class PairObjective(TrainingObjective):
         self.check_longest("the longest pair", int(slots.max(initial=0)), documents=2)
         return slots
 
-    def prove(self, trainer: StepTrainer, log: Log, attention: str, **options: Any) -> None:
+    def prove(self, start: Start) -> None:
         """See TrainingObjective."""
-        console.log_prompts(log, self.layout, self.why_not_shared)
-        super().prove(trainer, log, attention, **options)
+        console.log_prompts(start.log, self.layout, self.why_not_shared)
+        super().prove(start)
 
 
 @dataclass(frozen=True)

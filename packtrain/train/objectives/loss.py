@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.utils import ModelOutput
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
 
@@ -26,7 +27,7 @@ from packtrain.model.forward import Head, patch_forward
 from packtrain.model.load import base_model
 from packtrain.model.spread import placement_of
 from packtrain.monitor.heartbeat import waiting
-from packtrain.objectives.answers import Figures, Targets
+from packtrain.objectives.answers import Figures, Inputs, Targets
 from packtrain.objectives.spec import Figure
 from packtrain.packing.collate import on_device
 from packtrain.packing.segments import SplitSegments
@@ -106,7 +107,7 @@ class Loss:
     def open_step(self, batches: Sequence[MicroBatch]) -> None:
         """Prepare for the micro-batches of a step, before the first one."""
 
-    def pop_metrics(self) -> dict[str, Any]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the objective's own metrics since the last call, and reset them. Every rank calls it."""
         return {}
 
@@ -130,7 +131,7 @@ class Loss:
         finally:
             set_back()
 
-    def inputs(self, batch: MicroBatch) -> dict[str, Any]:
+    def inputs(self, batch: MicroBatch) -> Inputs:
         """Return the inputs of a micro-batch, copied to this device."""
         return on_device(batch.inputs, self.device)
 
@@ -150,9 +151,7 @@ class ExampleLoss(Loss):
         """Return empty sums of the figures."""
         return FigureSums.none(self.objective.spec.figures, self.device)
 
-    def measure(
-        self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
-    ) -> tuple[torch.Tensor, Figures]:
+    def measure(self, model: torch.nn.Module, inputs: Inputs, counts: torch.Tensor) -> tuple[torch.Tensor, Figures]:
         """Return the micro-batch's share of the loss, and its figures by name.
 
         `counts` as in `Loss.compute`. In an evaluation they are int64 [4, 2], for all sets together and for this set; the loss then has two
@@ -160,7 +159,7 @@ class ExampleLoss(Loss):
         """
         raise NotImplementedError
 
-    def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    def zero(self, model: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
         """Return a zero that reaches every parameter, for the filler of an empty micro-batch."""
         raise NotImplementedError
 
@@ -183,7 +182,7 @@ class ExampleLoss(Loss):
         # each of the ranks that split a row has the whole row's loss
         return self.part(model, batch, counts) * (self.accelerator.num_processes / batch.parts)
 
-    def pop_metrics(self) -> dict[str, Any]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the means of the figures since the last call, over all processes."""
         metrics, self._metrics = self._metrics, self.new_metrics()
         return metrics.values(self.accelerator)
@@ -246,17 +245,17 @@ class AnswerLoss(ExampleLoss):
         add_fused_lm_head(base, outputs=self.outputs)
         patch_forward(base, answer_outputs=self.outputs, autocast=self.autocast, backend=self.settings.backend)
 
-    def score_tokens(self, model: Any, inputs: dict[str, Any]) -> Any:
+    def score_tokens(self, model: torch.nn.Module, inputs: Inputs) -> ModelOutput:
         """Return the head's outputs for each token of a batch, [rows, T]."""
         return model(
             **{name: value for name, value in inputs.items() if name not in _NOT_FOR_MODEL}, answer_scores=True
         )
 
-    def targets_of(self, outputs: Any, inputs: dict[str, Any], name: str = "log_probs") -> torch.Tensor:
+    def targets_of(self, outputs: ModelOutput, inputs: Inputs, name: str = "log_probs") -> torch.Tensor:
         """Return the output `name` at the targets, answer by answer: [targets]."""
         return at_places(getattr(outputs, name), inputs, "target_places")
 
-    def targets(self, outputs: Any, inputs: dict[str, Any]) -> Targets:
+    def targets(self, outputs: ModelOutput, inputs: Inputs) -> Targets:
         """Return the targets of a micro-batch's answers."""
         has_squares = getattr(outputs, "log_sum_sq_probs", None) is not None
         squares = self.targets_of(outputs, inputs, "log_sum_sq_probs") if has_squares else None
@@ -268,9 +267,9 @@ class AnswerLoss(ExampleLoss):
         log_probs = self.targets_of(self.score_tokens(self.model, inputs), inputs)
         return -log_probs.sum() / max(1, batch.trained + batch.rejected)
 
-    def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    def zero(self, model: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
         """See ExampleLoss; fillers have no targets."""
-        return self.score_tokens(model, inputs).log_probs.sum() * 0.0
+        return 0.0 * self.score_tokens(model, inputs)["log_probs"].sum()
 
 
 class ReferenceLoss(AnswerLoss):
@@ -285,7 +284,7 @@ class ReferenceLoss(AnswerLoss):
 
     def __init__(self, setup: Setup, objective: Objective, reference: PreTrainedModel | None) -> None:
         super().__init__(setup, objective)
-        self.reference: Any = reference and self._prepare_reference(reference)
+        self.reference = reference and self._prepare_reference(reference)
         """The other model that is the reference, ready to be called. None for the other kinds of reference."""
         if reference is not None:
             if is_compiled(
@@ -297,7 +296,7 @@ class ReferenceLoss(AnswerLoss):
         self.beta = objective.beta
         self.extra_forwards = int(objective.reference != "precomputed")
 
-    def _prepare_reference(self, reference: PreTrainedModel) -> Any:
+    def _prepare_reference(self, reference: PreTrainedModel) -> torch.nn.Module:
         """Give the reference its output head. Place and shard it as the strategy does for models without updates."""
         add_fused_lm_head(reference)
         disable_dropout_in_model(reference)
@@ -311,18 +310,18 @@ class ReferenceLoss(AnswerLoss):
         """Return log-probabilities of a micro-batch's answers by the reference."""
         return self.compared_with(self.inputs(batch))
 
-    def logps_of(self, outputs: Any, inputs: dict[str, Any]) -> Logps:
+    def logps_of(self, outputs: ModelOutput, inputs: Inputs) -> Logps:
         """Sum the head's `outputs` of each token to log-probabilities of answers."""
         raise NotImplementedError
 
     @torch.no_grad()
-    def logps(self, model: Any, inputs: dict[str, Any]) -> Logps:
+    def logps(self, model: torch.nn.Module, inputs: Inputs) -> Logps:
         """Return log-probabilities of answers by `model`, without gradients."""
         options = self.held.args.activation_checkpointing_kwargs
         with disable_gradient_checkpointing(self.model, options), self.accelerator.autocast():
             return self.logps_of(self.score_tokens(model, inputs), inputs)
 
-    def compared_with(self, inputs: dict[str, Any]) -> Logps:
+    def compared_with(self, inputs: Inputs) -> Logps:
         """Return the reference's log-probabilities of answers. Compute them unless they come with the `inputs`."""
         if self.reference_names[0] in inputs:
             return tuple(inputs[name] for name in self.reference_names)
@@ -351,7 +350,7 @@ class ReferenceLoss(AnswerLoss):
         with self.accelerator.autocast():
             return self.measure(self.model, inputs, torch.tensor(batch.counts, device=self.device))[0].item()
 
-    def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    def zero(self, model: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
         """See ExampleLoss.
 
         With sharded weights the reference is called first: processes with examples call it, too.
@@ -361,7 +360,7 @@ class ReferenceLoss(AnswerLoss):
         return super().zero(model, inputs)
 
 
-def at_places(values: torch.Tensor, inputs: dict[str, Any], places: str) -> torch.Tensor:
+def at_places(values: torch.Tensor, inputs: Inputs, places: str) -> torch.Tensor:
     """Return `values` [rows, T, …] at inputs[places], places in the flattened batch.
 
     Each rank has its part of a split row, and gets the values of the whole row.
@@ -374,7 +373,7 @@ def at_places(values: torch.Tensor, inputs: dict[str, Any], places: str) -> torc
     return flat[inputs[places]]
 
 
-def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Merge `figures`: first those over all `sets` together, then a mapping for each set.
 
     A set's name comes before its keys. The set "" has no name, and is left out.
