@@ -93,7 +93,9 @@ class AttentionFunction(Attention):
     def install(self, model: PreTrainedModel) -> Undo:
         """See Attention."""
         undo = ExitStack()
-        undo.enter_context(attention_of(model, self.implementation))
+        # no context manager: it would be undone when nobody keeps the undo function
+        undo.callback(model.set_attn_implementation, own_attention(model))
+        model.set_attn_implementation(self.implementation)
         undo.callback(rotate_by_document(model))
         return undo.close
 
