@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from packtrain.attention import flash
 from packtrain.attention.backends import attention_by, attention_of
-from packtrain.attention.flash import run as flash
-from packtrain.attention.flash.selection import KernelChoice, LayerFeatures
-from packtrain.attention.flash.varlen import Kernel
+from packtrain.attention.kernel_choice import KernelChoice, LayerFeatures
+from packtrain.attention.varlen import Kernel
 from packtrain.changes.liger import fuse_by_liger, why_no_liger
 from packtrain.changes.residual import carry_in
 from packtrain.config.objective import Objective
@@ -439,8 +439,8 @@ def preferences(note: Note, tiny: bool) -> None:
     from packtrain.data.tokens.pretrained import load_tokenizer
     from packtrain.objectives.dpo.run import DPOLoss
     from packtrain.packing.schedule import make_schedule
+    from packtrain.train.objectives.examples import PairSteps
     from packtrain.train.objectives.loss import Setup
-    from packtrain.train.objectives.pairs import PairSteps
     from packtrain.train.settings import LoopSettings, StopRequest
 
     settle_kernels()

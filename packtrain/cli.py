@@ -23,7 +23,7 @@ from typer.core import TyperCommand
 
 from packtrain import __version__, fast_imports, work
 from packtrain.errors import UserError, exit_code_of, report_error
-from packtrain.objectives.registry import OBJECTIVES
+from packtrain.objectives.spec import OBJECTIVES
 from packtrain.system import open_streams, outlive_terminal
 from packtrain.wording import CleanStream, clean, learn
 

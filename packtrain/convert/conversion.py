@@ -31,7 +31,7 @@ from packtrain.convert.counterparts import (
 )
 from packtrain.convert.foreign_file import Foreign, Settings, Value, read_foreign
 from packtrain.errors import UserError
-from packtrain.objectives.registry import OBJECTIVES
+from packtrain.objectives.spec import OBJECTIVES
 from packtrain.wording import HIDDEN, counted, is_certain, speaks_of_secrets
 
 OriginName = Literal["axolotl", "llamafactory", "ms-swift", "trl"]

@@ -42,8 +42,7 @@ from packtrain.data.tokens.encode import MAX_PROBLEMS, Encoder
 from packtrain.data.tokens.pretrained import plain_tokenizer
 from packtrain.errors import PacktrainError, Problem, UserError
 from packtrain.monitor import heartbeat
-from packtrain.objectives.registry import OBJECTIVES
-from packtrain.objectives.spec import Spec
+from packtrain.objectives.spec import OBJECTIVES, Spec
 from packtrain.wording import counted
 
 if TYPE_CHECKING:

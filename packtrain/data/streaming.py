@@ -36,7 +36,7 @@ from packtrain.data.sources.files import read_patiently
 from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import Document, EncodedChunk, MemoryStore, cache_folder
 from packtrain.errors import UserError
-from packtrain.objectives.registry import OBJECTIVES
+from packtrain.objectives.spec import OBJECTIVES
 
 Place = dict[str, Any]
 """Position in a source, as JSON: where the block begins (file, its name, chunk), the numbers of block and pass, and how many of its examples

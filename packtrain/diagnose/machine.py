@@ -28,8 +28,7 @@ from typing import Any, Literal
 import psutil
 from huggingface_hub import constants
 
-from packtrain.attention.registry import BACKENDS, tried_by_auto
-from packtrain.attention.spec import Backend
+from packtrain.attention.spec import BACKENDS, Backend, tried_by_auto
 from packtrain.config.schema import RunConfig
 from packtrain.errors import Problem
 from packtrain.monitor.heartbeat import free_memory

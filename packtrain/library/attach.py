@@ -29,7 +29,7 @@ from trl.models.utils import add_hooks, remove_hooks
 
 from packtrain.attention.backends import attention_by
 from packtrain.attention.forwards import replace_forward
-from packtrain.attention.registry import BACKENDS, tried_by_auto
+from packtrain.attention.spec import BACKENDS, tried_by_auto
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.forward import name_backbone
 from packtrain.model.load import base_model

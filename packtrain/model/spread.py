@@ -26,8 +26,7 @@ from packtrain.errors import UserError
 from packtrain.model.load import base_model
 from packtrain.model.weights.stream import map_large_blocks
 from packtrain.monitor.heartbeat import waiting
-from packtrain.strategies.registry import DEFAULT, STRATEGIES
-from packtrain.strategies.spec import StrategySpec
+from packtrain.strategies.spec import DEFAULT, STRATEGIES, StrategySpec
 from packtrain.system import holding
 
 FSDP = "fsdp"

@@ -28,8 +28,7 @@ from packtrain.plan.known_model import (
     reference_of,
     weights_of,
 )
-from packtrain.strategies.registry import STRATEGIES
-from packtrain.strategies.spec import Load, ModelSize, Overhead, StrategySpec
+from packtrain.strategies.spec import STRATEGIES, Load, ModelSize, Overhead, StrategySpec
 
 GIB = 2**30
 OUTSIDE = int(1.5 * GIB)

@@ -19,7 +19,7 @@ from packtrain import __version__
 from packtrain.config.rules.paths_and_packages import BUILT_IN, DATA_SUFFIXES, MODEL_SUFFIXES, TEMPLATE_SUFFIXES
 from packtrain.config.schema import groups
 from packtrain.errors import UserError, boundary, read_json
-from packtrain.objectives.registry import OBJECTIVES
+from packtrain.objectives.spec import OBJECTIVES
 from packtrain.report.run_record import read_config, read_metrics
 from packtrain.run_folder import object_of
 from packtrain.serve.trained import Trained

@@ -19,8 +19,7 @@ from packtrain.errors import CheckFailed, boundary
 from packtrain.model.load import base_model
 from packtrain.model.recomputation import recompute
 from packtrain.model.weights.stream import gathered
-from packtrain.strategies.registry import STRATEGIES
-from packtrain.strategies.spec import StrategySpec
+from packtrain.strategies.spec import STRATEGIES, StrategySpec
 from packtrain.train.checkpoint.contents import CheckpointContents
 from packtrain.train.checkpoint.reshard import Names, put_into_torch, put_weights
 from packtrain.train.checkpoint.writer import CheckpointWriter

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from packtrain.attention.backends import attention_of, documents_alone
 from packtrain.attention.forwards import rotates_by_length
-from packtrain.attention.registry import BACKENDS
+from packtrain.attention.spec import BACKENDS
 from packtrain.changes.spec import NO_GRADIENTS, Make, Proposal
 from packtrain.errors import CheckFailed, Problem, UserError
 from packtrain.model.load import base_model

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -15,8 +14,7 @@ import torch
 from packtrain.attention.backends import own_attention
 from packtrain.attention.over_ranks import KEY as SPLIT_KEY
 from packtrain.attention.over_ranks import open_group
-from packtrain.changes.registry import check_changes
-from packtrain.changes.spec import Situation
+from packtrain.changes.spec import Situation, check_changes
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import make_mixture
 from packtrain.data.prepare import PreparedData, prepare
@@ -31,6 +29,7 @@ from packtrain.model.precision import Precision, decide_precision
 from packtrain.model.recomputation import check_offload
 from packtrain.model.spread import Ranks, max_over_ranks, placement_of, reading_mesh, spread
 from packtrain.monitor.heartbeat import own_heartbeat
+from packtrain.objectives.spec import OBJECTIVES
 from packtrain.packing.balance import choose_ranks_per_row
 from packtrain.packing.prefixes import index_prefixes
 from packtrain.packing.schedule import make_schedule, stage
@@ -113,8 +112,12 @@ def begin(config: RunConfig, ranks: Ranks, peers: Peers | None) -> Prepared:
 
 
 def objective_of(config: RunConfig) -> TrainingObjective:
-    """Make the objective of the config. The code of other objectives is not imported."""
-    return import_module(config.objective.spec.run).OBJECTIVE(config)
+    """Make the objective of the config. The code of other objectives is not imported. Raises UserError if another package's cannot be."""
+    kind, run = config.objective.kind, config.objective.spec.run
+    objective = OBJECTIVES.imported(kind, run, "OBJECTIVE")
+    if not (isinstance(objective, type) and issubclass(objective, TrainingObjective)):
+        raise OBJECTIVES.refusal(kind, f"cannot be used: OBJECTIVE of {run} is no subclass of TrainingObjective")
+    return objective(config)
 
 
 def prepare_data(run: Prepared, *, progress: bool = False) -> None:

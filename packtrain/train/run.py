@@ -24,7 +24,7 @@ from accelerate.utils import broadcast_object_list
 from rich.markup import escape
 
 from packtrain.attention.backends import deterministic
-from packtrain.changes.registry import proposals
+from packtrain.changes.spec import proposals
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.prepare import PreparedData
@@ -57,6 +57,7 @@ from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
 from packtrain.train.objectives.loss import Setup
+from packtrain.train.objectives.training_objective import Start
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.final_weights import format_of
 from packtrain.train.optim.unreached import freeze_unreached, reduce_unreached
@@ -157,7 +158,8 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None, finish
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
-    run = Run(config, ranks, peers, folder, log, StopRequest(config.topology.grace), TerminalProgress(log))
+    progress = TerminalProgress(log, config.objective.spec.headlines)
+    run = Run(config, ranks, peers, folder, log, StopRequest(config.topology.grace), progress)
     with run.closing:
         return _train(run, *_prepare(run, started), finish, started)
 
@@ -341,8 +343,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
     trainer.changes |= make_changes(loss, ranks, [*proposals(prepared.situation)], log)
     trainer.engine.dither = _dither_of(run, trainer)
-    given: Any = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
-    prepared.objective.prove(trainer, log, prepared.attention, **given)
+    prepared.objective.prove(Start(trainer, log, ranks, prepared.precision, prepared.attention, prove))
     return trainer
 
 

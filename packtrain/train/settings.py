@@ -16,7 +16,7 @@ from transformers import SchedulerType, TrainingArguments
 from packtrain.config.schema import Optim, Tracking, Trainer
 from packtrain.model.precision import Precision
 from packtrain.monitor.heartbeat import TimeLimits
-from packtrain.strategies.registry import DEFAULT, STRATEGIES
+from packtrain.strategies.spec import DEFAULT, STRATEGIES
 from packtrain.train.loader import Steps
 from packtrain.train.patches import arguments_on_one_gpu
 from packtrain.train.spikes import SpikeRules

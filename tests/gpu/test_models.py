@@ -11,9 +11,9 @@ from tiny_models import tiny_model
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
+from packtrain.attention import flash
 from packtrain.attention.backends import attention_of, serve
-from packtrain.attention.flash import run as flash
-from packtrain.attention.registry import BACKENDS
+from packtrain.attention.spec import BACKENDS
 from packtrain.errors import CheckFailed
 from packtrain.model.compiled import compile_layers
 from packtrain.packing.segments import Segments

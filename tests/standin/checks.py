@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from packtrain.attention.flash.selection import LayerFeatures, choose_kernel
+from packtrain.attention.kernel_choice import LayerFeatures, choose_kernel
 from packtrain.changes.float8 import check_float8
 from packtrain.cli import main
 from packtrain.config.schema import RunConfig

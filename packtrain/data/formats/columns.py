@@ -15,8 +15,7 @@ from packtrain.config.keys import suggest
 from packtrain.config.schema import Format
 from packtrain.data.sources.chunks import UNLISTED, BadRow, RawRow, wrong_type
 from packtrain.errors import UserError
-from packtrain.objectives.registry import OBJECTIVES, objective_for
-from packtrain.objectives.spec import Examples
+from packtrain.objectives.spec import OBJECTIVES, Examples, objective_for
 
 REQUIRED: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),

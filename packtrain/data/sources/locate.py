@@ -39,8 +39,7 @@ from packtrain.data.sources.files import (
 )
 from packtrain.data.tokens.pretrained import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import UserError
-from packtrain.objectives.registry import OBJECTIVES
-from packtrain.objectives.spec import Examples
+from packtrain.objectives.spec import OBJECTIVES, Examples
 
 if TYPE_CHECKING:
     import datasets

@@ -35,7 +35,7 @@ from packtrain.data.tokens.chat_template import ADVICE, Template
 from packtrain.data.tokens.loss_mask import UNVERIFIED, ChatEncoder, LossOn
 from packtrain.data.tokens.pretrained import PlainTokenizer
 from packtrain.errors import Problem, UserError
-from packtrain.objectives.registry import OBJECTIVES
+from packtrain.objectives.spec import OBJECTIVES
 
 MAX_PROBLEMS = 5
 UNTRAINED = "no trained token within data.max_length"

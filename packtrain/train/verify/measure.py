@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
 from packtrain.attention.over_ranks import KEY, open_group
-from packtrain.attention.registry import BACKENDS
+from packtrain.attention.spec import BACKENDS
 from packtrain.config.schema import RunConfig
 from packtrain.errors import CheckFailed, Disagreement, Problem
 from packtrain.model.forward import Head
@@ -34,7 +34,7 @@ from packtrain.proof.choice import NotExact, choose_attention, prove_backend
 from packtrain.proof.isolation import NO_FIGURES, TREE, Proof, check_causal_and_padding
 from packtrain.proof.leak import Leak
 from packtrain.run_folder import RunFolder, write_json
-from packtrain.strategies.registry import DEFAULT
+from packtrain.strategies.spec import DEFAULT
 from packtrain.train.objectives.first_loss import FirstLoss
 from packtrain.train.objectives.loss import ReferenceLoss
 from packtrain.train.objectives.training_objective import ReferenceObjective

@@ -243,7 +243,9 @@ class RandomExamples(list[Any]):
         self.lengths = np.array([len(document.input_ids) for document in self.documents], np.int32)
         self.lengths = self.lengths.reshape(-1, each).sum(axis=1, dtype=np.int32)
         self.trained = np.array([document.loss_mask.sum() for document in self.documents], np.int32)
-        self.labels, self.margins = np.arange(len(self)) % 2 == 0, np.linspace(0, 1, len(self), dtype=np.float32)
+        self.margins = np.linspace(0, 1, len(self), dtype=np.float32)
+        if examples == "answers":
+            self.labels = np.arange(len(self)) % 2 == 0
 
 
 def loss_on_random_examples(

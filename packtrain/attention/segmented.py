@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 
 from packtrain.attention.backends import AttentionFunction
 from packtrain.attention.flattened import attention_function, mask_of, registered
+from packtrain.attention.varlen import Gathered, borders_of
 from packtrain.packing.segments import Segments
 
 NAME = "packtrain_segmented"
@@ -49,12 +49,12 @@ def segmented_attention(
     kwargs["is_causal"] = True  # some modules leave causality to the mask
     # one split instead of a slice per segment: the backward of a slice fills a tensor of the whole row
     queries = query.split(segments.lengths, dim=2)
-    keys, values = (on_paths(tensor.split(segments.lengths, dim=2), segments) for tensor in (key, value))
+    keys, values = on_paths(key, segments), on_paths(value, segments)
     outputs: dict[int, torch.Tensor] = {}
     for numbers in segments.same_shape:
         length, before = segments.lengths[numbers[0]], segments.prefix_lengths[numbers[0]]
         q = joined([queries[number] for number in numbers])
-        k, v = (joined([joined(pieces[number], dim=2) for number in numbers]) for pieces in (keys, values))
+        k, v = (joined([pieces[number] for number in numbers]) for pieces in (keys, values))
         attend = eager if eager and before + length <= _SHORT else usual
         run = functools.partial(attend, module, sliding_window=window, **kwargs)
         if window is not None and length > _BLOCKS * max(window, _LEAST_BLOCK):
@@ -100,37 +100,18 @@ def _attend_in_blocks(
     return torch.cat([first, others.reshape(count, blocks * block, *others.shape[2:])], dim=1)[:, :length]
 
 
-def on_paths(parts: Sequence[torch.Tensor], row: Segments) -> list[list[torch.Tensor]]:
-    """Return for each segment the `parts` on its path. There is one part for each segment."""
-    if not any(row.prefix_lengths):
-        return [[part] for part in parts]
-    uses = Counter(part for path in row.paths for part in path)
-    copies = [
-        iter(cast(Any, _Shared.apply(part, uses[number])) if uses[number] > 1 else (part,))
-        for number, part in enumerate(parts)
-    ]
-    return [[next(copies[part]) for part in path] for path in row.paths]
+def on_paths(tensor: torch.Tensor, row: Segments) -> Sequence[torch.Tensor]:
+    """Split `tensor` [1, kv_heads, T, d]: for each segment all tokens on its path."""
+    gather = borders_of(row, tensor.device).gather
+    if gather is None:
+        return tensor.split(row.lengths, dim=2)
+    lengths = [own + before for own, before in zip(row.lengths, row.prefix_lengths, strict=True)]
+    return cast(torch.Tensor, Gathered.apply(tensor, 2, gather)).split(lengths, dim=2)
 
 
-class _Shared(torch.autograd.Function):
-    """A tensor `times` times. Its gradients are summed in float32; autograd would sum in the tensor's format."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, times: int) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor.view_as(tensor) for _ in range(times))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        first, *others = gradients
-        total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
-        for gradient in others:
-            total += gradient
-        return total.to(first.dtype), None
-
-
-def joined(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Concatenate the tensors along `dim`. A single tensor is not copied."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate the tensors. A single tensor is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 ATTENTION = AttentionFunction(NAME)

@@ -2,7 +2,7 @@
 
 All of them take queries, keys and values [tokens, heads, d] and the running sums of the segments' lengths, and align
 causality at the bottom right: a segment may have more keys than queries. So shared prefixes are served by gathering the keys and
-values of a segment's whole path, its own tokens last. A kernel's signature shows whether it has soft-cap or sinks; selection.py
+values of a segment's whole path, its own tokens last. A kernel's signature shows whether it has soft-cap or sinks; kernel_choice.py
 checks that it is correct.
 """
 
@@ -96,28 +96,28 @@ def attend_by_segments(
     """
     borders = borders_of(segments, query.device)
     if borders.gather is not None:
-        key, value = (_Gathered.apply(tensor, borders.gather) for tensor in (key, value))
+        key, value = (Gathered.apply(tensor, 0, borders.gather) for tensor in (key, value))
     width = -(-max(query.shape[-1], value.shape[-1]) // _ALIGNMENT) * _ALIGNMENT
     lacking = ((tensor, width - tensor.shape[-1]) for tensor in (query, key, value))  # a pad by nothing is a copy
     q, k, v = (torch.nn.functional.pad(tensor, (0, more)) if more else tensor for tensor, more in lacking)
     return kernel.attend(q, k, v, borders, scoring, sinks)[..., : value.shape[-1]]
 
 
-class _Gathered(torch.autograd.Function):
-    """Rows of a tensor, as by `index_select`. The gradients of a row that was taken several times are summed in float32."""
+class Gathered(torch.autograd.Function):
+    """`index_select` along a dimension. The gradients of a row that was taken several times are summed in float32."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, rows: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows)
-        ctx.length = len(tensor)
-        return tensor.index_select(0, rows)
+        ctx.shape, ctx.dim = tensor.shape, dim
+        return tensor.index_select(dim, rows)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient,), (rows,) = gradients, ctx.saved_tensors
         wide = torch.promote_types(gradient.dtype, torch.float32)
-        total = torch.zeros(ctx.length, *gradient.shape[1:], dtype=wide, device=gradient.device)
-        return total.index_add_(0, rows, gradient.to(wide)).to(gradient.dtype), None
+        total = torch.zeros(ctx.shape, dtype=wide, device=gradient.device)
+        return total.index_add_(ctx.dim, rows, gradient.to(wide)).to(gradient.dtype), None, None
 
 
 def from_package(module: str) -> Attend:

@@ -1,7 +1,7 @@
 """`flash`: packed attention by varlen kernels, one call per layer for a whole row.
 
 No mask exists and nothing is computed between documents, as in `segmented`, but without its calls per segment. Every layer
-gets the kernel that was found right for its features (selection.py): a model may mix layers with and without windows.
+gets the kernel that was found right for its features (kernel_choice.py): a model may mix layers with and without windows.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.integrations.flash_attention import get_target_dtype
 
 from packtrain.attention.backends import AttentionFunction, Service
-from packtrain.attention.flash.selection import LayerFeatures, choose_kernel
-from packtrain.attention.flash.varlen import Scoring, attend_by_segments
 from packtrain.attention.flattened import registered
+from packtrain.attention.kernel_choice import LayerFeatures, choose_kernel
+from packtrain.attention.varlen import Scoring, attend_by_segments
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 

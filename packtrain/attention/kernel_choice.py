@@ -14,10 +14,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
-from packtrain.attention.flash.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
+from packtrain.attention.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 from packtrain.wording import first_line
@@ -65,17 +66,15 @@ def kernel_tolerance(dtype: torch.dtype) -> float:
     return {torch.float16: 1e-2, torch.float32: 1e-3, torch.float64: 1e-9}.get(dtype, 6e-2)
 
 
-_choices: dict[tuple[LayerFeatures, torch.device, bool], KernelChoice] = {}
-"""By layer, device, and whether only deterministic kernels are right (trainer.deterministic)."""
-
-
 def choose_kernel(layer: LayerFeatures, device: torch.device) -> KernelChoice:
     """Return the first kernel of CANDIDATES that is right for `layer` on `device`. Remembers it. Raises OutOfMemoryError on a full device."""
-    key = layer, device, torch.are_deterministic_algorithms_enabled()
-    if key not in _choices:
-        with ThreadPoolExecutor(1) as thread:
-            _choices[key] = thread.submit(_first_right, layer, device).result()
-    return _choices[key]
+    return _choose(layer, device, torch.are_deterministic_algorithms_enabled())
+
+
+@cache
+def _choose(layer: LayerFeatures, device: torch.device, deterministic: bool) -> KernelChoice:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_first_right, layer, device).result()
 
 
 def try_kernels(dtype: torch.dtype) -> dict[str, str]:
@@ -84,9 +83,8 @@ def try_kernels(dtype: torch.dtype) -> dict[str, str]:
     return {**dict(choice.lacks), **({choice.kernel.name: ""} if choice.kernel else {})}
 
 
-def forget_kernels() -> None:
-    """Forget all choices: kernels are tried again."""
-    _choices.clear()
+forget_kernels = _choose.cache_clear
+"""Forget all choices: kernels are tried again."""
 
 
 def _first_right(layer: LayerFeatures, device: torch.device) -> KernelChoice:
