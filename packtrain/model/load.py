@@ -41,12 +41,10 @@ from packtrain.model.heads.score import HEAD, check_score_head, is_reward_model,
 from packtrain.model.weights.quantized import dequantized, keep_layout, quantization_config
 from packtrain.model.weights.slices import reading_slices
 from packtrain.model.weights.source import MTP, judge, name_base, noting_files
-from packtrain.plan.known_model import below_adapters, known_sizes
+from packtrain.plan.known_model import EXPANDED, below_adapters, known_sizes, untrainable
 from packtrain.proof.isolation import max_positions
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
-EXPANDED = ("compressed-tensors", "mxfp4")
-"""Quantisation methods that are dequantised at loading: their weights would have no gradients, or no adapters."""
 _ROTARY_KEYS = ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta")
 """Keys that a new config with rope_parameters accepts without a field of that name; most go into rope_parameters."""
 
@@ -167,9 +165,7 @@ def check_trainable(model: PreTrainedModel) -> None:
     quantizer = base.hf_quantizer if getattr(base, "is_quantized", False) else None
     if quantizer and (base is model or not quantizer.is_trainable):
         method = quantizer.quantization_config.quant_method
-        what = f"weights quantised by {getattr(method, 'value', method)} cannot be trained"
-        more = ", or train adapters (peft=lora)" if quantizer.is_trainable else ""
-        raise UserError(what, where="model.path", fix=f"take the model that they were made of{more}")
+        raise untrainable(str(getattr(method, "value", method)), takes_adapters=quantizer.is_trainable)
     if any(weight.requires_grad and weight.dtype == torch.float16 for weight in model.parameters()):
         fix = "set it to float32 or bfloat16, or train adapters (peft=lora)"
         raise UserError("float16 weights cannot be trained", where="model.dtype", fix=fix)

@@ -24,6 +24,7 @@ from packtrain.plan.known_model import (
     Shapes,
     adapter_shapes,
     plan_precision,
+    quantised_by,
     read_layers,
     reference_of,
     weights_of,
@@ -148,7 +149,7 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None,
     Devices have `device_bytes` each; None plans for CPUs. If the run exceeds the device, `advice` says what to try.
     """
     try:
-        model = _measure(config)
+        model = _measure(config, gpu=device_bytes is not None)
         decided, _ = plan_precision(config, _FORMATS.get(model.width, "float32"), gpu=device_bytes is not None)
         # 8-bit products keep the same tensors as bfloat16 products, except autocast's copies of weights
         decided = decided.replace("fp8", "bf16")
@@ -184,9 +185,10 @@ def _choose_checkpointing(
     return replace(chosen, chosen=f"auto: with none it would take {in_gib(kept.total + kept.outside)} GiB")
 
 
-def _measure(config: RunConfig) -> ModelSize:
+def _measure(config: RunConfig, *, gpu: bool) -> ModelSize:
     weights = weights_of(config.model, scores=config.objective.spec.scores)
-    shapes = weights.shapes
+    shapes, held = weights.shapes, weights.packed if quantised_by(weights.sizes, gpu=gpu) else {}
+    in_bits = sum(math.prod(shapes[name]) for name in held)
     trained = adapter_shapes(shapes, config.peft)
     if config.peft.kind == "none":
         scales = {name: [one.lr_scale for one in config.optim.groups if re.search(one.match, name)] for name in shapes}
@@ -202,9 +204,9 @@ def _measure(config: RunConfig) -> ModelSize:
     rest = blocks.pop("", 0)
     return ModelSize(
         width=BYTES.get(config.model.dtype, weights.stored),
-        packed=QUANTIZED_BYTES.get(config.model.quantize, weights.packed),
+        packed=sum(held.values()) / in_bits if held else QUANTIZED_BYTES.get(config.model.quantize),
         all=rest + sum(blocks.values()),
-        linear=linear,
+        linear=in_bits or linear,
         block=max(blocks.values(), default=0),
         rest=rest,
         embedding=_embedding(shapes),
