@@ -7,6 +7,7 @@ peft=none they are merged first. Given as objective.reference it is a second, fr
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,16 +19,16 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.hub import extract_commit_hash
 
 from packtrain.boundary import boundary
 from packtrain.config.keys import suggest
 from packtrain.config.rules.fitting import PEFT_OPTIONS
 from packtrain.config.schema import Peft
 from packtrain.data.tokens.pretrained import check_model_folder
-from packtrain.errors import Problem, UserError
-from packtrain.model.weights.slices import let_copy
-from packtrain.model.weights.source import check_base
-from packtrain.plan.known_model import is_adapted, is_at
+from packtrain.errors import Problem, UserError, read_json
+from packtrain.model.weights import let_copy, sampled_hash
+from packtrain.plan.known_model import BASE, is_adapted, is_at
 
 _TASKS: Any = {False: "CAUSAL_LM", True: "SEQ_CLS"}
 """PEFT's task types, by whether the model has a score instead of the output head."""
@@ -237,6 +238,33 @@ def _check_weights(adapted: Any, place: Path) -> None:
     if surplus := sorted(name for name in held - taken if not any(f".{head}." in name for head in _HEADS)):
         what = f"{len(surplus)} weights in their file are not of these adapters: {surplus[0]} …"
         raise UserError(what, where=str(place), fix=fix)
+
+
+def name_base(adapted: Any, path: str, revision: str | None) -> None:
+    """Make adapters name their base by its resolved path, or by hub id and commit."""
+    named, source, place = adapted.peft_config["default"], adapted.get_base_model().source, Path(path).expanduser()
+    named.base_model_name_or_path = str(place.resolve()) if place.exists() else path
+    named.revision = None if place.exists() else extract_commit_hash(source.files[0], None) or revision
+    source.hash = sampled_hash(source.files)
+
+
+def write_base(adapted: Any, folder: Path) -> None:
+    """Write the base beside adapters: its name, the hash of its files, its relative path."""
+    if (source := getattr(adapted.get_base_model(), "source", None)) and source.hash:
+        base = adapted.peft_config["default"].base_model_name_or_path
+        place = {"path": os.path.relpath(base, os.path.realpath(folder))} if os.path.isabs(base) else {}
+        (folder / BASE).write_text(json.dumps({"base": base, "weights": source.hash, **place}, indent=2) + "\n")
+
+
+def check_base(model: Any, folder: Path) -> None:
+    """Raise UserError if adapters in `folder` were trained on other files than `model` has."""
+    file = folder / BASE
+    known, source = read_json(file) if file.exists() else {}, getattr(model, "source", None)
+    if known.get("weights") and source and known["weights"] != sampled_hash(source.files):
+        here = os.path.dirname(source.files[0])
+        what = f"the adapters of {folder} were trained on {known.get('base')}, and {here} has other weights"
+        fix = f"Name the model that they were trained on. If its weights were only stored anew, remove {file}."
+        raise UserError(what, where=f"{folder / 'adapter_config.json'}: base_model_name_or_path", fix=fix)
 
 
 def add_reference(model: Any, folder: str) -> None:

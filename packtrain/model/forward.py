@@ -5,7 +5,7 @@ log-probabilities and other outputs for each token of a batch of answers, [rows,
 
 Both run TRL's fused LM head (no full logits) at the labelled places only. The CPU finds these places, and they come with the batch: TRL would
 read them from the device, and wait for it. If the head is a plain linear layer, the loss of documents is summed by a head that makes its
-gradients in the forward pass (heads/summed.py). Full logits replace the fused heads in models whose head they do not fit (`choose_head`).
+gradients in the forward pass (heads.py). Full logits replace the fused heads in models whose head they do not fit (`choose_head`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 from packtrain.attention.backends import attend_by
 from packtrain.config.objective import Objective
 from packtrain.errors import CheckFailed
-from packtrain.model.heads.score import add_scores
-from packtrain.model.heads.summed import compare_gradients, sum_losses
+from packtrain.model.heads import add_scores, compare_gradients, sum_losses
 from packtrain.model.precision import compute_in
 from packtrain.objectives.losses import TOKEN_LOSSES
 from packtrain.packing.collate import IGNORE, label_positions, to_device
@@ -43,7 +42,7 @@ _HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "output_multiplier", "
 
 
 HeadKind = Literal["summed", "by token", "full logits"]
-"""How the losses of documents are made: summed (heads/summed.py), by TRL's head for each token, or from all logits at once."""
+"""How the losses of documents are made: summed (heads.py), by TRL's head for each token, or from all logits at once."""
 
 
 @dataclass(slots=True)
@@ -68,7 +67,7 @@ def patch_forward(
 
     1. TRL's fused LM head: TRL's trainers have added it (with the per-token outputs named by `answer_outputs`)
     2. the objective's own call: `loss_sum=True` for `token_objective`, `answer_scores=True` for `answer_outputs`, `every_token=True` for
-       `scores` (heads/score.py)
+       `scores` (heads.py)
     3. `autocast`, if the trainer does not apply it (DeepSpeed)
     4. attention by segments, by the chosen `backend` (attention/backends.py); None keeps the model's attention
 

@@ -1,4 +1,8 @@
-"""Loading the model: hub id, folder, .gguf file, or a config with random weights."""
+"""Loading the model: hub id, folder, .gguf file, or a config with random weights.
+
+`model.quantize` loads a base in 4 or 8 bits below adapters, by transformers' quantisation configs. nf4 (QLoRA, arXiv 2305.14314) and int8 are
+bitsandbytes', fp8 is torchao's, only for weights. Output head and embeddings are not quantised.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoConfig,
@@ -19,13 +24,15 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import HfQuantizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.forwards import rotates_by_length
 from packtrain.boundary import boundary
 from packtrain.config.fault import is_number
 from packtrain.config.keys import suggest
-from packtrain.config.schema import Model, Peft
+from packtrain.config.schema import Model, Peft, Quantize
 from packtrain.data.tokens.pretrained import check_model_folder, fix_of, hub, location
 from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import (
@@ -34,13 +41,12 @@ from packtrain.model.adapters import (
     embeddings_in,
     fit_to_layers,
     load_adapters,
+    name_base,
     take_vocabulary,
 )
 from packtrain.model.expert_loop import loop_over_experts
-from packtrain.model.heads.score import HEAD, check_score_head, is_reward_model, new_score, with_one_score
-from packtrain.model.weights.quantized import dequantized, keep_layout, quantization_config
-from packtrain.model.weights.slices import reading_slices
-from packtrain.model.weights.source import MTP, judge, name_base, noting_files
+from packtrain.model.heads import HEAD, check_score_head, is_reward_model, new_score, with_one_score
+from packtrain.model.weights import MTP, judge, noting_files, reading_slices
 from packtrain.plan.known_model import EXPANDED, below_adapters, known_sizes, untrainable
 from packtrain.proof.isolation import max_positions
 
@@ -86,7 +92,7 @@ def load_model(
 
     It is on the CPU, a quantised one on its compute device. `scores`: a reward model. `model.path` may be a folder of adapters (adapters.py).
     New weights (random model, adapters, a head) depend only on `seed`. On a `mesh` (model/spread.py) each process reads its own slices of the
-    weights in files (weights/slices.py); whole ones to merge adapters, or for DoRA. `apart` loads adapters of model.path frozen, not merged.
+    weights in files (weights.py); whole ones to merge adapters, or for DoRA. `apart` loads adapters of model.path frozen, not merged.
     `dequantize`: quantised weights become numbers in the model's format. Raises UserError for a model that cannot be loaded or lacks embeddings.
     """
     torch.manual_seed(seed)
@@ -225,7 +231,7 @@ def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: in
 
 
 def _judge_untaken(model: Any, config: Model, named: str, *, scores: bool, quantised: bool) -> None:
-    """Judge the weights that the model does not take (weights/source.py).
+    """Judge the weights that the model does not take (weights.py).
 
     These stay out of final/: a head that the objective does not use, layers that model.config leaves out, and towers if only a part of the
     model type `named` is loaded.
@@ -301,3 +307,70 @@ def _advice(config: Model, online: bool, error: BaseException) -> str:
     if config.init == "random" or "Unrecognized configuration class" in str(error):
         return "see the keys of model.config; docs/architectures.md and docs/reward.md say which types train"
     return fix_of(online, error)
+
+
+def quantization_config(quantize: Quantize, dtype: torch.dtype) -> Any:
+    """Return the argument of from_pretrained that quantises weights. `dtype`: the compute dtype."""
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if quantize == "nf4":
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_storage=dtype,  # FSDP2 shards it with the weights that are not quantised
+        )
+    if quantize == "int8":
+        # 0: outliers are not computed apart. Their columns depend on all tokens of a row, so on its other documents
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    from torchao.quantization import Float8WeightOnlyConfig
+
+    return TorchAoConfig(Float8WeightOnlyConfig())
+
+
+def keep_layout(model: nn.Module) -> None:
+    """Stop bitsandbytes from converting weights for CPUs with AVX-512 in calls without training. Processes would differ."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            cast(Any, module).support_avx512bf16_for_cpu = False
+
+
+def check_dequantizes(model: nn.Module) -> None:
+    """Raise UserError if `model` is quantised and its weights cannot be converted back."""
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is None or _is_torchao(quantizer):
+        return
+    method = quantizer.quantization_config.quant_method
+    lacks = type(quantizer)._dequantize is HfQuantizer._dequantize
+    # bitsandbytes stores a Conv1D transposed, and dequantises it to a Linear that nobody can load
+    if lacks or any(getattr(module, "source_cls", None) is Conv1D for module in model.modules()):
+        what = f"weights of {type(model).__name__} quantised by {getattr(method, 'value', method)} cannot be converted back"
+        fix = "Keep the adapters apart (peft.merge=false): chat and eval load them on these weights."
+        raise UserError(f"{what}, so nothing can be merged into them", where="model.path", fix=fix)
+
+
+def dequantized(model: PreTrainedModel) -> PreTrainedModel:
+    """Dequantise all weights of `model` in place, to its number format. Raises UserError if the quantised format cannot be converted back."""
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        return model
+    check_dequantizes(model)
+    with boundary("the quantised model cannot be dequantised, to merge adapters into it", "model.path"):
+        if not _is_torchao(quantizer):
+            return cast(PreTrainedModel, model.dequantize(model.dtype))
+        for module in model.modules():  # transformers cannot convert torchao's back
+            weight: Any = getattr(module, "weight", None)
+            if type(weight).__module__.startswith("torchao."):
+                module.weight = nn.Parameter(weight.dequantize().to(model.dtype), requires_grad=False)
+        quantizer.remove_quantization_config(model)
+    return model
+
+
+def dequantized_in(dtype: torch.dtype) -> str:
+    """Describe the format of a merged model."""
+    return f"its quantised weights converted back to {str(dtype).removeprefix('torch.')}"
+
+
+def _is_torchao(quantizer: Any) -> bool:
+    return type(quantizer).__name__ == "TorchAoHfQuantizer"

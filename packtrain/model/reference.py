@@ -26,7 +26,7 @@ from packtrain.durable import aside, publish
 from packtrain.errors import UserError
 from packtrain.model.load import load_model
 from packtrain.model.spread import Ranks, reading_mesh, spread
-from packtrain.model.weights.hashes import weights_hash
+from packtrain.model.weights import weights_hash
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.known_model import ReferenceChoice
 

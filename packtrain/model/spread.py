@@ -25,7 +25,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from packtrain.boundary import holding
 from packtrain.errors import UserError
 from packtrain.model.load import base_model
-from packtrain.model.weights.stream import map_large_blocks
+from packtrain.model.save import map_large_blocks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.strategies.registry import DEFAULT, STRATEGIES
 from packtrain.strategies.spec import StrategySpec

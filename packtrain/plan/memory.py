@@ -2,8 +2,11 @@
 
 Every strategy is counted with the copies that its framework keeps (docs/planning.md has the tables and their sources). Parts add up
 to the peak of a step. Memory outside torch's allocator (CUDA's context, kernels, NCCL) is subtracted from the device before a run
-counts as fitting; fragmentation is not estimated. Activations are counted for llama and similar models (plan/activations.py).
-Logits never exist as a whole: the heads work in chunks of tokens.
+counts as fitting; fragmentation is not estimated. Logits never exist as a whole: the heads work in chunks of tokens.
+
+Activations are counted for llama and similar models, after Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), applied to the tensors that
+transformers' layers keep. With gradient checkpointing a layer keeps its input (`selective`: also what is costly to recompute). One layer at a
+time is recomputed.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from typing import Any, cast
 from packtrain.config.rules import check_checkpointing, check_strategy
 from packtrain.config.schema import Optim, RunConfig
 from packtrain.errors import UserError
-from packtrain.plan.activations import FullestBatch, count_layers, fullest, offloaded, period
 from packtrain.plan.known_model import (
     SCORE,
     Layers,
     Shapes,
     adapter_shapes,
+    is_adapted,
     plan_precision,
     quantised_by,
     read_layers,
@@ -31,6 +34,121 @@ from packtrain.plan.known_model import (
 )
 from packtrain.strategies.registry import STRATEGIES
 from packtrain.strategies.spec import Load, ModelSize, Overhead, StrategySpec
+
+STASHED = 6
+"""Layer inputs that stay on the device despite offloading. They are being copied (TRL's max_fwd_stash_size), or are the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class FullestBatch:
+    """The fullest micro-batch of a device: its `tokens` are slots.
+
+    `masked` counts the keys per query of its mask, None without a mask. Bytes: `weight` of one weight as layers see it, `compute` of one
+    number in their computation (2 under autocast), `stream` of one number in the residual stream. `scores` counts the keys per query whose
+    attention scores are kept: torch has no grouped-query kernel for float32 on GPUs.
+    """
+
+    tokens: int
+    masked: int | None
+    weight: int
+    compute: int
+    stream: int
+    scores: int = 0
+
+
+def fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None:
+    """Return the fullest micro-batch that `config` allows. None: it limits neither tokens nor lengths of documents."""
+    examples, tokens = config.batch.limits(config.packing.mode)
+    longest, bounds = config.data.max_length, [tokens]
+    if longest is not None:
+        each = config.objective.spec.documents * longest
+        bounds += [item and item * each for item in (examples, config.batch.examples_per_step)]
+    most = min((item for item in bounds if item is not None), default=None)
+    if most is None:
+        return None
+    masked = most if config.model.backend and config.model.backend.dense_mask else None
+    if config.packing.mode == "padding":
+        masked = min(longest or most, most)
+    mixed, strategy = config.trainer.mixed_precision == "bf16", config.strategy.spec
+    width = 2 if mixed and strategy.casts_weights else width
+    narrow = mixed and gpu and not strategy.shards_weights  # if changes/residual.py proves exact
+    compute = 2 if mixed else width
+    scores = min(longest or most, most) if gpu and compute == 4 and masked is None else 0
+    return FullestBatch(most, masked, width, compute, 2 if narrow else width, scores)
+
+
+def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tuple[int, int]:
+    """Count bytes kept by all layers between the passes, and the last layer's backward bytes."""
+    tile = config.trainer.tokens_per_mlp_tile or batch.tokens
+    layer, inside = batch.tokens * _count_layer(config, layers, batch), _count_mlp(config, layers, batch)
+    gradients = min(tile, batch.tokens) * 2 * layers.inner * batch.compute  # of the tensors inside the MLP
+    if tile < batch.tokens:  # MLPs keep only their input, and all their tensors for one tile at a time
+        layer -= batch.tokens * (inside - layers.hidden * batch.compute)
+        gradients += tile * inside
+    last_norm = batch.tokens * layers.hidden * (4 + batch.stream)
+    checkpointing = config.trainer.gradient_checkpointing
+    every = period(checkpointing)
+    again = math.ceil(layers.number / every) if every else 0
+    held, made = batch.tokens * layers.hidden * batch.stream, layer  # a recomputed layer: bytes kept, bytes made again
+    if checkpointing == "selective":  # also kept: the keys, and the results of attention, o_proj and up_proj
+        results = layers.key + layers.query + layers.hidden + layers.inner
+        kept = batch.tokens * (results * batch.compute + 4 * layers.heads)
+        held, made = held + kept, layer - kept
+    here = min(again, STASHED) if config.trainer.activation_offload else again
+    waiting = here * held + (layers.number - again) * layer + last_norm
+    return waiting, gradients + (made if every and (layers.number - 1) % every == 0 else 0)
+
+
+def offloaded(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
+    """Return the bytes of all layers' inputs in the host's memory; 0 without trainer.activation_offload."""
+    return layers.number * batch.tokens * layers.hidden * batch.stream if config.trainer.activation_offload else 0
+
+
+def _count_layer(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
+    """Return the bytes per token that a layer keeps for its backward pass."""
+    full, compute = config.peft.kind == "none", batch.compute
+    norms = 2 * layers.hidden * (4 + (batch.stream if full else 0)) + 8
+    if layers.kind == "qwen3":
+        norms += (layers.query + layers.key) * (4 + (compute if full else 0))
+    scores = batch.scores if layers.key < layers.query else 0
+    keys = layers.query if batch.masked or scores else layers.key  # with a mask, sdpa repeats the keys for every head
+    attention = compute * (2 * layers.query + 2 * keys + (batch.masked or 0)) + 4 * layers.heads * (1 + scores)
+    return norms + attention + _count_inputs(config, layers, batch, mlp=False) + _count_mlp(config, layers, batch)
+
+
+def _count_mlp(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
+    """Return the bytes per token that the MLP of one layer keeps."""
+    return 3 * layers.inner * batch.compute + _count_inputs(config, layers, batch, mlp=True)
+
+
+def _count_inputs(config: RunConfig, layers: Layers, batch: FullestBatch, *, mlp: bool) -> int:
+    """Return the bytes per token of the inputs that linear layers keep.
+
+    Only linear layers with trained weights or adapters keep inputs. `mlp` selects a layer's MLP, else its attention. Linear layers share the
+    tensor that they read, unless each copies it: in autocast's format, or in the adapters' float32. Attention already keeps o_proj's input;
+    down_proj's input is always new.
+    """
+    full, autocast = config.peft.kind == "none", config.trainer.mixed_precision == "bf16"
+
+    def reading(part: str, *names: str) -> int:
+        targets = config.peft.target_modules
+        return sum(full or is_adapted(f"model.layers.0.{part}.{name}", targets) for name in names)
+
+    copied = batch.compute != batch.weight if full else autocast or batch.weight != 4
+    width = batch.compute if full else 2 if autocast else 4
+    readers = reading("mlp", "gate_proj", "up_proj") if mlp else reading("self_attn", "q_proj", "k_proj", "v_proj")
+    hidden = layers.hidden * (readers if copied else min(readers, 1))
+    if mlp:
+        return width * (hidden + layers.inner * reading("mlp", "down_proj"))
+    return width * (hidden + (layers.query if copied and not full and reading("self_attn", "o_proj") else 0))
+
+
+def period(checkpointing: str) -> int:
+    """Return n if every nth layer recomputes activations, beginning with the first. 0: none does."""
+    if checkpointing in ("none", "auto"):
+        return 0
+    return int(checkpointing.removeprefix("every_")) if checkpointing.startswith("every_") else 1
+
 
 GIB = 2**30
 OUTSIDE = int(1.5 * GIB)
@@ -45,7 +163,7 @@ QUANTIZED_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0, "fp8": 1.0
 Scales of whole rows count as nothing."""
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
 HEAD_CHUNK = 2048
-"""Tokens of documents whose logits exist at once (model/heads/summed.py)."""
+"""Tokens of documents whose logits exist at once (model/heads.py)."""
 COMPARED_PAIRS = 4
 CHECKED_LOGITS = 2**27
 """dpo and kto compare the answers of so many first pairs before step 1. CHECKED_LOGITS bounds their logits (train/objectives/first_loss.py)."""
@@ -240,7 +358,7 @@ def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, *
     host = model.all * model.width if spec.shards_weights else 0  # each process loads all, then shards
     if config.model.is_base_for_adapters and not config.peft.options.get(
         "use_dora"
-    ):  # each process reads only its slices (model/weights/slices.py)
+    ):  # each process reads only its slices (model/weights.py)
         host = math.ceil(host / shards)
     if spec.offloads:
         split["gradients"] += math.ceil(4 * model.trained / processes)  # also in float32, for the optimizer

@@ -17,9 +17,9 @@ from transformers import get_scheduler
 from packtrain.boundary import boundary
 from packtrain.config.schema import Optim
 from packtrain.errors import CheckFailed
+from packtrain.model.layers import recompute
 from packtrain.model.load import base_model
-from packtrain.model.recomputation import recompute
-from packtrain.model.weights.stream import gathered
+from packtrain.model.save import gathered
 from packtrain.strategies.registry import STRATEGIES
 from packtrain.strategies.spec import StrategySpec
 from packtrain.train.checkpoint.contents import CheckpointContents

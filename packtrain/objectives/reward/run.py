@@ -1,6 +1,6 @@
 """Reward models: the Bradley-Terry loss over the pairs of a whole step, and the objective.
 
-The least and the greatest reward are those of all answers of the global step. The model's side is in model/heads/score.py.
+The least and the greatest reward are those of all answers of the global step. The model's side is in model/heads.py.
 """
 
 from __future__ import annotations

@@ -1,16 +1,20 @@
-"""`trainer.gradient_checkpointing`: layers that compute their activations again in the backward pass.
+"""How layers run in training: which activations they compute again, and compiled kernels.
 
-`full`: every layer keeps only its input and runs once more in the backward pass. `every_n`: each nth layer does so, the others keep
-all. `selective`: every layer does so, but keeps the results of attention and of every second matrix product, which cost the most time for
-their memory. torchtitan does the same, by torch's `create_selective_checkpoint_contexts`. The result of an adapter's
-second factor, as wide as the layer and quickly made, is not kept. Losses and gradients are the same bits with each.
-
-Layers switch themselves (transformers' GradientCheckpointingLayer): no module is wrapped, and weights keep their names.
+`trainer.gradient_checkpointing`: `full`: every layer keeps only its input and runs once more in the backward pass. `every_n`: each nth layer
+does so, the others keep all. `selective`: every layer does so, but keeps the results of attention and of every second matrix product, which cost
+the most time for their memory. torchtitan does the same, by torch's `create_selective_checkpoint_contexts`. The result of an adapter's second
+factor, as wide as the layer and quickly made, is not kept. Losses and gradients are the same bits with each. Layers switch themselves
+(transformers' GradientCheckpointingLayer): no module is wrapped, and weights keep their names.
 
 `trainer.activation_offload`: the kept inputs wait in the host's memory. TRL's OffloadActivations (torchtune's) copies tensors to pinned
 memory on a separate stream while the next layers compute, and back before they are used. Around a whole step it would also move tensors that
 are not activations: gradients that the output head has already made, autocast's copies of weights, weights that FSDP2 has gathered. So
 it gets only the tensors that each layer's checkpoint keeps.
+
+`trainer.torch_compile` is regional compilation (docs.pytorch.org/tutorials/recipes/regional_compilation.html): the code compiled for the first
+layer serves all. The regions are a layer's parts, not the whole layer: transformers checkpoints activations around a layer's forward. Attention
+by Segments stays outside of the graphs, since the documents of a row are Python numbers that differ from row to row. FSDP2's hooks, which gather
+a layer's weights, belong to the layer, so they run as usual.
 """
 
 from __future__ import annotations
@@ -18,16 +22,22 @@ from __future__ import annotations
 import re
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch._dynamo.config
+import torch._inductor.config
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from packtrain.attention.backends import OWN_CODE, attention_functions
+from packtrain.attention.forwards import uses_attention_interface
 from packtrain.errors import UserError
 
 KEY, OFFLOAD_KEY = "trainer.gradient_checkpointing", "trainer.activation_offload"
@@ -118,3 +128,46 @@ def _keep_every_second(kinds: tuple[str, ...]) -> Callable[..., CheckpointPolicy
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return decide
+
+
+inductor: Any = torch._inductor.config
+dynamo: Any = torch._dynamo.config
+KEY = "trainer.torch_compile"
+BACKEND = "inductor"
+MAX_VARIANTS = 16
+"""How often a part is compiled anew, for proofs and training, rows and batches. After that it runs uncompiled."""
+
+
+def compile_layers(model: PreTrainedModel) -> int:
+    """Compile the parts of the layers of `model` when they first run. Returns the number of layers.
+
+    Parameters keep their names. Raises UserError if the model's code does not allow it.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if why := _why_not(model, layers):
+        raise UserError(f"{type(model).__name__} cannot be compiled: {why}", where=KEY, fix=f"set {KEY}=false")
+    for name in attention_functions():
+        AttentionInterface.register(name, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name]))
+    inductor.fallback_random = True  # dropout draws the same numbers as without compiling
+    dynamo.recompile_limit = MAX_VARIANTS
+    for layer in layers:
+        for part in layer.children():
+            part.compile(dynamic=True, backend=BACKEND)
+    return len(layers)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether layers of `model` are compiled."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+def _why_not(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str:
+    """Return why `model` cannot be compiled, in words; "" if it can."""
+    experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
+    reasons = {
+        "its layers are not marked as such (transformers' GradientCheckpointingLayer)": not layers,
+        "its layers carry a state from token to token, so that each length is a program of its own": model._is_stateful,
+        OWN_CODE: not uses_attention_interface(model),
+        "which experts compute is another thing for each row": experts,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
