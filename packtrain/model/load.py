@@ -7,11 +7,11 @@ bitsandbytes', fp8 is torchao's, only for weights. Output head and embeddings ar
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from packtrain.attention.forwards import rotates_by_length
 from packtrain.boundary import boundary
@@ -46,7 +47,7 @@ from packtrain.model.adapters import (
 )
 from packtrain.model.expert_loop import loop_over_experts
 from packtrain.model.heads import HEAD, check_score_head, is_reward_model, new_score, with_one_score
-from packtrain.model.weights import MTP, judge, noting_files, reading_slices
+from packtrain.model.weights import MTP, WeightFiles, judge, reading_files, source_of
 from packtrain.plan.known_model import EXPANDED, below_adapters, known_sizes, untrainable
 from packtrain.proof.isolation import max_positions
 
@@ -107,14 +108,13 @@ def load_model(
             grown = bool(held) and known_sizes(config).get("vocab_size") not in held.values()
             whole = grown or (config is not adapted and peft.kind != "lora")
             # DoRA starts from the norms of whole weights
-            with noting_files(), reading_slices(None if whole or peft.options.get("use_dora") else mesh):
+            with reading_files(None if whole or peft.options.get("use_dora") else mesh):
                 model = _load_pretrained(config, tokenizer, seed, scores=scores)
             take_vocabulary(model, held, str(adapted.path))
     keep_layout(model)
     model = dequantized(model) if dequantize else model
     loop_over_experts(model, config.experts)
-    embeddings: Any = model.get_input_embeddings()
-    rows = int(embeddings.weight.shape[0])
+    rows = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
     if len(tokenizer) > rows:
         what = f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows}"
         fix = "use the model's own tokenizer" if config.init == "pretrained" else "set model.config.vocab_size"
@@ -153,13 +153,13 @@ def _loading(config: Model, where: str) -> Iterator[None]:
         yield
 
 
-def _auto_class(scores: bool) -> Any:
+def _auto_class(scores: bool) -> type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]:
     return AutoModelForSequenceClassification if scores else AutoModelForCausalLM
 
 
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
     """Return the transformers model inside adapters, or the model itself."""
-    return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else cast(PreTrainedModel, model)
+    return cast(PreTrainedModel, getattr(model, "get_base_model", lambda: model)())
 
 
 def check_trainable(model: PreTrainedModel) -> None:
@@ -167,11 +167,10 @@ def check_trainable(model: PreTrainedModel) -> None:
 
     Also for adapters, on a kind of quantised weights that has no gradients.
     """
-    base: Any = base_model(model)
-    quantizer = base.hf_quantizer if getattr(base, "is_quantized", False) else None
+    base = base_model(model)
+    quantizer = _quantizer_of(base) if getattr(base, "is_quantized", False) else None
     if quantizer and (base is model or not quantizer.is_trainable):
-        method = quantizer.quantization_config.quant_method
-        raise untrainable(str(getattr(method, "value", method)), takes_adapters=quantizer.is_trainable)
+        raise untrainable(_method_of(quantizer), takes_adapters=bool(quantizer.is_trainable))
     if any(weight.requires_grad and weight.dtype == torch.float16 for weight in model.parameters()):
         fix = "set it to float32 or bfloat16, or train adapters (peft=lora)"
         raise UserError("float16 weights cannot be trained", where="model.dtype", fix=fix)
@@ -180,7 +179,7 @@ def check_trainable(model: PreTrainedModel) -> None:
 def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> None:
     """Raise UserError if a document of `longest` tokens exceeds the model's positions. Also if rotary frequencies depend on the
     longest document of a `padded` batch (longrope): the others would not be exact."""
-    config: Any = model.config.get_text_config()
+    config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
     if padded and isinstance(original, int) and original < longest and rotates_by_length(base_model(model)):
@@ -199,56 +198,48 @@ def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> No
 
 
 def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: int, *, scores: bool) -> PreTrainedModel:
-    assert config.path is not None  # config/rules/ refuses it
-    place, dtype, overrides = location(config.path, config), _DTYPES[config.dtype], config.config
-    if "gguf_file" not in place:
-        model_config = _config_of(config, tokenizer, scores=scores)
-        own: Any = getattr(model_config, "quantization_config", None)
-        if own and own.get("quant_method") in EXPANDED:
-            own["dequantize"] = True
-        if config.quantize != "no":
-            if own:
-                what, fix = "the weights of this model are quantised already", "remove it: peft=lora trains on them"
-                raise UserError(what, where="model.quantize", fix=fix)
-            computed: Any = model_config.dtype or torch.float32 if dtype == "auto" else dtype
-            place["quantization_config"] = quantization_config(config.quantize, computed)
-        model = _all_weights(seed, scores=scores, **place, dtype=dtype, config=model_config)
-        _judge_untaken(model, config, model_config.model_type, scores=scores, quantised=bool(own))
-        return model
-    labels = {"num_labels": 1} if scores else {}
-    loaded = _all_weights(seed, scores=scores, **place, **labels, dtype=torch.float32 if dtype == "auto" else dtype)
-    # A model from GGUF refuses save_pretrained; a plain model of the same config with its weights does not.
-    judge(loaded, bool, quantised=False)
-    plain = loaded.config.to_dict()
-    plain.pop("quantization_config", None)
-    _check_keys(overrides, loaded.config)
-    model_config = type(loaded.config).from_dict({**plain, **overrides})
-    model = type(loaded)._from_config(model_config, dtype=loaded.dtype)
-    model.load_state_dict(loaded.state_dict())
-    model.tie_weights()
-    model.generation_config, model.source = loaded.generation_config, loaded.source
+    place, dtype = (
+        location(cast(str, config.path), config),
+        _DTYPES[config.dtype],
+    )  # config/rules/ refuses a missing path
+    model_config = _config_of(config, tokenizer, scores=scores)
+    own = getattr(model_config, "quantization_config", None)
+    if own and own.get("quant_method") in EXPANDED:
+        own["dequantize"] = True
+    if config.quantize != "no":
+        if own:
+            what, fix = "the weights of this model are quantised already", "remove it: peft=lora trains on them"
+            raise UserError(what, where="model.quantize", fix=fix)
+        computed = model_config.dtype or torch.float32 if dtype == "auto" else dtype
+        place["quantization_config"] = quantization_config(config.quantize, cast(torch.dtype, computed))
+    if of_gguf := "gguf_file" in place:
+        dtype = torch.float32 if dtype == "auto" else dtype
+    model = _all_weights(seed, scores=scores, **place, dtype=dtype, config=model_config)
+    _judge_untaken(model, config, model_config.model_type, scores=scores, quantised=bool(own))
+    if of_gguf:  # its weights are expanded, and it would refuse save_pretrained
+        cast(HfQuantizer, _quantizer_of(model)).remove_quantization_config(model)
     return model
 
 
-def _judge_untaken(model: Any, config: Model, named: str, *, scores: bool, quantised: bool) -> None:
+def _judge_untaken(model: PreTrainedModel, config: Model, named: str, *, scores: bool, quantised: bool) -> None:
     """Judge the weights that the model does not take (weights.py).
 
     These stay out of final/: a head that the objective does not use, layers that model.config leaves out, and towers if only a part of the
     model type `named` is loaded.
     """
-    names, part = set[str](), model.config.model_type != named
-    if model.source.untaken:
+    names, part, source = set[str](), model.config.model_type != named, cast(WeightFiles, source_of(model))
+    if source.untaken:
         with suppress(Exception), torch.device("meta"):  # there may be no such model
             names = {*_auto_class(not scores).from_config(model.config).state_dict()}
     fewer = any(re.search("layers?$", key) for key in config.config)
-    judge(model, lambda name: fewer or name in names or (part and not MTP.search(name)), quantised=quantised)
+    judge(model, source, lambda name: fewer or name in names or (part and not MTP.search(name)), quantised=quantised)
 
 
-def _all_weights(seed: int, *, scores: bool, **arguments: Any) -> PreTrainedModel:
+def _all_weights(seed: int, *, scores: bool, **arguments: object) -> PreTrainedModel:
     """Call `from_pretrained`. Raise UserError for weights missing or misshapen in the files: the library would draw them.
     The head of a causal language model that becomes a reward model is drawn from `seed`."""
-    kind = _auto_class(scores)
-    model, info = kind.from_pretrained(**arguments, ignore_mismatched_sizes=True, output_loading_info=True)
+    read: Callable[..., tuple[PreTrainedModel, dict[str, set]]] = _auto_class(scores).from_pretrained
+    model, info = read(**arguments, ignore_mismatched_sizes=True, output_loading_info=True)
     lacking = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
     if scores and lacking == {f"{HEAD}.weight"} and not is_reward_model(model.config):
         new_score(model, seed)
@@ -277,8 +268,8 @@ def _saved_config(config: Model) -> PreTrainedConfig:
     return model_config
 
 
-def _new_config(overrides: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    model_type = overrides.pop("model_type")
+def _new_config(overrides: dict[str, object], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    model_type = str(overrides.pop("model_type"))
     if model_type not in CONFIG_MAPPING:
         fix = suggest(model_type, CONFIG_MAPPING.keys(), "docs/architectures.md lists what trains.")
         raise UserError(f"transformers knows no model type {model_type!r}", where="model.config.model_type", fix=fix)
@@ -309,7 +300,7 @@ def _advice(config: Model, online: bool, error: BaseException) -> str:
     return fix_of(online, error)
 
 
-def quantization_config(quantize: Quantize, dtype: torch.dtype) -> Any:
+def quantization_config(quantize: Quantize, dtype: torch.dtype) -> QuantizationConfigMixin:
     """Return the argument of from_pretrained that quantises weights. `dtype`: the compute dtype."""
     from transformers import BitsAndBytesConfig, TorchAoConfig
 
@@ -333,26 +324,25 @@ def keep_layout(model: nn.Module) -> None:
     """Stop bitsandbytes from converting weights for CPUs with AVX-512 in calls without training. Processes would differ."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            cast(Any, module).support_avx512bf16_for_cpu = False
+            vars(module)["support_avx512bf16_for_cpu"] = False
 
 
 def check_dequantizes(model: nn.Module) -> None:
     """Raise UserError if `model` is quantised and its weights cannot be converted back."""
-    quantizer: Any = getattr(model, "hf_quantizer", None)
+    quantizer = _quantizer_of(model)
     if quantizer is None or _is_torchao(quantizer):
         return
-    method = quantizer.quantization_config.quant_method
     lacks = type(quantizer)._dequantize is HfQuantizer._dequantize
     # bitsandbytes stores a Conv1D transposed, and dequantises it to a Linear that nobody can load
     if lacks or any(getattr(module, "source_cls", None) is Conv1D for module in model.modules()):
-        what = f"weights of {type(model).__name__} quantised by {getattr(method, 'value', method)} cannot be converted back"
+        what = f"weights of {type(model).__name__} quantised by {_method_of(quantizer)} cannot be converted back"
         fix = "Keep the adapters apart (peft.merge=false): chat and eval load them on these weights."
         raise UserError(f"{what}, so nothing can be merged into them", where="model.path", fix=fix)
 
 
 def dequantized(model: PreTrainedModel) -> PreTrainedModel:
     """Dequantise all weights of `model` in place, to its number format. Raises UserError if the quantised format cannot be converted back."""
-    quantizer: Any = getattr(model, "hf_quantizer", None)
+    quantizer = _quantizer_of(model)
     if quantizer is None:
         return model
     check_dequantizes(model)
@@ -360,8 +350,8 @@ def dequantized(model: PreTrainedModel) -> PreTrainedModel:
         if not _is_torchao(quantizer):
             return cast(PreTrainedModel, model.dequantize(model.dtype))
         for module in model.modules():  # transformers cannot convert torchao's back
-            weight: Any = getattr(module, "weight", None)
-            if type(weight).__module__.startswith("torchao."):
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, torch.Tensor) and type(weight).__module__.startswith("torchao."):
                 module.weight = nn.Parameter(weight.dequantize().to(model.dtype), requires_grad=False)
         quantizer.remove_quantization_config(model)
     return model
@@ -372,5 +362,13 @@ def dequantized_in(dtype: torch.dtype) -> str:
     return f"its quantised weights converted back to {str(dtype).removeprefix('torch.')}"
 
 
-def _is_torchao(quantizer: Any) -> bool:
+def _quantizer_of(model: nn.Module) -> HfQuantizer | None:
+    return getattr(model, "hf_quantizer", None)
+
+
+def _is_torchao(quantizer: HfQuantizer) -> bool:
     return type(quantizer).__name__ == "TorchAoHfQuantizer"
+
+
+def _method_of(quantizer: HfQuantizer) -> str:
+    return str(getattr(method := quantizer.quantization_config.quant_method, "value", method))

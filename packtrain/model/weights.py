@@ -1,14 +1,14 @@
 """Weights in files: each process reads and hashes its own slices; none is passed over in silence.
 
 transformers reads safetensors by slices into parameters that are DTensors, also if experts are stacked while they are read
-(core_model_loading.DtensorShardOperation). So inside `reading_slices` a model on the meta device gets such parameters before its files are
+(core_model_loading.DtensorShardOperation). So inside `reading_files` a model on the meta device gets such parameters before its files are
 read: `Shard(0)` on the mesh, as fully_shard makes them. model/spread.py takes them over; for ZeRO-3 it puts them together one by one.
 
 These stay whole in every process until then: weights that are in no file (a new head), buffers, weights that the library makes from whole
 ones (a fused projection that is cut into three), and all weights of other kinds of files (.bin, .gguf) and of quantised models.
 
 transformers drops weights that the model does not take without a word, also layers for multi-token prediction (MTP) that config.json
-promises. `noting_files` counts them. Separate layers and modules are carried into final/. If layers of the model lack them, they are refused.
+promises. Here they are counted. Separate layers and modules are carried into final/. If layers of the model lack them, they are refused.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -39,10 +39,11 @@ from transformers.core_model_loading import (
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     apply_converters,
     rename_source_key,
 )
-from transformers.modeling_utils import load_state_dict
+from transformers.modeling_utils import LoadStateDictConfig, LoadStateDictInfo, load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from packtrain.boundary import holding
@@ -51,40 +52,89 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.wording import counted
 
 
-def reading_slices(mesh: DeviceMesh | None) -> AbstractContextManager[None]:
-    """Make `from_pretrained` read only this process's rows, on a one-dimensional `mesh`; None: whole weights."""
-    if mesh is None:
-        return nullcontext()
-    read = PreTrainedModel._load_pretrained_model
+class _Names(dict[str, str]):
+    """A table of names that appends to `passed_over` the ones it does not have."""
 
-    def read_slices(model: Any, state_dict: Any, files: list[str] | None, settings: Any, *more: Any) -> Any:
-        by_slices = state_dict is None and settings.hf_quantizer is None
-        if not (by_slices and files and all(file.endswith(".safetensors") for file in files)):
-            return read(model, state_dict, files, settings, *more)
-        model.hash_of_files = sampled_hash(files)
-        _place(model, mesh, settings.weight_mapping or [])
-        loaded, rest = read(model, state_dict, files, settings, *more)
-        for names, weight in _sliced(model).items():
-            # the converter of experts fails where a process has none of them
-            if not weight.to_local().numel() and (broken := loaded.conversion_errors.keys() & names):
-                loaded.conversion_errors.pop(broken.pop())
-                loaded.missing_keys -= {*names}
-                put_weight(
-                    model, names, _like(weight, torch.empty_like(weight.to_local(), device="cpu"))
-                )._is_hf_initialized = True
-            elif (
-                weight.to_local().is_meta
-            ):  # it is tied or initialised later: whole, since random numbers depend on the shape
-                put_weight(model, names, torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+    passed_over: list[str]
+
+    def __contains__(self, name: object) -> bool:
+        if not (found := super().__contains__(name)) and isinstance(name, str):
+            self.passed_over.append(name)
+        return found
+
+
+@contextmanager
+def reading_files(mesh: DeviceMesh | None) -> Iterator[None]:
+    """Make `from_pretrained` leave WeightFiles on the model, as its `source`, inside the block.
+
+    On a one-dimensional `mesh` it reads only this process's rows; None: whole weights.
+    """
+    read: Callable[..., tuple[LoadStateDictInfo, object]] = PreTrainedModel._load_pretrained_model
+    map_gguf: Callable[..., dict[str, str]] = gguf.get_gguf_hf_weights_map
+    passed_over = list[str]()
+
+    def map_names(*given: object, **named: object) -> dict[str, str]:
+        (names := _Names(map_gguf(*given, **named))).passed_over = passed_over
+        return names
+
+    def noted(
+        model: PreTrainedModel,
+        state_dict: dict[str, torch.Tensor] | None,
+        checkpoint_files: list[str] | None,
+        load_config: LoadStateDictConfig,
+        *more: object,
+        **named: object,
+    ) -> tuple[LoadStateDictInfo, object]:
+        files, own, changes = checkpoint_files or [], model.state_dict(), load_config.weight_mapping or []
+        of_gguf = dict.fromkeys((*(state_dict or ()), *passed_over), ("", torch.empty(0, device="meta")))
+        held = of_gguf or _shapes(files)
+        by_slices = state_dict is None and load_config.hf_quantizer is None and bool(files)
+        sliced = by_slices and all(file.endswith(".safetensors") for file in files)
+        if mesh is not None and sliced:
+            vars(model)["hash_of_files"] = sampled_hash(files)
+            _place(model, mesh, changes)
+        loaded, rest = read(model, state_dict, checkpoint_files, load_config, *more, **named)
+        if mesh is not None and sliced:
+            _settle(model, loaded)
+        renamings = [one for one in changes if isinstance(one, WeightRenaming)]
+        conversions = [one for one in changes if isinstance(one, WeightConverter)]
+        untaken = {}
+        for name, at in held.items():
+            renamed, _ = rename_source_key(name, renamings, conversions, model.base_model_prefix, own)
+            untaken |= {} if {name, renamed} & own.keys() else {name: (*at, renamed)}
+        vars(model)["source"] = WeightFiles(files, len(held), untaken)
         return loaded, rest
 
-    return holding(PreTrainedModel, _load_pretrained_model=staticmethod(read_slices))
+    with (
+        holding(PreTrainedModel, _load_pretrained_model=staticmethod(noted)),
+        holding(gguf, get_gguf_hf_weights_map=map_names),
+    ):
+        yield
 
 
-def _place(model: nn.Module, mesh: DeviceMesh, conversions: list[Any]) -> None:
+def source_of(model: nn.Module) -> WeightFiles | None:
+    """Return the files that `model` was read from, None for new weights."""
+    return vars(model).get("source")
+
+
+def _settle(model: PreTrainedModel, loaded: LoadStateDictInfo) -> None:
+    """Give the slices that were not read a whole weight, or none where this process has no rows."""
+    for names, weight in _sliced(model).items():
+        own = weight.to_local()
+        # the converter of experts fails where a process has none of them
+        if not own.numel() and (broken := loaded.conversion_errors.keys() & names):
+            loaded.conversion_errors.pop(broken.pop())
+            loaded.missing_keys -= {*names}
+            made = put_weight(model, names, _like(weight, torch.empty_like(own, device="cpu")))
+            vars(made)["_is_hf_initialized"] = True
+        elif own.is_meta:  # tied or initialised later: whole, since random numbers depend on the shape
+            put_weight(model, names, torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+
+
+def _place(model: nn.Module, mesh: DeviceMesh, conversions: Sequence[WeightTransform]) -> None:
     """Make the meta parameters of `model` DTensors. Each process has the rows that fully_shard would give it."""
-    whole: list[Any] = [
-        made.reverse_transform() for made in conversions if isinstance(made, WeightConverter) and not _by_rows(made)
+    whole = [
+        cast(WeightConverter, made.reverse_transform()) for made in conversions if isinstance(made, WeightConverter) and not _by_rows(made)
     ]
     for names, weight in _named(model).items():
         if weight.dim() and not any(apply_converters(name, whole)[1] for name in names):
@@ -130,7 +180,7 @@ def _sliced(model: nn.Module) -> dict[tuple[str, ...], DTensor]:
     return {names: weight for names, weight in _named(model).items() if isinstance(weight, DTensor)}
 
 
-def _named(model: nn.Module) -> dict[tuple[str, ...], Any]:
+def _named(model: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
     """Return each parameter by all its names."""
     names: dict[nn.Parameter, tuple[str, ...]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
@@ -138,7 +188,7 @@ def _named(model: nn.Module) -> dict[tuple[str, ...], Any]:
     return {all_of_it: weight for weight, all_of_it in names.items()}
 
 
-def put_weight(model: nn.Module, names: tuple[str, ...], value: torch.Tensor, trained: bool = True) -> Any:
+def put_weight(model: nn.Module, names: tuple[str, ...], value: torch.Tensor, trained: bool = True) -> nn.Parameter:
     """Make `value` the parameter of these `names`, and return it."""
     made = nn.Parameter(value, requires_grad=trained and value.is_floating_point())
     for name in names:
@@ -212,7 +262,7 @@ def _rows(tensor: torch.Tensor) -> Iterator[memoryview]:
     if type(tensor).__module__.startswith("torchao."):  # numbers and their scales
         tensor = tensor.dequantize()
     if tensor.numel():
-        flat = memoryview(cast(Any, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+        flat = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         size = len(flat) // (len(tensor) if tensor.dim() else 1)
         for start in range(0, len(flat), size):
             yield flat[start : start + size]
@@ -249,43 +299,13 @@ class WeightFiles:
         return f"{len(self.untaken)} of {self.total} weights are not the model's: {'; '.join(said)}" if said else ""
 
 
-@contextmanager
-def noting_files() -> Iterator[None]:
-    """Make `from_pretrained` leave WeightFiles on the model, as its `source`, inside the block."""
-    read, map_gguf, passed_over = PreTrainedModel._load_pretrained_model, gguf.get_gguf_hf_weights_map, list[str]()
-
-    class Names(dict[str, str]):
-        def __contains__(self, name: Any) -> bool:
-            found = dict.__contains__(self, name)
-            passed_over.extend([] if found or name is None else [name])
-            return found
-
-    def noted(model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **more: Any) -> Any:
-        own, changes, nothing = model.state_dict(), load_config.weight_mapping or [], torch.empty(0, device="meta")
-        of_gguf = dict.fromkeys((*(state_dict or ()), *passed_over), ("", nothing))
-        held = of_gguf or _shapes(checkpoint_files or ())
-        loaded = read(model, state_dict, checkpoint_files, load_config, **more)
-        renamings = [one for one in changes if isinstance(one, WeightRenaming)]
-        conversions = [one for one in changes if isinstance(one, WeightConverter)]
-        untaken = {}
-        for name, at in held.items():
-            renamed, _ = rename_source_key(name, renamings, conversions, model.base_model_prefix, own)
-            untaken |= {} if {name, renamed} & own.keys() else {name: (*at, renamed)}
-        model.source = WeightFiles(checkpoint_files or [], len(held), untaken)
-        return loaded
-
-    mapped: Any = {"get_gguf_hf_weights_map": lambda *given, **named: Names(map_gguf(*given, **named))}
-    with holding(PreTrainedModel, _load_pretrained_model=staticmethod(noted)), holding(gguf, **mapped):
-        yield
-
-
-def judge(model: Any, stays: Callable[[str], bool], *, quantised: bool) -> None:
-    """Sort the weights that `model` does not take into kept and left ones.
+def judge(model: PreTrainedModel, source: WeightFiles, stays: Callable[[str], bool], *, quantised: bool) -> None:
+    """Sort the weights of `source` that `model` does not take into kept and left ones.
 
     Separate layers and modules are kept for final/, unless a name `stays` out. Weights of a `quantised` model may be scales, and are left.
     Raises UserError for weights that layers of the model lack.
     """
-    source, lacking = model.source, dict[str, str]()
+    lacking = dict[str, str]()
     patterns = [one for one in model._keys_to_ignore_on_load_unexpected or () if not re.search(r"\d", one)]
     for name, (file, weight, renamed) in source.untaken.items():
         place, own = _place_of(model, renamed)
@@ -304,18 +324,17 @@ def judge(model: Any, stays: Callable[[str], bool], *, quantised: bool) -> None:
         raise UserError(what, where="model.path", fix=" ".join(_switches(model, {*lacking})) or fix)
 
 
-def _place_of(model: Any, name: str) -> tuple[str, str]:
+def _place_of(model: PreTrainedModel, name: str) -> tuple[str, str]:
     """Return the full name of a weight and its module's pattern. The pattern is "" if the model has the module."""
     if block := re.match(r"blk\.(\d+)\.", name):  # the name in .gguf files
         return name, "" if int(block[1]) < model.config.get_text_config().num_hidden_layers else f"{block[0]}*"
-    found, prefix = list[tuple[int, list[str], Any]](), f"{model.base_model_prefix}."
+    found, prefix = list[tuple[int, list[str], nn.Module]](), f"{model.base_model_prefix}."
     for full in (name, prefix + name, name.removeprefix(prefix)):
         module, depth, parts = model, 0, full.split(".")
         while depth + 1 < len(parts) and (inner := module._modules.get(parts[depth])) is not None:
             module, depth = inner, depth + 1
-        found.append(
-            (depth - (len(full) > len(name)), parts[: depth + 1], module)
-        )  # an added prefix counts for nothing
+        # an added prefix counts for nothing
+        found.append((depth - (len(full) > len(name)), parts[: depth + 1], module))
     _, begin, module = max(found, key=lambda one: one[0])
     full = name if name.startswith(".".join(begin)) else prefix + name
     holds_layers = module is model or any(isinstance(one, nn.ModuleList) for one in (module, *module.children()))
@@ -323,7 +342,7 @@ def _place_of(model: Any, name: str) -> tuple[str, str]:
     return full, ".".join([*begin, "*"]) if alone else ""
 
 
-def _switches(model: Any, lacking: set[str]) -> list[str]:
+def _switches(model: PreTrainedModel, lacking: set[str]) -> list[str]:
     """Return switches of model.config that make a model take `lacking` weights."""
     found = []
     for name, value in model.config.get_text_config().to_dict().items():
@@ -336,17 +355,16 @@ def _switches(model: Any, lacking: set[str]) -> list[str]:
     return found
 
 
-def carry(model: Any, folder: Path) -> str:
+def carry(model: nn.Module, folder: Path) -> str:
     """Add the weights kept for final/ to the files and the index in `folder`, unchanged.
 
     Returns words for the last lines of a run. If there are none, config.json no longer counts layers for multi-token prediction.
     """
-    source: Any = getattr(model, "source", None)
-    kept = dict[str, list[str]]()
+    source, kept = source_of(model), defaultdict[str, list[str]](list)
     for name in source.kept if source else ():
-        kept.setdefault(source.untaken[name][0], []).append(name)
+        kept[source.untaken[name][0]].append(name)
     saved = sorted(folder.glob("model*.safetensors"))
-    if not kept:
+    if not (source and kept):
         return "" if any(map(MTP.search, _shapes(saved))) else _forget(folder / "config.json")
     number = len(saved) + len(kept)
     files = [folder / f"model-{at:05}-of-{number:05}.safetensors" for at in range(1, number + 1)]
