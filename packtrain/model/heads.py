@@ -18,12 +18,13 @@ import math
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -44,20 +45,24 @@ def token_weights(log_probs: torch.Tensor, loss: str) -> torch.Tensor:
     return log_probs.exp().detach() if loss == "dft" else torch.ones_like(log_probs)
 
 
-def sum_losses(hidden: torch.Tensor, targets: torch.Tensor, head: Any, loss: str) -> torch.Tensor:
+def sum_losses(hidden: torch.Tensor, targets: torch.Tensor, head: nn.Linear, loss: str) -> torch.Tensor:
     """Sum the losses of `targets` int64 [n] after `hidden` [n, d]: a float32 scalar. Its backward pass runs only once.
 
-    `head` is an nn.Linear. Its products are in float32 on a CPU, elsewhere in autocast's format or the format of `hidden`.
+    The products of `head` are in float32 on a CPU, elsewhere in autocast's format or the format of `hidden`.
     """
-    with maybe_gather_lm_head_ctx(head.weight, head.bias):
+    with maybe_gather_lm_head_ctx(*_parameters(head)):
         return _SummedLoss.apply(hidden, head.weight, head.bias, targets, loss, torch.is_grad_enabled())  # type: ignore[return-value]
 
 
+def _parameters(head: nn.Linear) -> list[nn.Parameter]:
+    return [head.get_parameter(name) for name in ("weight", "bias") if getattr(head, name) is not None]
+
+
 @torch.enable_grad()
-def compare_gradients(hidden: torch.Tensor, targets: torch.Tensor, head: Any, loss: str) -> torch.Tensor:
+def compare_gradients(hidden: torch.Tensor, targets: torch.Tensor, head: nn.Linear, loss: str) -> torch.Tensor:
     """Compare the gradients of `sum_losses` with full logits. Returns the largest relative difference, a scalar, over `hidden` [n, d]
     and the trained weights of `head`."""
-    with maybe_gather_lm_head_ctx(head.weight, head.bias):
+    with maybe_gather_lm_head_ctx(*_parameters(head)):
         rows, weight = hidden.detach().requires_grad_(), head.weight.detach().requires_grad_(head.weight.requires_grad)
         bias = None if head.bias is None else head.bias.detach().requires_grad_(head.bias.requires_grad)
         inputs = [tensor for tensor in (rows, weight, bias) if tensor is not None and tensor.requires_grad]
@@ -71,10 +76,15 @@ def compare_gradients(hidden: torch.Tensor, targets: torch.Tensor, head: Any, lo
         return torch.stack(differences).max()
 
 
+class _Context(FunctionCtx):
+    needs_input_grad: tuple[bool, ...]
+    gradients: tuple[tuple[torch.Tensor | None, torch.dtype | None], ...] | None
+
+
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -104,18 +114,24 @@ class _SummedLoss(torch.autograd.Function):
                 _kernels()._addmm_fp32(of_weight, logits.t(), part)
             if of_bias is not None:
                 of_bias += logits.sum(dim=0, dtype=torch.float32)
-        ctx.gradients = (of_hidden, hidden.dtype), (of_weight, weight.dtype), (of_bias, bias is not None and bias.dtype)
+        ctx.gradients = (
+            (of_hidden, hidden.dtype),
+            (of_weight, weight.dtype),
+            (of_bias, None if bias is None else bias.dtype),
+        )
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the gradients were made in the forward pass, for one backward pass")
         scaled = [made if made is None else made.mul_(gradient).to(dtype) for made, dtype in gradients]
         return *scaled, None, None, None
 
 
-def _kernels() -> Any:
+def _kernels() -> ModuleType:
     from trl.kernels import chunked_logprob
 
     return chunked_logprob
@@ -169,6 +185,8 @@ def _by_triton(logits: torch.Tensor, targets: torch.Tensor, loss: str, *, trains
 
 
 HEAD = "score"
+Batch = dict[str, Any]
+"""Arguments of a model's forward by name: the tensors of a collated micro-batch, and more."""
 
 
 def is_reward_model(config: PreTrainedConfig) -> bool:
@@ -192,10 +210,9 @@ def with_one_score(config: PreTrainedConfig) -> PreTrainedConfig:
 def new_score(model: PreTrainedModel, seed: int) -> None:
     """Draw the weights of a new head from `seed`. They are the same on all processes, and independent of earlier draws."""
     torch.manual_seed(seed)
-    head: Any = getattr(model, HEAD)
-    head._is_hf_initialized = False
-    for weight in head.parameters():
-        weight._is_hf_initialized = False
+    head = getattr(model, HEAD)
+    for one in (head, *head.parameters()):
+        one._is_hf_initialized = False
     model._init_weights(head)
 
 
@@ -210,7 +227,7 @@ def check_score_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     if tokenizer.pad_token_id is None:
         what = "the tokenizer has neither a padding token nor EOS: a reward model finds the end of a document by it"
         raise UserError(what, where="model.tokenizer", fix="set pad_token on the tokenizer")
-    cast(Any, model.config.get_text_config()).pad_token_id = tokenizer.pad_token_id
+    vars(model.config.get_text_config())["pad_token_id"] = tokenizer.pad_token_id
 
 
 def add_scores(model: PreTrainedModel) -> None:
@@ -220,7 +237,7 @@ def add_scores(model: PreTrainedModel) -> None:
     inner = model.forward
 
     @functools.wraps(type(model).forward)
-    def forward(self: PreTrainedModel, *args: Any, every_token: bool = False, **kwargs: Any) -> Any:
+    def forward(self: PreTrainedModel, *args: object, every_token: bool = False, **kwargs: object) -> object:
         return _scores(self, kwargs) if every_token else inner(*args, **kwargs)
 
     model.forward = types.MethodType(forward, model)
@@ -241,6 +258,6 @@ def outputs_of_tokens(model: PreTrainedModel) -> Iterator[None]:
         model.forward = inner
 
 
-def _scores(model: PreTrainedModel, call: dict[str, Any]) -> SequenceClassifierOutputWithPast:
+def _scores(model: PreTrainedModel, call: Batch) -> SequenceClassifierOutputWithPast:
     hidden = model.base_model(**{**call, "use_cache": False}).last_hidden_state
-    return SequenceClassifierOutputWithPast(logits=cast(Any, getattr(model, HEAD))(hidden))
+    return SequenceClassifierOutputWithPast(logits=getattr(model, HEAD)(hidden))

@@ -24,14 +24,18 @@ import types
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch._dynamo.config
 import torch._inductor.config
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -69,36 +73,34 @@ def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> 
     # transformers adds the biases of experts to the results of their products, in place: kept tensors must not change
     biased = any(getattr(module, "has_bias", False) for module in model.modules())
     kept = _PRODUCTS if biased else (*_PRODUCTS, _OF_EXPERTS)
-    context: dict[str, Any] = {}
+    rerun: Callable[..., object] = partial(checkpoint, use_reentrant=False)
     if policy == "selective":
-        context["context_fn"] = lambda: create_selective_checkpoint_contexts(_keep_every_second(kept))
-
-    rerun: Callable[..., Any] = partial(checkpoint, use_reentrant=False, **context)
+        rerun = partial(rerun, context_fn=lambda: create_selective_checkpoint_contexts(_keep_every_second(kept)))
     if offload:
         rerun = _offloading(rerun)
 
-    def switch(self: Any, enable: bool = True, **_: Any) -> None:
+    def switch(self: PreTrainedModel, enable: bool = True, **_: object) -> None:
         """Replace transformers' own. TRL switches off for a pass of the reference, and on again without our choices."""
         type(self)._set_gradient_checkpointing(self, enable, rerun)
         for number, layer in enumerate(layers):
             layer.gradient_checkpointing = enable and number % every == 0
 
-    own: Any = model
-    own._set_gradient_checkpointing = types.MethodType(switch, model)
-    own.activation_checkpointing_enable()
+    vars(model)["_set_gradient_checkpointing"] = types.MethodType(switch, model)
+    model.activation_checkpointing_enable()
 
 
-def _offloading(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+def _offloading(checkpoint: Callable[..., object]) -> Callable[..., object]:
     """Return a `checkpoint` function that moves its inputs to the host until the backward pass."""
     from trl.models.activation_offloading import OffloadActivations
 
-    return partial(_checkpoint_moving, OffloadActivations(), checkpoint)
+    moving = OffloadActivations()
 
+    def checkpoint_moving(*given: object, **options: object) -> object:
+        # not `with moving`: that forgets tensors that earlier layers moved. Tensors saved inside of the checkpoint have their own hooks
+        with saved_tensors_hooks(moving.pack_hook, moving.unpack_hook):
+            return checkpoint(*given, **options)
 
-def _checkpoint_moving(moving: Any, checkpoint: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    # not `with moving`: that forgets tensors that earlier layers moved. Tensors saved inside of the checkpoint have their own hooks
-    with saved_tensors_hooks(moving.pack_hook, moving.unpack_hook):
-        return checkpoint(*given, **options)
+    return checkpoint_moving
 
 
 def recompute_in_eval(model: PreTrainedModel) -> None:
@@ -113,7 +115,9 @@ def _keep_every_second(kinds: tuple[str, ...]) -> Callable[..., CheckpointPolicy
     So the last of seven is not kept: the backward pass does not need its result."""
     products: Counter[bool] = Counter()
 
-    def decide(run: Any, operator: Any, *args: Any, **_: Any) -> CheckpointPolicy:
+    def decide(
+        run: SelectiveCheckpointContext, operator: torch._ops.OpOverload, *args: torch.Tensor, **_: object
+    ) -> CheckpointPolicy:
         name, keep = operator.name().partition(".")[0], False
         if name in kinds:
             rows, columns = args[-2:] if name == "aten::addmm" else args[:2]
@@ -130,9 +134,7 @@ def _keep_every_second(kinds: tuple[str, ...]) -> Callable[..., CheckpointPolicy
     return decide
 
 
-inductor: Any = torch._inductor.config
-dynamo: Any = torch._dynamo.config
-KEY = "trainer.torch_compile"
+COMPILE_KEY = "trainer.torch_compile"
 BACKEND = "inductor"
 MAX_VARIANTS = 16
 """How often a part is compiled anew, for proofs and training, rows and batches. After that it runs uncompiled."""
@@ -145,11 +147,13 @@ def compile_layers(model: PreTrainedModel) -> int:
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if why := _why_not(model, layers):
-        raise UserError(f"{type(model).__name__} cannot be compiled: {why}", where=KEY, fix=f"set {KEY}=false")
+        raise UserError(
+            f"{type(model).__name__} cannot be compiled: {why}", where=COMPILE_KEY, fix=f"set {COMPILE_KEY}=false"
+        )
     for name in attention_functions():
         AttentionInterface.register(name, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name]))
-    inductor.fallback_random = True  # dropout draws the same numbers as without compiling
-    dynamo.recompile_limit = MAX_VARIANTS
+    setattr(torch._inductor.config, "fallback_random", True)  # noqa: B010  # dropout draws the same numbers as without compiling
+    setattr(torch._dynamo.config, "recompile_limit", MAX_VARIANTS)  # noqa: B010
     for layer in layers:
         for part in layer.children():
             part.compile(dynamic=True, backend=BACKEND)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -50,6 +50,9 @@ from packtrain.model.heads import HEAD, check_score_head, is_reward_model, new_s
 from packtrain.model.weights import MTP, WeightFiles, judge, reading_files, source_of
 from packtrain.plan.known_model import EXPANDED, below_adapters, known_sizes, untrainable
 from packtrain.proof.isolation import max_positions
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 _ROTARY_KEYS = ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta")
@@ -125,13 +128,13 @@ def load_model(
     if scores:
         check_score_head(model, tokenizer)
     if apart and config is not adapted:
-        return load_adapters(model, str(adapted.path), scores=scores, trained=False)
+        return cast(PreTrainedModel, load_adapters(model, str(adapted.path), scores=scores, trained=False))
     if config is not adapted:
         model = continue_adapters(model, str(adapted.path), peft, scores=scores)
     elif peft.kind == "lora":
         model = add_adapters(model, peft, seed, scores=scores)
     if peft.kind == "lora" and config.is_base_for_adapters:
-        name_base(model, str(config.path), config.revision)
+        name_base(cast("PeftModel", model), str(config.path), config.revision)
     return model
 
 
@@ -238,7 +241,7 @@ def _judge_untaken(model: PreTrainedModel, config: Model, named: str, *, scores:
 def _all_weights(seed: int, *, scores: bool, **arguments: object) -> PreTrainedModel:
     """Call `from_pretrained`. Raise UserError for weights missing or misshapen in the files: the library would draw them.
     The head of a causal language model that becomes a reward model is drawn from `seed`."""
-    read: Callable[..., tuple[PreTrainedModel, dict[str, set]]] = _auto_class(scores).from_pretrained
+    read = cast(Callable[..., tuple[PreTrainedModel, dict[str, set]]], _auto_class(scores).from_pretrained)
     model, info = read(**arguments, ignore_mismatched_sizes=True, output_loading_info=True)
     lacking = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
     if scores and lacking == {f"{HEAD}.weight"} and not is_reward_model(model.config):

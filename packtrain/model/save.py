@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +21,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict, split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -44,6 +46,9 @@ from packtrain.monitor.heartbeat import progress, waiting
 from packtrain.plan.known_model import folder_of
 from packtrain.wording import first_line
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 _STAYS = re.compile(
     r"\..*|(readme|adapter|optimizer|scheduler|trainer_state|rng_state|training_args|summary|metrics).*|"
     r".*results\.json|.*\.(safetensors|bin|pth?|ckpt(\..*)?|gguf|h5|msgpack|onnx|npz|zip|index\.json|jsonl|parquet|arrow|"
@@ -54,7 +59,7 @@ _STAYS = re.compile(
 _OF_TOKENIZERS = re.compile(r".*token.*|vocab.*|merges.*|chat_template.*|.*\.(model|tiktoken|spm|bpe)", re.IGNORECASE)
 
 
-def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+def mend_generation_config(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> str:
     """Switch sampling on if the library refuses to save without it. If that does not help, save the config unchecked. Returns
     a sentence about it; "" if the library refuses nothing."""
     base = base_model(model)
@@ -70,12 +75,13 @@ def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> st
     return f"{GENERATION_CONFIG_NAME} is saved as it came, though the library says of it: {refusal}"
 
 
-def end_answers_at(model: Any, ends: Sequence[int]) -> list[int]:
+def end_answers_at(model: nn.Module, ends: Sequence[int]) -> list[int]:
     """Let answers stop at the tokens `ends`, too; return the new ones."""
-    settings: Any = getattr(base_model(model), "generation_config", None)
+    settings = getattr(base_model(model), "generation_config", None)
     known = getattr(settings, "eos_token_id", None)
     known = [known] if isinstance(known, int) else known or []
-    if new := [token for token in ends if settings and token not in known]:
+    new = [token for token in ends if settings and token not in known]
+    if settings and new:
         settings.eos_token_id = [*known, *new]
     return new
 
@@ -83,11 +89,11 @@ def end_answers_at(model: Any, ends: Sequence[int]) -> list[int]:
 class _AsItCame(GenerationConfig):
     """A generation config saved without the library's checks."""
 
-    def save_pretrained(self, save_directory: Any, *given: Any, **settings: Any) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike, *given: object, **settings: object) -> None:
         self.to_json_file(Path(save_directory, GENERATION_CONFIG_NAME), keys_to_pop=["compile_config"])
 
 
-def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -> None:
+def try_saving(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -> None:
     """Save everything except the weights into a temporary folder, as at the end. `whole`: for the model too, not only for adapters.
     Raises UserError for parts that cannot be saved."""
     base = base_model(model)
@@ -109,7 +115,7 @@ def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -
             tokenizer.save_pretrained(folder)
 
 
-def complete(model: Any, settings: Model, folder: Path) -> str:
+def complete(model: nn.Module, settings: Model, folder: Path) -> str:
     """Add other weights and files of the first model to the saved one in `folder`.
 
     They stay unchanged; weights.py has the weights. Files of the tokenizer come from its own place. Returns words for the last lines
@@ -129,7 +135,9 @@ def complete(model: Any, settings: Model, folder: Path) -> str:
 
 
 @contextmanager
-def weights_at_least(model: Any, folder: str | Path, weights: dict[str, Any] | None = None) -> Iterator[None]:
+def weights_at_least(
+    model: nn.Module, folder: str | Path, weights: dict[str, torch.Tensor] | None = None
+) -> Iterator[None]:
     """Write the weights (by default of `model`) if the block fails to save them. Then raise UserError with the reason."""
     try:
         yield
@@ -173,10 +181,10 @@ class FilePlan:
 
     names: tuple[str, ...]
     files: dict[str, list[str]]
-    index: dict[str, Any] | None
+    index: dict[str, dict] | None
 
 
-def plan_files(model: Any, dtype: torch.dtype) -> FilePlan | None:
+def plan_files(model: PreTrainedModel, dtype: torch.dtype) -> FilePlan | None:
     """Plan the files of a `model` saved in `dtype`. None if weights have to be converted together."""
     held = model.state_dict(keep_vars=True)
     marks = {id(value): torch.zeros(1) for value in held.values()}  # tied weights have the same
@@ -207,7 +215,12 @@ def plan_files(model: Any, dtype: torch.dtype) -> FilePlan | None:
 
 
 def write_files(
-    model: Any, plan: FilePlan, folder: Path, made: Callable[[torch.Tensor], torch.Tensor | None], *, main: bool
+    model: PreTrainedModel,
+    plan: FilePlan,
+    folder: Path,
+    made: Callable[[torch.Tensor], torch.Tensor | None],
+    *,
+    main: bool,
 ) -> None:
     """Write the weights of `model` into `folder` by `plan`, on the `main` process. All processes call it.
 

@@ -69,7 +69,7 @@ def reading_files(mesh: DeviceMesh | None) -> Iterator[None]:
 
     On a one-dimensional `mesh` it reads only this process's rows; None: whole weights.
     """
-    read: Callable[..., tuple[LoadStateDictInfo, object]] = PreTrainedModel._load_pretrained_model
+    read = cast(Callable[..., tuple[LoadStateDictInfo, object]], PreTrainedModel._load_pretrained_model)
     map_gguf: Callable[..., dict[str, str]] = gguf.get_gguf_hf_weights_map
     passed_over = list[str]()
 
@@ -134,7 +134,9 @@ def _settle(model: PreTrainedModel, loaded: LoadStateDictInfo) -> None:
 def _place(model: nn.Module, mesh: DeviceMesh, conversions: Sequence[WeightTransform]) -> None:
     """Make the meta parameters of `model` DTensors. Each process has the rows that fully_shard would give it."""
     whole = [
-        cast(WeightConverter, made.reverse_transform()) for made in conversions if isinstance(made, WeightConverter) and not _by_rows(made)
+        cast(WeightConverter, made.reverse_transform())
+        for made in conversions
+        if isinstance(made, WeightConverter) and not _by_rows(made)
     ]
     for names, weight in _named(model).items():
         if weight.dim() and not any(apply_converters(name, whole)[1] for name in names):
@@ -361,8 +363,9 @@ def carry(model: nn.Module, folder: Path) -> str:
     Returns words for the last lines of a run. If there are none, config.json no longer counts layers for multi-token prediction.
     """
     source, kept = source_of(model), defaultdict[str, list[str]](list)
-    for name in source.kept if source else ():
-        kept[source.untaken[name][0]].append(name)
+    if source:
+        for name in source.kept:
+            kept[source.untaken[name][0]].append(name)
     saved = sorted(folder.glob("model*.safetensors"))
     if not (source and kept):
         return "" if any(map(MTP.search, _shapes(saved))) else _forget(folder / "config.json")

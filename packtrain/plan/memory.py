@@ -15,10 +15,10 @@ import math
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 from packtrain.config.rules import check_checkpointing, check_strategy
-from packtrain.config.schema import Optim, RunConfig
+from packtrain.config.schema import Checkpointing, Optim, RunConfig
 from packtrain.errors import UserError
 from packtrain.plan.known_model import (
     SCORE,
@@ -255,7 +255,7 @@ class Memory:
         text += f"; and {in_gib(self.host)} GiB of the machine's own memory per process" if self.host else ""
         return text + (f"; {in_gib(self.leaving)} GiB leave each machine with a micro-batch" if self.leaving else "")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the figures, `total`, whether it `fits`, and the sentence as `summary`."""
         derived = {"total": self.total, "fits": self.fits, "exchanges_once": self.exchanges_once}
         return {**asdict(self), **derived, "summary": self.sentence()}
@@ -287,7 +287,7 @@ def _choose_checkpointing(
     """Resolve trainer.gradient_checkpointing and return the memory. `auto` recomputes just enough to leave SPARE of the device free."""
     counts: dict[str, Memory] = {}
     for policy in CHECKPOINTING:
-        tried = replace(config, trainer=replace(config.trainer, gradient_checkpointing=cast(Any, policy)))
+        tried = replace(config, trainer=replace(config.trainer, gradient_checkpointing=cast(Checkpointing, policy)))
         if not any(check_checkpointing(tried)):
             counts[policy] = _count(tried, model, *spread, gpu=device_bytes is not None)
             counts[policy] = replace(counts[policy], device=device_bytes, checkpointing=policy)
@@ -356,24 +356,35 @@ def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, *
     sharded = (*spec.shards, "reference") if spec.shards_weights else spec.shards
     split = {item: math.ceil(size / shards) if item in sharded else size for item, size in parts.items()}
     host = model.all * model.width if spec.shards_weights else 0  # each process loads all, then shards
-    if config.model.is_base_for_adapters and not config.peft.options.get(
-        "use_dora"
-    ):  # each process reads only its slices (model/weights.py)
+    # each process reads only its slices (model/weights.py)
+    if config.model.is_base_for_adapters and not config.peft.options.get("use_dora"):
         host = math.ceil(host / shards)
     if spec.offloads:
         split["gradients"] += math.ceil(4 * model.trained / processes)  # also in float32, for the optimizer
         host = max(host, sum(split.values()))
         split = dict.fromkeys(split, 0)
-    activations, moved, unknown = _activations(config, model, gpu=gpu)
+    batch = fullest(config, model.width, gpu=gpu)
+    activations, moved, unknown = _activations(config, model, batch)
     host = max(host, moved + (host if spec.offloads else 0))
-    overhead = spec.memory(_load(config, model, trained_width, processes, machines))
+    compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
+    load = Load(
+        model=model,
+        trained_width=trained_width,
+        compute=compute,
+        block_width=model.packed or compute,
+        whole=full,
+        processes=processes,
+        machines=machines,
+        copy_on_each=copied,
+    )
+    overhead = spec.memory(load)
     buffers = overhead.buffers + (0 if spec.casts_weights else _autocast_copies(config, model))
     stepped = math.ceil(model.trained / (shards if "optimizer" in spec.shards else 1))
     least = max(
         _stepping(config, model, trained_width, stepped, overhead) - (activations or 0),  # freed by then
         # neither gradients nor states exist before step 1
-        _first_check(config, model, gpu=gpu) - (activations or 0) - split["gradients"] - split["optimizer"],
-        _first_watch(config, model, gpu=gpu) - (activations or 0) - split["gradients"],
+        _first_check(config, model, batch) - (activations or 0) - split["gradients"] - split["optimizer"],
+        _first_watch(config, batch) - (activations or 0) - split["gradients"],
     )
     return Memory(
         **{**split, "buffers": buffers if spec.offloads else max(buffers, least), "activations": activations},
@@ -388,20 +399,6 @@ def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, *
     )
 
 
-def _load(config: RunConfig, model: ModelSize, trained_width: int, processes: int, machines: int) -> Load:
-    compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
-    return Load(
-        model=model,
-        trained_width=trained_width,
-        compute=compute,
-        block_width=model.packed or compute,
-        whole=config.peft.kind == "none",
-        processes=processes,
-        machines=machines,
-        copy_on_each=config.strategy.shard_within == "machine",
-    )
-
-
 def _stepping(config: RunConfig, model: ModelSize, width: int, stepped: int, overhead: Overhead) -> int:
     """Return the bytes that the optimizer's step takes for `stepped` numbers of `width` bytes. AdamW makes a temporary list of tensors."""
     if width == 2 and not config.strategy.spec.keeps_masters:
@@ -410,9 +407,8 @@ def _stepping(config: RunConfig, model: ModelSize, width: int, stepped: int, ove
     return max(stepped * (overhead.widened + listed), overhead.reduced)
 
 
-def _activations(config: RunConfig, model: ModelSize, *, gpu: bool) -> tuple[int | None, int, str]:
+def _activations(config: RunConfig, model: ModelSize, batch: FullestBatch | None) -> tuple[int | None, int, str]:
     """Return bytes of activations at the peak, their bytes on the host, and "". Or None, 0, and why they are unknown."""
-    batch = fullest(config, model.width, gpu=gpu)
     try:
         layers = read_layers(model.sizes)
     except UserError as error:
@@ -438,21 +434,19 @@ def _head(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     return batch.tokens * layers.hidden * (batch.weight + batch.compute + cast) + chunk + weight * cast + of_weight
 
 
-def _first_check(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
+def _first_check(config: RunConfig, model: ModelSize, batch: FullestBatch | None) -> int:
     """Return the bytes of the check of first pairs before step 1. It holds logits, also in float32, and log-probabilities."""
     if not config.objective.spec.reference or not config.verify.preflight:
         return 0
     compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
     longest, vocabulary = config.data.max_length, model.sizes.get("vocab_size")
-    batch = fullest(config, model.width, gpu=gpu)
     tokens = [item for item in (batch and batch.tokens, longest and 2 * COMPARED_PAIRS * longest) if item]
     every = min(tokens) * vocabulary if tokens and vocabulary else CHECKED_LOGITS
     return min(every, CHECKED_LOGITS) * (compute + 8)
 
 
-def _first_watch(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
+def _first_watch(config: RunConfig, batch: FullestBatch | None) -> int:
     """Return the bytes of TRL's head in the watch over first steps. It needs a tile of logits, and no gradients."""
-    batch = fullest(config, model.width, gpu=gpu)
     if config.objective.spec.examples != "documents" or not config.verify.preflight or batch is None:
         return 0
     return min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute

@@ -14,7 +14,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from packtrain.boundary import boundary
 from packtrain.config.schema import Model
@@ -24,6 +24,9 @@ from packtrain.plan.known_model import known_sizes
 from packtrain.plan.surroundings import find_converter
 from packtrain.serve.trained import Trained, find_trained, load_trained
 from packtrain.wording import shortened
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 Target = Literal["hub", "gguf", "ollama", "merged"]
 
@@ -109,7 +112,7 @@ def write_merged(trained: Trained, target: Path, dtype: str | None) -> None:
     wanted = base_model(model).dtype if dtype is None else getattr(torch, dtype)
     quantised = known_sizes(Model(path=trained.path)).get("quantization_config")
     mend_generation_config(model, tokenizer)
-    weights: Any = load_peft_weights(str(trained.folder), device="cpu")
+    weights = load_peft_weights(str(trained.folder), device="cpu")
     with ExitStack() as stack:
         stack.enter_context(boundary(f"cannot merge {trained.path}", str(target)))
         stack.enter_context(published([target]))
@@ -164,15 +167,15 @@ def give_to_ollama(model: str, file: Path, name: str) -> list[str]:
     return [*said, f"ollama run {name}"]
 
 
-def ollama_template(tokenizer: Any) -> str:
+def ollama_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return Modelfile lines that make Ollama render like the chat template. "" if there is none, or its turns are not all alike."""
     adds_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
     def render(*texts: str, ask: bool = False) -> str:
         roles = {_SYSTEM: "system", _ANSWER: "assistant"}
         messages = [{"role": roles.get(text, "user"), "content": text} for text in texts]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
-        return text.removeprefix(tokenizer.bos_token) if adds_bos else text  # Ollama adds it, too
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
+        return text.removeprefix(str(tokenizer.bos_token)) if adds_bos else text  # Ollama adds it, too
 
     try:
         asked = render(_SYSTEM, _USER, _ANSWER, _USER, ask=True)
