@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import packtrain.model.heads
 from packtrain.attention import flash
 from packtrain.attention.backends import attention_by, attention_of
 from packtrain.attention.kernel_choice import KernelChoice, LayerFeatures
@@ -37,10 +38,9 @@ from packtrain.data.dataset import Document, Preference
 from packtrain.model.adapters import add_adapters
 from packtrain.model.flops import training_flops
 from packtrain.model.forward import patch_forward
-from packtrain.model.heads import summed
+from packtrain.model.layers import recompute
 from packtrain.model.load import base_model
 from packtrain.model.precision import settle_kernels, weights_cast_once
-from packtrain.model.recomputation import recompute
 from packtrain.packing.collate import collate_flat, collate_padded, label_positions, on_device
 from packtrain.plan.surroundings import lack_of_compiler
 from packtrain.run_folder import installed_version
@@ -377,11 +377,11 @@ def head_by_chunk(note: Note, tiny: bool) -> None:
 
     def work() -> dict[str, Any]:
         forget(head)
-        spent = seconds_of(lambda: summed.sum_losses(hidden, targets, head, "nll").backward())
+        spent = seconds_of(lambda: packtrain.model.heads.sum_losses(hidden, targets, head, "nll").backward())
         return {"ms": spent * 1e3, "peak_gib": peak_gib()}
 
     for chunk in (64, 128) if tiny else (2048, 4096, 8192, 16_384):
-        with replaced(summed, "HEAD_CHUNK", chunk):
+        with replaced(packtrain.model.heads, "HEAD_CHUNK", chunk):
             attempt(note, f"head, chunks of {chunk:,}", work)
 
 
@@ -391,7 +391,9 @@ def full_middle(note: Note, tiny: bool) -> None:
     ladder.measure("as it comes", ladder.own())
     ladder.measure("pads by nothing, as before", ladder.own(), pads())
     ladder.measure("Liger", ladder.own(), ladder.liger())
-    ladder.measure(f"Liger, head by {chunk:,}", ladder.own(), ladder.liger(), replaced(summed, "HEAD_CHUNK", chunk))
+    ladder.measure(
+        f"Liger, head by {chunk:,}", ladder.own(), ladder.liger(), replaced(packtrain.model.heads, "HEAD_CHUNK", chunk)
+    )
     for kernel in ladder.others():
         ladder.measure(f"Liger, {kernel.name}", using(kernel), ladder.liger())
 
@@ -625,16 +627,16 @@ def product(note: Note, tiny: bool) -> None:
 
 
 def compiled_middle(note: Note, tiny: bool) -> None:
-    from packtrain.model import compiled
+    from packtrain.model import layers
 
     ladder = Ladder(note, "1.5B", tiny)
     if tiny:
-        compiled.BACKEND = "eager"  # graphs are made, and not compiled: that takes a CPU a minute
+        layers.BACKEND = "eager"  # graphs are made, and not compiled: that takes a CPU a minute
     if lack := "" if tiny else lack_of_compiler():
         return note("compiled", skipped=lack)
     if tiny and ladder.device.type == "cuda":
         return note("compiled", skipped="a stand-in GPU has nothing to compile for")
-    compiled.compile_layers(ladder.base)
+    layers.compile_layers(ladder.base)
     ladder.measure("compiled", ladder.own())
 
 

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
@@ -142,7 +141,7 @@ def model_card(trained: Trained) -> str:
     return Redactor(os.environ).text("\n\n".join(parts)) + "\n"
 
 
-def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def public_config(config: Mapping[str, object]) -> dict[str, object]:
     """Return the config's changes of defaults. The place of the run, secrets and local paths are left out."""
     defaults = {name: asdict(group()) for name, group in groups().items() if name not in _OF_A_PLACE}
     changed = {
@@ -154,7 +153,7 @@ def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return Redactor(os.environ).plain({group: values for group, values in kept.items() if values})
 
 
-def _without_paths(value: Any) -> Any:
+def _without_paths(value: object) -> object:
     if isinstance(value, Mapping):
         inner = {name: _without_paths(entry) for name, entry in value.items() if name not in _FOLDERS}
         return {name: entry for name, entry in inner.items() if entry not in (None, [], {})}
@@ -166,10 +165,10 @@ def _without_paths(value: Any) -> Any:
     return _LOCAL if is_path or value.lower().endswith(_FILES) or os.path.exists(value) else value
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping:
     return value if isinstance(value, Mapping) else {}
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     return f"{value:,.0f}" if whole else f"{value:.4f}" if isinstance(value, float) else "none"

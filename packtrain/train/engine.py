@@ -16,9 +16,9 @@ from transformers import get_scheduler
 
 from packtrain.config.schema import Optim
 from packtrain.errors import CheckFailed, boundary
+from packtrain.model.layers import recompute
 from packtrain.model.load import base_model
-from packtrain.model.recomputation import recompute
-from packtrain.model.weights.stream import gathered
+from packtrain.model.save import gathered
 from packtrain.strategies.spec import STRATEGIES, StrategySpec
 from packtrain.train.checkpoint.contents import CheckpointContents
 from packtrain.train.checkpoint.reshard import Names, put_into_torch, put_weights

@@ -22,11 +22,10 @@ from packtrain.data.streaming import open_stream
 from packtrain.data.tokens.chat_template import give_template
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError, boundary
-from packtrain.model.compiled import compile_layers
-from packtrain.model.heads.score import outputs_of_tokens
+from packtrain.model.heads import outputs_of_tokens
+from packtrain.model.layers import check_offload, compile_layers
 from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision
-from packtrain.model.recomputation import check_offload
 from packtrain.model.spread import Ranks, max_over_ranks, placement_of, reading_mesh, spread
 from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.objectives.spec import OBJECTIVES

@@ -26,10 +26,9 @@ from packtrain.attention.backends import attention_of
 from packtrain.config.schema import Model, Peft
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import UserError
-from packtrain.model.load import base_model, load_model
+from packtrain.model.load import base_model, dequantized_in, load_model
 from packtrain.model.save import complete, weights_at_least
 from packtrain.model.spread import loading_whole
-from packtrain.model.weights.quantized import dequantized_in
 from packtrain.monitor.heartbeat import progress
 from packtrain.plan.known_model import base_of
 from packtrain.plan.surroundings import command_of, find_converter

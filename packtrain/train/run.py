@@ -31,7 +31,7 @@ from packtrain.data.prepare import PreparedData
 from packtrain.errors import LostPeers, PacktrainError, UserError, boundary
 from packtrain.inspect.audit import sample_answers
 from packtrain.inspect.corpus import find_places, open_corpus
-from packtrain.model.heads.score import is_reward_model, outputs_of_tokens
+from packtrain.model.heads import is_reward_model, outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.precision import settle_kernels
 from packtrain.model.save import end_answers_at, mend_generation_config, try_saving

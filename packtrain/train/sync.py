@@ -31,7 +31,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore, distribut
 from packtrain.errors import CheckFailed, Disagreement, PeerFailed, Problem, UserError
 from packtrain.launch.worker import LOG_DIR
 from packtrain.model.load import base_model
-from packtrain.model.weights.hashes import weights_hash
+from packtrain.model.weights import weights_hash
 from packtrain.monitor.heartbeat import TimeLimits, waiting
 from packtrain.plan.agreement import SAME_CONFIG, SAME_VERSIONS, digest_of, list_differences, shared_versions
 from packtrain.plan.network_settings import SOCKETS

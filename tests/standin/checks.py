@@ -25,7 +25,7 @@ from packtrain.cli import main
 from packtrain.config.schema import RunConfig
 from packtrain.diagnose import env
 from packtrain.errors import CheckFailed, UserError
-from packtrain.model.heads.summed import sum_losses
+from packtrain.model.heads import sum_losses
 from packtrain.model.spread import Ranks
 from packtrain.train.run import train
 from packtrain.train.sync import limit_collectives

@@ -1,6 +1,6 @@
 """Reward models: the Bradley-Terry loss over the pairs of a whole step, and the objective.
 
-The model's side is in model/heads/score.py.
+The model's side is in model/heads.py.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from transformers.integrations.deepspeed import deepspeed_init, deepspeed_load_c
 from trl.models.utils import prepare_deepspeed
 
 from packtrain.model.load import base_model
+from packtrain.model.save import gathered, return_freed_memory
 from packtrain.model.spread import Placement, Ranks, layers_of
-from packtrain.model.weights.slices import put_weight, take_slices
-from packtrain.model.weights.stream import gathered, return_freed_memory
+from packtrain.model.weights import put_weight, take_slices
 from packtrain.plan.origin import world_of
 from packtrain.strategies.deepspeed.flat_parts import FlatParts, masters_in, put_into_zero
 from packtrain.strategies.deepspeed.judging import ask_before_update, counting_no_step

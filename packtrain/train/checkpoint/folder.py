@@ -22,7 +22,7 @@ from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.errors import UserError
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
-from packtrain.model.weights.hashes import weights_hash
+from packtrain.model.weights import weights_hash
 from packtrain.plan.agreement import digest_of, shared_versions
 from packtrain.plan.origin import (
     MANIFEST,

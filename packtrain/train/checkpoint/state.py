@@ -20,11 +20,10 @@ from accelerate.utils import broadcast_object_list
 from transformers import set_seed
 from transformers.trainer import SCHEDULER_NAME
 
+from packtrain.model.adapters import write_base
 from packtrain.model.load import base_model
-from packtrain.model.save import weights_at_least
+from packtrain.model.save import gathered, plan_files, weights_at_least, write_files
 from packtrain.model.spread import elements
-from packtrain.model.weights.source import write_base
-from packtrain.model.weights.stream import gathered, plan_files, write_files
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.feed import PLACE
 from packtrain.plan.memory import optimizer_bytes
@@ -217,7 +216,7 @@ class Checkpoints:
             name_format(folder, dtype)
 
     def _stream(self, folder: Path, dtype: torch.dtype, made: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
-        """Write a spread model weight by weight, each from `made`. Return whether it could (weights/stream.py): not for adapters."""
+        """Write a spread model weight by weight, each from `made`. Return whether it could (model/save.py): not for adapters."""
         if not self._settings.sharded or self._has_adapters:
             return False
         if (plan := plan_files(self._model, dtype)) is None:

@@ -22,8 +22,8 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_a
 from packtrain.attention.over_ranks import sum_over_parts
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import Document
-from packtrain.model.compiled import compile_layers, is_compiled
 from packtrain.model.forward import Head, patch_forward
+from packtrain.model.layers import compile_layers, is_compiled
 from packtrain.model.load import base_model
 from packtrain.model.spread import placement_of
 from packtrain.monitor.heartbeat import waiting

@@ -19,7 +19,7 @@ from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.reference import cache_key, computer, load_reference, precompute
 from packtrain.model.spread import Ranks
-from packtrain.model.weights.hashes import weights_hash
+from packtrain.model.weights import weights_hash
 from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import Schedule
 from packtrain.plan.known_model import reference_of

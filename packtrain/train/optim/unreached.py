@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from packtrain.errors import UserError
-from packtrain.model.heads.score import outputs_of_tokens
+from packtrain.model.heads import outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks, elements, placement_of
 from packtrain.packing.segments import Segments

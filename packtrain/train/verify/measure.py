@@ -25,7 +25,7 @@ from packtrain.attention.spec import BACKENDS
 from packtrain.config.schema import RunConfig
 from packtrain.errors import CheckFailed, Disagreement, Problem
 from packtrain.model.forward import Head
-from packtrain.model.heads.score import outputs_of_tokens
+from packtrain.model.heads import outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks, loading_whole
 from packtrain.monitor.heartbeat import waiting
