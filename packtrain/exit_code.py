@@ -27,7 +27,7 @@ BUG = "This is a bug of packtrain: please report it with the lines above."
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM outside training. Training has its own handler (train/settings.py)."""
+    """SIGINT or SIGTERM outside training. Training has its own handler (train/run_state.py)."""
 
 
 @contextmanager

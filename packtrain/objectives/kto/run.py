@@ -32,7 +32,7 @@ from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import EvaluationBatches, Logps, ReferenceLoss, Setup
 from packtrain.train.objectives.training_objective import ReferenceObjective
-from packtrain.train.settings import LoopSettings
+from packtrain.train.run_state import LoopSettings
 from packtrain.wording import counted
 
 FIGURES = ("kl", "entropy", "logits/chosen", "logits/rejected", "rewards/chosen", "rewards/rejected")
