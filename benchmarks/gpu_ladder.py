@@ -436,14 +436,12 @@ def full_small(note: Note, tiny: bool) -> None:
 
 def preferences(note: Note, tiny: bool) -> None:
     """A step of dpo against a reference, as packtrain's loss computes it."""
-    from trl import DPOConfig
-
     from packtrain.data.tokens.pretrained import load_tokenizer
     from packtrain.objectives.dpo.run import DPOLoss
     from packtrain.packing.schedule import make_schedule
     from packtrain.train.objectives.examples import PairSteps
     from packtrain.train.objectives.loss import Setup
-    from packtrain.train.settings import LoopSettings, StopRequest
+    from packtrain.train.run_state import LoopSettings, StopRequest
 
     settle_kernels()
     at, random, folder = device(), np.random.default_rng(0), Path(tempfile.mkdtemp(prefix="packtrain-dpo-"))
@@ -459,18 +457,10 @@ def preferences(note: Note, tiny: bool) -> None:
     schedule = make_schedule(
         lengths, Packing(mode="padding_free"), Batch(examples_per_step=len(pairs), examples_per_device=len(pairs))
     )
-    given: dict[str, Any] = {
-        "bf16": True,
-        "use_cpu": at.type == "cpu",
-        "activation_checkpointing": False,
-        "max_length": None,
-    }
-    quiet: dict[str, Any] = {"report_to": "none", "disable_tqdm": True, "remove_unused_columns": False, "max_steps": 1}
-    settings = DPOConfig(output_dir=str(folder), **given, **quiet)
     steps = PairSteps(pairs, schedule, "flat", 0)
     policy, reference = drawn("0.6B", tiny, torch.float32), drawn("0.6B", tiny, torch.float32)
-    of_loop = LoopSettings(steps, {}, StopRequest(), folder, {})
-    setup = Setup(policy, settings, load_tokenizer(Model(tokenizer="quickstart")), of_loop)
+    of_loop = LoopSettings(steps, {}, StopRequest(), folder, {}, autocast=torch.bfloat16)
+    setup = Setup(policy, load_tokenizer(Model(tokenizer="quickstart")), of_loop)
     loss = DPOLoss(setup, Objective(kind="dpo"), reference)
     for model in (policy, reference):
         attention_by("flash" if at.type == "cuda" else "segmented").install_when_packed(base_model(model))

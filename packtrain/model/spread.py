@@ -96,6 +96,12 @@ class Placement:
         """Return whether ranks reduce the same weights although batches reach different ones. May prepare `model` for it."""
         return True
 
+    def open_accelerator(
+        self, spec: StrategySpec, weights: torch.dtype, autocast: torch.dtype | None, *, max_norm: float, unused: bool
+    ) -> Accelerator:
+        """Return the accelerator of a run with these formats. `unused`: some trained weights may have no gradient in a step."""
+        return Accelerator(mixed_precision="bf16" if autocast else "no")
+
     def wrap_frozen(self, model: PreTrainedModel, accelerator: Accelerator) -> nn.Module:
         """Return a spread model without updates, ready to be called in training."""
         return accelerator.prepare_model(model, evaluation_mode=True)

@@ -166,7 +166,8 @@ def put_slices(model: nn.Module, taken: dict[tuple[str, ...], DTensor]) -> None:
     """Put the slices of `take_slices` back. fully_shard has replaced their parameters on the meta device."""
     for names, weight in taken.items():
         made = model.get_parameter(names[0])  # FSDP2 knows this object, and keeps it
-        read = _like(cast(DTensor, made), weight.to_local())
+        part = weight.to_local()  # a view of its file is copied: see `let_copy`; torch's checkpoints copy deeply too
+        read = _like(cast(DTensor, made), part.clone() if part.storage_offset() else part)
         torch.utils.swap_tensors(made, nn.Parameter(read, requires_grad=weight.requires_grad))
 
 

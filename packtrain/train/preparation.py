@@ -38,7 +38,7 @@ from packtrain.proof.isolation import DOCUMENTS, TREE
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.optim.dither import Dither, exact_in_bfloat16, rounded_weights
-from packtrain.train.optim.groups import freeze
+from packtrain.train.optim.weight_groups import freeze
 from packtrain.train.preflight import why_not_split
 from packtrain.train.sync import Peers, agree_on_data, agree_on_model, on_all_or_none, preparing_s
 

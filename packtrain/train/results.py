@@ -39,7 +39,7 @@ from packtrain.train.checkpoint.folder import tidy
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.optim.final_weights import merged_in
-from packtrain.train.optim.groups import AVERAGE
+from packtrain.train.optim.float32_step import AVERAGE
 from packtrain.wording import count_dropped, counted
 
 
@@ -84,7 +84,7 @@ def save_final(
             return []
         base: Any = base_model(model)
         if merged:
-            seed, quantised = trainer.args.seed, getattr(base_model(model), "is_quantized", False)
+            seed, quantised = trainer.settings.trainer.seed, getattr(base_model(model), "is_quantized", False)
             # the trainer's model may have only this process's share of the weights, or quantised ones
             if trainer.settings.sharded or quantised:
                 with loading_whole():

@@ -52,7 +52,6 @@ from packtrain.train.library_errors import explained
 from packtrain.train.loader import Steps
 from packtrain.train.log import console
 from packtrain.train.log.console import Log, quiet_libraries, warnings_to
-from packtrain.train.log.listener import Listener
 from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
@@ -60,7 +59,7 @@ from packtrain.train.objectives.loss import Setup
 from packtrain.train.objectives.training_objective import Start
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.final_weights import format_of
-from packtrain.train.optim.unreached import freeze_unreached, reduce_unreached
+from packtrain.train.optim.weight_groups import freeze_unreached, reduce_unreached
 from packtrain.train.preflight import make_changes
 from packtrain.train.preparation import (
     Prepared,
@@ -76,7 +75,7 @@ from packtrain.train.preparation import (
     settle_split,
     spread_model,
 )
-from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
+from packtrain.train.run_state import Listener, LoopSettings, StopRequest
 from packtrain.train.spikes import SpikeRules
 from packtrain.train.sync import (
     Peers,
@@ -335,9 +334,8 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         checkpointing=checkpointing,
         unused_at_times=at_times,
     )
-    arguments = training_arguments(config.trainer, config.optim, config.tracking, prepared.precision, settings)
     with boundary("the trainer cannot be made", "optim"):
-        loss = prepared.objective.loss(Setup(model, arguments, prepared.tokenizer, settings))
+        loss = prepared.objective.loss(Setup(model, prepared.tokenizer, settings))
         trainer = StepTrainer(loss, settings, _listeners(run))
     if peak := trainer.step_metrics.peak:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")

@@ -31,7 +31,7 @@ from packtrain.run_folder import RunFolder
 from packtrain.system import listening
 from packtrain.train.checkpoint.folder import complete
 from packtrain.train.loop import StepTrainer
-from packtrain.train.settings import StopRequest
+from packtrain.train.run_state import StopRequest
 from tests.train import forked
 
 DROPOUT = {"attention_dropout": 0.1}  # so that a lost random state would show

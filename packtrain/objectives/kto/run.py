@@ -29,7 +29,7 @@ from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import MicroBatch
 from packtrain.train.objectives.loss import EvaluationBatches, Logps, ReferenceLoss, Setup
 from packtrain.train.objectives.training_objective import ReferenceObjective, Start
-from packtrain.train.settings import LoopSettings
+from packtrain.train.run_state import LoopSettings
 from packtrain.wording import counted
 
 

@@ -37,7 +37,7 @@ from packtrain.plan.origin import (
 )
 from packtrain.run_folder import RunFolder, environment, object_of
 from packtrain.system import aside, hash_of, publish, remove, sync
-from packtrain.train.checkpoint.run_state import RUN_STATE, RunState
+from packtrain.train.run_state import RUN_STATE, RunState
 
 _UNSAID = re.compile(r"_.*|transformers_version|architectures|dtype|use_cache")
 """Model settings without effect on the computation."""

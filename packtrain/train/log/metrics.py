@@ -22,10 +22,9 @@ from packtrain.model.flops import training_flops
 from packtrain.objectives.spec import Figure
 from packtrain.run_folder import losses_of_sets
 from packtrain.system import write_text
-from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.loader import Steps
 from packtrain.train.log.console import Log
-from packtrain.train.log.listener import Listener
+from packtrain.train.run_state import Listener, RunState
 
 _WIDE = 112
 """Columns of a terminal with room for a bar and all figures beside the step and the time left."""

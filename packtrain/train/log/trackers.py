@@ -32,8 +32,7 @@ from packtrain.config.schema import RunConfig
 from packtrain.errors import boundary
 from packtrain.run_folder import RunFolder
 from packtrain.system import leave
-from packtrain.train.checkpoint.run_state import RunState
-from packtrain.train.log.listener import Listener
+from packtrain.train.run_state import Listener, RunState
 from packtrain.wording import first_line
 
 BEGIN_S, EVENT_S = 30.0, 10.0

@@ -14,7 +14,8 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel, TrainingArguments
+from accelerate.state import AcceleratorState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import ModelOutput
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
@@ -33,8 +34,7 @@ from packtrain.packing.collate import on_device
 from packtrain.packing.segments import SplitSegments
 from packtrain.strategies.spec import STRATEGIES
 from packtrain.train.loader import MicroBatch, Steps
-from packtrain.train.patches import hold_trainer
-from packtrain.train.settings import LoopSettings
+from packtrain.train.run_state import LoopSettings
 
 _NOT_FOR_MODEL = ("target_places", "target_counts", "label", "ref_logps", "ref_chosen_logps", "ref_rejected_logps")
 """Inputs of a micro-batch of answers that the loss reads and the model does not take."""
@@ -49,8 +49,7 @@ class Setup:
     """Everything that a loss is made from: the model, the tokenizer, settings."""
 
     model: Any
-    arguments: TrainingArguments
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     settings: LoopSettings
 
 
@@ -64,13 +63,16 @@ class Loss:
     """Forward passes over a step besides the trained one, for the count of FLOPs: by the reference, for kto's KL estimate."""
 
     def __init__(self, setup: Setup, objective: Objective) -> None:
-        self.held: Any = hold_trainer(setup.model, setup.arguments, setup.tokenizer)
-        """transformers' Trainer, for its accelerator and its optimizer."""
-        self.settings, self.model = setup.settings, setup.model
-        self.accelerator, self.device = self.held.accelerator, setup.arguments.device
-        self.compute_dtype: torch.dtype = self.settings.autocast or base_model(self.model).dtype
+        self.settings, self.model, self.tokenizer = setup.settings, setup.model, setup.tokenizer
+        base, self.strategy = base_model(self.model), STRATEGIES[self.settings.strategy]
+        self.compute_dtype: torch.dtype = self.settings.autocast or base.dtype
         """Number format that the model computes in."""
-        self.strategy = STRATEGIES[self.settings.strategy]
+        set_seed(self.settings.trainer.seed)
+        base.config.use_cache = False
+        self.accelerator = self._open_accelerator(base.dtype)
+        self.device = self.accelerator.device
+        if self.device.type == "cuda":  # accelerate gives no index to one process
+            self.device = torch.device("cuda", torch.cuda.current_device())
         # accelerate puts autocast around the forward, except in another's engine: then patch_forward gets it from here
         self.autocast = self.settings.autocast if self.strategy.steps_in_backward else None
         self.changes: list[str] = []
@@ -79,6 +81,18 @@ class Loss:
         """The group `objective` of the config: option("…"), beta, losses, spec."""
         self.report_phase: Callable[..., object] = lambda phase, **_: None
         """Losses that run the model more than once call it with each phase, for the heartbeat (loop.py sets it)."""
+
+    def _open_accelerator(self, weights: torch.dtype) -> Accelerator:
+        AcceleratorState._reset_state()  # a proof in this process may have opened another
+        settings = self.settings
+        return placement_of(self.strategy).open_accelerator(
+            self.strategy,
+            weights,
+            settings.autocast,
+            max_norm=settings.optim.max_grad_norm,
+            # else DDP orders its buckets anew after the first step of each start, and so changes the sums of three or more ranks
+            unused=settings.trainer.deterministic or settings.unused_at_times,
+        )
 
     def compute(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """Return a scalar: the micro-batch's share of the step's loss, times the number of processes.
@@ -317,8 +331,7 @@ class ReferenceLoss(AnswerLoss):
     @torch.no_grad()
     def logps(self, model: torch.nn.Module, inputs: Inputs) -> Logps:
         """Return log-probabilities of answers by `model`, without gradients."""
-        options = self.held.args.activation_checkpointing_kwargs
-        with disable_gradient_checkpointing(self.model, options), self.accelerator.autocast():
+        with disable_gradient_checkpointing(self.model), self.accelerator.autocast():
             return self.logps_of(self.score_tokens(model, inputs), inputs)
 
     def compared_with(self, inputs: Inputs) -> Logps:

@@ -22,7 +22,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import attending_by, own_attention
 from packtrain.attention.over_ranks import sum_over_parts
-from packtrain.config.schema import Batch, Optim, Packing, Tracking, Trainer
+from packtrain.config.schema import Batch, Packing, Trainer
 from packtrain.data.dataset import Document, Preference
 from packtrain.errors import CheckFailed
 from packtrain.model.load import base_model
@@ -46,7 +46,7 @@ from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.objectives.first_loss import FirstLoss, check_answer_forward, measure_first_loss
 from packtrain.train.objectives.loss import ReferenceLoss, Setup
 from packtrain.train.objectives.training_objective import TrainingObjective
-from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
+from packtrain.train.run_state import LoopSettings, StopRequest
 
 MODES = ("padding", "padding_free", "packed")
 SHARED, SPLIT = "packed with shared prompts", "packed, split over processes"
@@ -268,10 +268,9 @@ def loss_on_random_examples(
     pad = int(cast(Any, tokenizer.pad_token_id) or 0)
     steps: Any = replace(objective.steps(data, schedule, pad, Ranks(0, 1, model.device)), layout="padding")
     steps = steps.within(max(data.lengths))  # stay within the model's positions
-    loop = LoopSettings(steps, {}, StopRequest(), Path(settings.output_dir), {}, autocast=precision.autocast)
-    once = replace(settings, checkpoint_every=None, eval_every=None)
-    arguments = training_arguments(once, Optim(), Tracking(), precision, loop)
-    return objective.loss(Setup(model, arguments, tokenizer, loop)), steps
+    place, autocast = Path(settings.output_dir), precision.autocast
+    loop = LoopSettings(steps, {}, StopRequest(), place, {}, autocast=autocast, trainer=settings)
+    return objective.loss(Setup(model, tokenizer, loop)), steps
 
 
 def start_on_random_pairs(loss: ReferenceLoss, steps: Any, backend: str | None, *, precomputed: bool) -> FirstLoss:

@@ -1,7 +1,8 @@
-"""Inputs of a training loop: steps, folders, stop request, arguments of transformers' Trainer."""
+"""What a run is told (`LoopSettings`, `StopRequest`), how far it is (`RunState`), and who is told of it (`Listener`)."""
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import time
@@ -11,15 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import SchedulerType, TrainingArguments
 
-from packtrain.config.schema import Optim, Tracking, Trainer
-from packtrain.model.precision import Precision
+from packtrain.config.schema import Optim, Trainer
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.strategies.spec import DEFAULT, STRATEGIES
 from packtrain.train.loader import Steps
-from packtrain.train.patches import arguments_on_one_gpu
 from packtrain.train.spikes import SpikeRules
+
+RUN_STATE = "trainer_state.json"
+"""File of a checkpoint. Other tools read it, so transformers' TrainerState gives it its name and fields."""
+# our field: theirs
+_FIELDS = {
+    "step": "global_step",
+    "last_step": "max_steps",
+    "epoch": "epoch",
+    "tokens": "num_input_tokens_seen",
+    "lines": "log_history",
+    "best_loss": "best_metric",
+    "best_step": "best_global_step",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,55 +122,54 @@ class StopRequest:
             self._ends_at = min(self._ends_at, time.monotonic() + self._grace_s)
 
 
-def training_arguments(
-    trainer: Trainer, optim: Optim, tracking: Tracking, precision: Precision, settings: LoopSettings
-) -> TrainingArguments:
-    """Return the arguments of the loss's Trainer for a run with these `settings`.
+@dataclass(slots=True)
+class RunState:
+    """Progress of a run, equal on all ranks."""
 
-    Everything about batches is left at one: a DataLoader item is a whole optimizer step of this process, already split
-    into micro-batches, so transformers' own accumulation and sampling have nothing to do.
-    """
-    evaluates, limits = bool(settings.evaluation), settings.limits or TimeLimits()
-    dtype = str(precision.weights).removeprefix("torch.")
-    make = STRATEGIES[settings.strategy].engine_settings
-    engine = make and make(dtype, optim.max_grad_norm)
-    arguments = {
-        "output_dir": trainer.output_dir,
-        "max_steps": len(settings.steps),
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 1,
-        "ignore_data_skip": True,  # our sampler starts at the resumed step itself
-        "optim": "adamw_torch" if optim.spec.own else optim.name,
-        "learning_rate": optim.learning_rate,
-        "lr_scheduler_type": SchedulerType(optim.schedule),
-        "lr_scheduler_kwargs": dict(optim.schedule_options),
-        "warmup_steps": optim.warmup_steps if optim.warmup_steps < 1 else int(optim.warmup_steps),
-        "weight_decay": optim.weight_decay,
-        "adam_beta1": optim.beta1,
-        "adam_beta2": optim.beta2,
-        "max_grad_norm": optim.max_grad_norm,
-        "activation_checkpointing": settings.checkpointing != "none",
-        "use_cpu": not torch.cuda.is_available(),  # else several CPU processes silently train separate copies
-        "seed": trainer.seed,
-        "logging_steps": trainer.log_every,
-        "logging_first_step": True,
-        "logging_nan_inf_filter": False,  # a NaN must be seen
-        "save_strategy": "steps" if trainer.checkpoint_every else "no",
-        "save_steps": trainer.checkpoint_every or 1,
-        "eval_strategy": "steps" if trainer.eval_every and evaluates else "no",
-        "eval_steps": trainer.eval_every,
-        "eval_on_start": evaluates and not settings.first_step,
-        "report_to": "none",  # trackers.py makes them
-        "run_name": tracking.run_name or Path(trainer.output_dir).name,
-        "ddp_timeout": int(limits.step_s),
-        # else DDP orders its buckets anew after the first step of each start, and so changes the sums of three or more ranks
-        "ddp_find_unused_parameters": trainer.deterministic or settings.unused_at_times,
-        # buffers (rotary frequencies) are equal on all ranks; broadcasting them would make forward passes wait for rank 0
-        "ddp_broadcast_buffers": False,
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-        # DeepSpeed's bf16 would round the weights, so there `model.precision.compute_in` wraps the forward instead
-        "bf16": precision.weights == torch.bfloat16 if engine else precision.autocast is not None,
-        **({"deepspeed": engine} if engine else {}),
-    }
-    return arguments_on_one_gpu(**arguments)
+    step: int = 0
+    """Steps done."""
+    last_step: int = 0
+    """Number of the last step, where the run ends."""
+    epoch: float = 0.0
+    """Passes over the data, with a fraction."""
+    tokens: int = 0
+    """Tokens trained on, padding and virtual tokens excluded."""
+    lines: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Logged lines, each with its `step`, the evaluations' too."""
+    best_loss: float | None = None
+    """The lowest evaluation loss. None: no evaluation yet, or trainer.early_stop_patience is not set."""
+    best_step: int | None = None
+    stops: bool = False
+    """Whether no further step follows."""
+    saves: bool = False
+    """Whether this step gets a checkpoint even if none is due."""
+
+    def save(self, folder: Path) -> None:
+        """Write the state into a checkpoint."""
+        fields = {theirs: getattr(self, ours) for ours, theirs in _FIELDS.items()}
+        (folder / RUN_STATE).write_text(json.dumps(fields, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> RunState:
+        """Read the state of a checkpoint."""
+        fields = json.loads((folder / RUN_STATE).read_text())
+        return cls(**{ours: fields[theirs] for ours, theirs in _FIELDS.items() if theirs in fields})
+
+
+class Listener:
+    """A listener that does nothing; subclasses override what they need. All ranks have listeners."""
+
+    def train_begin(self, state: RunState) -> None:
+        """The steps begin, from the start or after a checkpoint."""
+
+    def rolled_back(self, state: RunState) -> None:
+        """A spike was rolled back: the steps after `state` follow once more."""
+
+    def step_end(self, state: RunState) -> None:
+        """A step was made."""
+
+    def log(self, state: RunState, line: dict[str, Any]) -> None:
+        """A line was logged; `line` has its figures by name, and the epoch."""
+
+    def evaluate(self, state: RunState, figures: dict[str, float]) -> None:
+        """An evaluation was made; its line was logged before."""
