@@ -439,7 +439,7 @@ def preferences(note: Note, tiny: bool) -> None:
     from packtrain.data.tokens.pretrained import load_tokenizer
     from packtrain.objectives.dpo.run import DPOLoss
     from packtrain.packing.schedule import make_schedule
-    from packtrain.train.objectives.examples import PairSteps
+    from packtrain.train.objectives.answer_objectives import PairSteps
     from packtrain.train.objectives.loss import Setup
     from packtrain.train.run_state import LoopSettings, StopRequest
 

@@ -10,7 +10,7 @@ import numpy as np
 from packtrain.data.dataset import Document
 from packtrain.packing.balance import Layout, lay_out, parts_of_rank
 from packtrain.train.loader import ByStep, MicroBatch
-from packtrain.train.objectives.examples import AnswerSteps
+from packtrain.train.objectives.answer_objectives import AnswerSteps
 
 
 @dataclass(frozen=True)
