@@ -3,13 +3,16 @@
 `__all__` is the library (docs/library.md). It is imported lazily, because it needs torch, which takes seconds.
 """
 
+from __future__ import annotations
+
 import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from packtrain.config.schema import RunConfig
     from packtrain.library.attach import attach
     from packtrain.library.collator import PackedCollator, pack
     from packtrain.packing.segments import Segments
@@ -24,7 +27,7 @@ _MODULES |= {"attach": "library.attach", "dither_weights": "train.optim.dither",
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module 'packtrain' has no attribute {name!r}")
     import importlib
@@ -54,7 +57,7 @@ def fast_imports() -> Iterator[None]:
         gc.enable()
 
 
-def work(verb: str, config: Any) -> int:
+def work(verb: str, config: RunConfig) -> int:
     """Do one process's work under a training or measuring verb; return its exit code."""
     with fast_imports():
         from packtrain.train.run import train

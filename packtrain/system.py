@@ -293,7 +293,7 @@ def in_time(work: Callable[[], _Result], otherwise: _Result) -> _Result:
 
 
 @contextmanager
-def holding(thing: Any, **values: Any) -> Iterator[None]:
+def holding(thing: object, **values: object) -> Iterator[None]:
     """Give attributes of `thing`, an object or a module, these values inside the block."""
     own = getattr(thing, "__dict__", {})  # a class's own dict keeps its static methods wrapped
     before = {name: own.get(name, getattr(thing, name, None)) for name in values}

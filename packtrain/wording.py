@@ -187,7 +187,7 @@ class Redactor:
     `environments` are values by variable; existing paths and values shorter than _LEAST are not hidden.
     """
 
-    def __init__(self, *environments: Mapping[str, Any]) -> None:
+    def __init__(self, *environments: Mapping[str, object]) -> None:
         variables = [variable for environment in environments for variable in environment.items()]
         secrets = {secret for name, value in variables for secret in _secrets(name, str(value))}
         self._known = sorted(secrets | _learnt, key=len, reverse=True)

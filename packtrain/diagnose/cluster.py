@@ -27,7 +27,7 @@ from packtrain.diagnose.machine import Facts, Load, PlannedRun, Status, reported
 from packtrain.errors import CheckFailed, Json, PeerFailed, UserError
 from packtrain.launch.rendezvous import Group, MeetingPoint, meet, own_addresses
 from packtrain.launch.slurm_jobs import run_srun
-from packtrain.monitor.channel import Rejected
+from packtrain.monitor.channel import Client, Rejected
 from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.launchers import DEFAULT_PORT
@@ -83,15 +83,15 @@ def show_cluster(load: Load, arguments: Sequence[str], *, as_json: bool) -> int:
             made = {"error": str(error) or f"no answer within {REPORT_S:.0f} s"}
         own: Json = {"node": processes.node, "report": made}
         own["result"] = _reduce(group, own, address, config.topology.variables)
-        if group.server is None:
-            return _send(group, own)
+        if isinstance(group.channel, Client):
+            return _send(group.channel, group.names[0], own)
         sent, code = {0: own}, Future[int]()
 
         def take(message: Json) -> Json:
             sent[int(message["node"])] = message
             return {"code": code.result()}
 
-        group.server.serve("report", take)
+        group.channel.serve("report", take)
         end = time.monotonic() + REPORT_S + REDUCE_S
         while len(sent) < len(group.names) and time.monotonic() < end:
             time.sleep(0.1)
@@ -114,13 +114,12 @@ def _reduce(group: Group, own: Json, address: str, variables: Mapping[str, str])
     return take_part({**order, "backend": backend}, {**report["own"]["network"], **variables})
 
 
-def _send(group: Group, own: Json) -> int:
-    """Send this machine's results and return machine 0's exit code. Raises PeerFailed if machine 0 ends first."""
-    assert group.client is not None
-    print(f"{group.names[0]} shows the comparison", file=sys.stderr, flush=True)
+def _send(client: Client, main: str, own: Json) -> int:
+    """Send this machine's results and return machine 0's exit code. Raises PeerFailed if machine 0, called `main`, ends first."""
+    print(f"{main} shows the comparison", file=sys.stderr, flush=True)
     while True:
         try:
-            return int(group.client.call("report", {**own}, timeout_s=REPORT_S + 2 * REDUCE_S)["code"])
+            return int(client.call("report", {**own}, timeout_s=REPORT_S + 2 * REDUCE_S)["code"])
         except OSError as error:
             if not (isinstance(error, Rejected) and error.unknown):  # otherwise machine 0 registers this handler soon
                 what = f"machine 0 ended before the comparison was done: {error}"

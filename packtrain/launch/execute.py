@@ -38,7 +38,7 @@ from packtrain.launch.rendezvous import Group, MeetingPoint, meet, own_addresses
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, errors_copied_to
 from packtrain.mirror import Mirror
-from packtrain.monitor.channel import ADDRESS, PUBLISHED, SECRET, published
+from packtrain.monitor.channel import ADDRESS, PUBLISHED, SECRET, Server, published
 from packtrain.monitor.foreign_launch import watched
 from packtrain.monitor.heartbeat import STACKS, TimeLimits
 from packtrain.monitor.watchdog import Watchdog
@@ -317,8 +317,10 @@ def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: 
     log = folder.logs / (LAUNCHER_LOG if plan.node == 0 else f"launcher-{plan.node:05d}.log")
     with TemporaryDirectory(prefix="packtrain-launch-", ignore_cleanup_errors=True) as made, ExitStack() as stack:
         scratch = Path(made)
-        serving = _serving_coordinator(plan, folder, group, limits, silence_s, restarts)
-        machine_0 = group.client or stack.enter_context(serving)
+        machine_0 = group.channel
+        if isinstance(machine_0, Server):
+            serving = _serving_coordinator(plan, folder, group.names, machine_0, limits, silence_s, restarts)
+            machine_0 = stack.enter_context(serving)
         argv = _argv_with_copies(plan, config, folder, scratch, group.store_port)
         # worker.py runs `accelerate launch …` and writes torchrun's messages to the log
         torchrun = [sys.executable, "-m", "packtrain.launch.worker", str(log), *argv[2:]]
@@ -337,17 +339,22 @@ def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: 
 
 @contextmanager
 def _serving_coordinator(
-    plan: LaunchPlan, folder: RunFolder, group: Group, limits: TimeLimits, silence_s: float, restarts: Restarts
+    plan: LaunchPlan,
+    folder: RunFolder,
+    names: Mapping[int, str],
+    server: Server,
+    limits: TimeLimits,
+    silence_s: float,
+    restarts: Restarts,
 ) -> Iterator[Coordinator]:
     """Serve machine 0's part of the control channel. It has the watchdog over all ranks, and the record of all machines."""
-    assert group.server is not None
     per_node = plan.gpus_per_node
-    ranks = [(name, range(node * per_node, (node + 1) * per_node)) for node, name in sorted(group.names.items())]
+    ranks = [(name, range(node * per_node, (node + 1) * per_node)) for node, name in sorted(names.items())]
     watchdog = Watchdog(ranks, limits, folder.logs)
-    watchdog.attach(group.server)
-    coordinator = Coordinator(group.names, per_node, silence_s, watchdog, restarts)
-    group.server.serve("machine", coordinator.answer)
-    with closing(watchdog), published(folder.logs, group.server, _main_address(plan)):
+    watchdog.attach(server)
+    coordinator = Coordinator(names, per_node, silence_s, watchdog, restarts)
+    server.serve("machine", coordinator.answer)
+    with closing(watchdog), published(folder.logs, server, _main_address(plan)):
         yield coordinator
 
 
@@ -366,8 +373,8 @@ def _environment(
         STACKS: str(scratch),
         LOG_DIR: str(folder.logs.absolute()),
         PARENT: str(os.getpid()),
-        ADDRESS: f"{group.address}:{group.port}",
-        SECRET: group.secret,
+        ADDRESS: f"{group.channel.address}:{group.channel.port}",
+        SECRET: group.channel.secret,
     }
 
 

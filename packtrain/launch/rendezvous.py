@@ -71,19 +71,15 @@ class MeetingPoint:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The machines of a run after the rendezvous: names by number, channel, store port.
+    """The machines of a run after the rendezvous: names by number, the `channel` that machine 0 serves and the others call.
 
-    torch's store uses `store_port`. Machine 0 has a `server`, the others a `client`. `prepared` is machine 0's preparation for all.
+    torch's store uses `store_port`. `prepared` is machine 0's preparation for all.
     """
 
     names: Mapping[int, str]
-    address: str
-    port: int
-    secret: str
+    channel: Server | Client
     store_port: int
     prepared: str
-    server: Server | None = None
-    client: Client | None = None
 
 
 Prepare = Callable[[Mapping[int, str]], str]
@@ -130,7 +126,7 @@ def _gather(me: Member, place: MeetingPoint, server: Server, prepare: Prepare) -
         raise
     go = {"names": list(names.items()), "secret": server.secret, "store_port": store_port, "prepared": prepared}
     joining.final = {"go": go}
-    return Group(names, "127.0.0.1", server.port, server.secret, store_port, prepared, server=server)
+    return Group(names, server, store_port, prepared)
 
 
 class _JoinServer:
@@ -226,8 +222,7 @@ def _join_machine_0(me: Member, place: MeetingPoint) -> Group:
             if go := answer.get("go"):
                 client.secret = go["secret"]
                 names = {int(node): str(name) for node, name in go["names"]}
-                group = names, client.address, place.port, go["secret"], go["store_port"], go["prepared"]
-                return Group(*group, client=client)
+                return Group(names, client, go["store_port"], go["prepared"])
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             if isinstance(error, NoAnswer):

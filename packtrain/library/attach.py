@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel, TrainerCallback
+from transformers.utils import ModelOutput
 from trl.models.utils import add_hooks, remove_hooks
 
 from packtrain.attention.backends import attention_by
@@ -40,6 +41,9 @@ from packtrain.proof.choice import AttentionChoice, choose_attention
 from packtrain.proof.comparison import difference, evaluating, model_refusals, tolerance_of
 from packtrain.proof.isolation import random_ids
 from packtrain.system import holding
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 Call = dict[str, Any]
 """Arguments of a model's call, by name."""
@@ -220,7 +224,7 @@ class Attached:
 
 
 def attach(
-    trainer_or_model: Any,
+    trainer_or_model: object,
     *,
     tokens_per_row: int | None = None,
     share_prefix: Share = "auto",
@@ -261,11 +265,11 @@ def attach(
         handle.detach()
         raise
     if wrapped_later:
-        cast(Any, trainer).add_callback(_WhenTrainingBegins(handle._models[0], trainer))
+        cast("Trainer", trainer).add_callback(_WhenTrainingBegins(handle._models[0], trainer))
     return handle
 
 
-def _autocast(trainer: Any) -> torch.dtype | None:
+def _autocast(trainer: object) -> torch.dtype | None:
     """Return the dtype of the trainer's autocast; None without autocast."""
     args = getattr(trainer, "args", None)
     if getattr(args, "bf16", False):
@@ -273,21 +277,21 @@ def _autocast(trainer: Any) -> torch.dtype | None:
     return torch.float16 if getattr(args, "fp16", False) else None
 
 
-def _is_wrapped_later(trainer: Any) -> bool:
+def _is_wrapped_later(trainer: object) -> bool:
     """Return whether the trained model gets its weights, or its device, when training begins."""
     engine = getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False)
-    return bool(engine) and getattr(trainer, "model_wrapped", None) is trainer.model
+    return bool(engine) and getattr(trainer, "model_wrapped", None) is getattr(trainer, "model", None)
 
 
 class _WhenTrainingBegins(TrainerCallback):
     """Callback that chooses the attention once the trained model's weights are in place."""
 
-    def __init__(self, packed: _PackedModel, trainer: Any) -> None:
+    def __init__(self, packed: _PackedModel, trainer: object) -> None:
         self._packed, self._trainer = packed, trainer
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         if not self._packed.backend:
-            self._packed.choose(self._trainer.model_wrapped)
+            self._packed.choose(getattr(self._trainer, "model_wrapped", None))
 
 
 @dataclass(slots=True, eq=False)
@@ -359,7 +363,7 @@ class _PackedModel:
         """Return the choice of the first process. Only that process may have all weights."""
         subject = self._backbone if self.model.get_output_embeddings() is None else self.model
         choose = functools.partial(choose_attention, model=subject, device=self.model.device, autocast=self.autocast)
-        agreed: Any = None
+        agreed: AttentionChoice | CheckFailed | None = None
         try:
             for name in ["auto"] if self.proof else [backend.name for backend in tried_by_auto()]:
                 with suppress(UserError):  # not available
@@ -370,12 +374,13 @@ class _PackedModel:
             agreed = broadcast_object_list([agreed])[0]
         if isinstance(agreed, CheckFailed):
             raise agreed
+        assert agreed is not None
         return agreed
 
     def _takes_left_padding(self) -> bool:
         """Measure whether left padding leaves the outputs of a call without positions unchanged."""
         ids = torch.from_numpy(random_ids(self.model, Segments((12,)))[:1]).to(self.model.device)
-        hidden: list[Any] = []
+        hidden: list[torch.Tensor] = []
         hook = self._backbone.register_forward_hook(lambda *given: hidden.append(given[-1][0].float()))
         try:
             what = "no padding"
@@ -476,7 +481,7 @@ class _PackedModel:
 
 def _backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return `model` without its head: the module from token ids to hidden states."""
-    decoder = cast(Any, model).get_decoder()
+    decoder = model.get_decoder()
     takes_embeddings = (
         model.config.get_text_config() is not model.config
     )  # the text model stands beside models of other media
@@ -508,7 +513,7 @@ def _check_row(call: Call, row: Segments) -> Call:
     return {**call, "position_ids": positions, "segments": row}
 
 
-def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Call) -> Call:
+def _by_name(signature: inspect.Signature, args: tuple[object, ...], kwargs: Call) -> Call:
     """Name the arguments of a method, without self."""
     names = list(signature.parameters)[1:]
     return {**dict(zip(names, args, strict=False)), **kwargs}
@@ -521,11 +526,11 @@ def _has_dropout(module: nn.Module) -> bool:
     return any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
 
 
-def _join_rows(outputs: list[Any], layout: Layout, places: np.ndarray | None) -> Any:
+def _join_rows(outputs: list[ModelOutput], layout: Layout, places: np.ndarray | None) -> ModelOutput:
     """Join the rows' outputs. Values per token ([1, T, …] or [T, …]) go to their places in the batch; nothing else is kept."""
     tokens = layout.rows[0][0].tokens
 
-    def put(parts: list[Any], name: str = "") -> Any:
+    def put(parts: list[Any], name: str = "") -> object:
         first = parts[0]
         if isinstance(first, tuple | list):
             return tuple(put(list(part)) for part in zip(*parts, strict=True))
@@ -544,7 +549,7 @@ def _join_rows(outputs: list[Any], layout: Layout, places: np.ndarray | None) ->
     return type(outputs[0])(**{name: value for name, value in kept.items() if value is not None})
 
 
-def _scatter(outputs: Any, places: torch.Tensor, shape: torch.Size) -> Any:
+def _scatter(outputs: ModelOutput, places: torch.Tensor, shape: torch.Size) -> ModelOutput:
     """Put TRL's per-token figures [1, n] at `places` of [B, L - 1], zero elsewhere. Scalars stay."""
 
     def put(value: torch.Tensor) -> torch.Tensor:

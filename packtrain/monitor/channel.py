@@ -79,6 +79,7 @@ class Server(ThreadingHTTPServer):
     `port` 0 takes a free one. Raises OSError (EADDRINUSE, EACCES) if the port cannot be bound.
     """
 
+    address = "127.0.0.1"  # for callers of this machine
     daemon_threads = False  # so that `close` waits for them
 
     def __init__(self, port: int = 0, *, secret: str, host: str = "") -> None:

@@ -50,7 +50,7 @@ class Launchers:
             try:
                 with meet(me, place, prepare) as group:
                     self.ends[number] = group
-                    self._over.wait(2 * LONG_S if group.server else 0)  # serves until the others have their answer
+                    self._over.wait(2 * LONG_S if me.node == 0 else 0)  # serves until the others have their answer
             except (PacktrainError, RuntimeError) as error:
                 self.ends[number] = error
 
@@ -69,8 +69,11 @@ class Launchers:
 
 
 def test_one_machine_takes_any_free_port_as_it_is_bound(place: MeetingPoint) -> None:
-    with meet(member(0, nodes=1), replace(place, port=0)) as group, socket.create_connection(("127.0.0.1", group.port)):
-        assert group.server is not None and group.port == group.server.port != group.store_port
+    with (
+        meet(member(0, nodes=1), replace(place, port=0)) as group,
+        socket.create_connection(("127.0.0.1", group.channel.port)),
+    ):
+        assert group.channel.port != group.store_port
 
 
 def together(place: MeetingPoint, *members: Member) -> list[Any]:
@@ -97,7 +100,7 @@ def test_all_machines_meet_and_share_names_a_secret_and_a_port_for_torch(number:
     ends = together(place, *[member(node, number) for node in reversed(range(number))])
     assert all(isinstance(one, Group) for one in ends), ends
     assert {tuple(one.names.values()) for one in ends} == {tuple(f"n{node + 1}" for node in range(number))}
-    assert len({one.secret for one in ends}) == len({one.store_port for one in ends}) == 1
+    assert len({one.channel.secret for one in ends}) == len({one.store_port for one in ends}) == 1
     assert ends[0].store_port != place.port
 
 
@@ -217,7 +220,7 @@ def test_who_has_not_the_secret_that_all_were_given_cannot_join(
     said = {"member": asdict(member(1)), "token": "t", "password": f"guessed {place.job}"}
     assert "another run" in str(Client("127.0.0.1", place.port).call("join", said)["stop"])
     launchers.start(member(1), place)
-    first, second = (one.secret for one in launchers.join())
+    first, second = (one.channel.secret for one in launchers.join())
     assert first == second != "of the job"
 
 
