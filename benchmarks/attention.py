@@ -28,9 +28,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from packtrain.attention.flash.selection import LayerFeatures, kernel_error, kernel_tolerance
-from packtrain.attention.flash.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
-from packtrain.attention.segmented.run import segmented_attention
+from packtrain.attention.kernel_choice import LayerFeatures, kernel_error, kernel_tolerance
+from packtrain.attention.segmented import segmented_attention
+from packtrain.attention.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
 from packtrain.packing.segments import Segments
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.packing.balance import MicroBatchLimits, imbalance
-from packtrain.packing.split_rows import lay_out_split
+from packtrain.packing.balance import MicroBatchLimits, imbalance, lay_out
 
 ATTENTION = 36 * 4096 / 8e9
 RANKS, TOGETHER, EACH = (8, 64, 256, 1024), (2, 4, 8, 16, 32, 64), 16
@@ -47,7 +46,7 @@ def _cell(lengths: np.ndarray, row: int, ranks: int, together: int) -> str:
         return "too long"
     how: Any = {"mode": "packed", "world_size": ranks, "ranks_per_row": together}
     started = time.perf_counter()
-    layout = lay_out_split(lengths, limits=MicroBatchLimits(tokens=row), attention_cost=ATTENTION, **how)
+    layout = lay_out(lengths, limits=MicroBatchLimits(tokens=row), attention_cost=ATTENTION, **how)
     took = 1000 * (time.perf_counter() - started)
     return f"{imbalance(layout, lengths, ATTENTION):.1%} ({took:.0f} ms)"
 

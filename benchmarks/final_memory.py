@@ -45,7 +45,7 @@ def rank_main(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(PROCESSES), LOCAL_WORLD_SIZE=str(PROCESSES))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GROUP_RANK="0")
     from packtrain.cli import main
-    from packtrain.model.weights import stream
+    from packtrain.model import save as stream
     from packtrain.train import results as writing
 
     save, stream.FILE_BYTES = writing.save_final, file_bytes

@@ -45,7 +45,7 @@ import gpu_wheels
 WARM = (
     *("torch", "peft", "trl", "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3"),
     *("packtrain.cli", "packtrain.train.run", "packtrain.objectives.dpo.run", "packtrain.changes.liger"),
-    *("packtrain.attention.flash.run", "attention", "gpu_ladder", "pytest"),
+    *("packtrain.attention.flash", "attention", "gpu_ladder", "pytest"),
 )
 """Modules that parts import, imported before the first fork."""
 SLOWER = 6

@@ -25,10 +25,11 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import packtrain.model.heads
+from packtrain.attention import flash
 from packtrain.attention.backends import attention_by, attention_of
-from packtrain.attention.flash import run as flash
-from packtrain.attention.flash.selection import KernelChoice, LayerFeatures
-from packtrain.attention.flash.varlen import Kernel
+from packtrain.attention.kernel_choice import KernelChoice, LayerFeatures
+from packtrain.attention.varlen import Kernel
 from packtrain.changes.liger import fuse_by_liger, why_no_liger
 from packtrain.changes.residual import carry_in
 from packtrain.config.objective import Objective
@@ -37,10 +38,9 @@ from packtrain.data.dataset import Document, Preference
 from packtrain.model.adapters import add_adapters
 from packtrain.model.flops import training_flops
 from packtrain.model.forward import patch_forward
-from packtrain.model.heads import summed
+from packtrain.model.layers import recompute
 from packtrain.model.load import base_model
 from packtrain.model.precision import settle_kernels, weights_cast_once
-from packtrain.model.recomputation import recompute
 from packtrain.packing.collate import collate_flat, collate_padded, label_positions, on_device
 from packtrain.plan.surroundings import lack_of_compiler
 from packtrain.run_folder import installed_version
@@ -377,11 +377,11 @@ def head_by_chunk(note: Note, tiny: bool) -> None:
 
     def work() -> dict[str, Any]:
         forget(head)
-        spent = seconds_of(lambda: summed.sum_losses(hidden, targets, head, "nll").backward())
+        spent = seconds_of(lambda: packtrain.model.heads.sum_losses(hidden, targets, head, "nll").backward())
         return {"ms": spent * 1e3, "peak_gib": peak_gib()}
 
     for chunk in (64, 128) if tiny else (2048, 4096, 8192, 16_384):
-        with replaced(summed, "HEAD_CHUNK", chunk):
+        with replaced(packtrain.model.heads, "HEAD_CHUNK", chunk):
             attempt(note, f"head, chunks of {chunk:,}", work)
 
 
@@ -391,7 +391,9 @@ def full_middle(note: Note, tiny: bool) -> None:
     ladder.measure("as it comes", ladder.own())
     ladder.measure("pads by nothing, as before", ladder.own(), pads())
     ladder.measure("Liger", ladder.own(), ladder.liger())
-    ladder.measure(f"Liger, head by {chunk:,}", ladder.own(), ladder.liger(), replaced(summed, "HEAD_CHUNK", chunk))
+    ladder.measure(
+        f"Liger, head by {chunk:,}", ladder.own(), ladder.liger(), replaced(packtrain.model.heads, "HEAD_CHUNK", chunk)
+    )
     for kernel in ladder.others():
         ladder.measure(f"Liger, {kernel.name}", using(kernel), ladder.liger())
 
@@ -434,14 +436,12 @@ def full_small(note: Note, tiny: bool) -> None:
 
 def preferences(note: Note, tiny: bool) -> None:
     """A step of dpo against a reference, as packtrain's loss computes it."""
-    from trl import DPOConfig
-
     from packtrain.data.tokens.pretrained import load_tokenizer
     from packtrain.objectives.dpo.run import DPOLoss
     from packtrain.packing.schedule import make_schedule
+    from packtrain.train.objectives.answer_objectives import PairSteps
     from packtrain.train.objectives.loss import Setup
-    from packtrain.train.objectives.pairs import PairSteps
-    from packtrain.train.settings import LoopSettings, StopRequest
+    from packtrain.train.run_state import LoopSettings, StopRequest
 
     settle_kernels()
     at, random, folder = device(), np.random.default_rng(0), Path(tempfile.mkdtemp(prefix="packtrain-dpo-"))
@@ -457,18 +457,10 @@ def preferences(note: Note, tiny: bool) -> None:
     schedule = make_schedule(
         lengths, Packing(mode="padding_free"), Batch(examples_per_step=len(pairs), examples_per_device=len(pairs))
     )
-    given: dict[str, Any] = {
-        "bf16": True,
-        "use_cpu": at.type == "cpu",
-        "activation_checkpointing": False,
-        "max_length": None,
-    }
-    quiet: dict[str, Any] = {"report_to": "none", "disable_tqdm": True, "remove_unused_columns": False, "max_steps": 1}
-    settings = DPOConfig(output_dir=str(folder), **given, **quiet)
     steps = PairSteps(pairs, schedule, "flat", 0)
     policy, reference = drawn("0.6B", tiny, torch.float32), drawn("0.6B", tiny, torch.float32)
-    of_loop = LoopSettings(steps, {}, StopRequest(), folder, {})
-    setup = Setup(policy, settings, load_tokenizer(Model(tokenizer="quickstart")), of_loop)
+    of_loop = LoopSettings(steps, {}, StopRequest(), folder, {}, autocast=torch.bfloat16)
+    setup = Setup(policy, load_tokenizer(Model(tokenizer="quickstart")), of_loop)
     loss = DPOLoss(setup, Objective(kind="dpo"), reference)
     for model in (policy, reference):
         attention_by("flash" if at.type == "cuda" else "segmented").install_when_packed(base_model(model))
@@ -625,16 +617,16 @@ def product(note: Note, tiny: bool) -> None:
 
 
 def compiled_middle(note: Note, tiny: bool) -> None:
-    from packtrain.model import compiled
+    from packtrain.model import layers
 
     ladder = Ladder(note, "1.5B", tiny)
     if tiny:
-        compiled.BACKEND = "eager"  # graphs are made, and not compiled: that takes a CPU a minute
+        layers.BACKEND = "eager"  # graphs are made, and not compiled: that takes a CPU a minute
     if lack := "" if tiny else lack_of_compiler():
         return note("compiled", skipped=lack)
     if tiny and ladder.device.type == "cuda":
         return note("compiled", skipped="a stand-in GPU has nothing to compile for")
-    compiled.compile_layers(ladder.base)
+    layers.compile_layers(ladder.base)
     ladder.measure("compiled", ladder.own())
 
 

@@ -18,11 +18,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from packtrain.monitor import processes
+from packtrain.monitor import heartbeat as module
 from packtrain.monitor.channel import Client, Server
-from packtrain.monitor.diagnosis import diagnose
 from packtrain.monitor.heartbeat import Heartbeat, TimeLimits
-from packtrain.monitor.watchdog import POLL_S, Watchdog
+from packtrain.monitor.watchdog import POLL_S, Watchdog, diagnose
 
 PER_NODE = 8
 PROCESSES = 4
@@ -88,8 +87,8 @@ def _still(watchdog: Watchdog, ranks: int) -> None:
 def _ranks(numbers: range, ranks: int, port: int, stalled: Event, over: Event) -> None:
     """Those of a process, each with its thread; a stack is as that of a rank of eight threads."""
     one = {"name": "nccl:all_reduce", "number": 37, "group": "0", "what": "Float 134515008"}
-    processes.own_stacks = lambda: 8 * THREAD
-    processes.own_collectives = lambda: {"pending": one, "finished": one}
+    module.own_stacks = lambda: 8 * THREAD
+    module.own_collectives = lambda: {"pending": one, "finished": one}
     client, heartbeats = Client("127.0.0.1", port, secret="secret"), [Heartbeat(rank) for rank in numbers]
     for heartbeat in heartbeats:
         heartbeat.connect(client, ranks)

@@ -61,7 +61,7 @@ def load(rank: int, world: int, port: int, folder: str, dtype: str, strategy: st
     from packtrain.model.load import load_model
 
     before = "packtrain.model.load"  # reading by slices
-    weights_hash = import_module("packtrain.model.weights.hashes" if new() else before).weights_hash
+    weights_hash = import_module("packtrain.model.weights" if new() else before).weights_hash
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks = spreading.Ranks(rank, world, torch.device("cpu"), strategy)

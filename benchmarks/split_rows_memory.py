@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from packtrain.attention.backends import attending_by
 from packtrain.attention.over_ranks import open_group
-from packtrain.model.recomputation import recompute
+from packtrain.model.layers import recompute
 from packtrain.packing.collate import row_arguments
 from packtrain.packing.segments import Segments, own_tokens, split_row
 

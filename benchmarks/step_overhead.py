@@ -20,9 +20,8 @@ from packtrain.config.compose import load_config
 from packtrain.model.load import base_model
 from packtrain.run_folder import RunFolder
 from packtrain.train import run
-from packtrain.train.checkpoint.run_state import RunState
-from packtrain.train.log.listener import Listener
 from packtrain.train.loop import StepTrainer
+from packtrain.train.run_state import Listener, RunState
 
 inside = {"forward": 0.0, "backward": 0.0, "clipping": 0.0, "optimizer": 0.0}
 

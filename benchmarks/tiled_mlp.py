@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from packtrain.attention.backends import attending_by
 from packtrain.changes.tiles import tile_mlps
-from packtrain.model.recomputation import recompute
+from packtrain.model.layers import recompute
 from packtrain.packing.collate import row_arguments
 from packtrain.packing.segments import Segments
 

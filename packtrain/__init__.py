@@ -42,7 +42,7 @@ def fast_imports() -> Iterator[None]:
 
     That is a quarter faster. Later full collections save 0.4 s each, and the end of the process 2 s. Libraries print into the log.
     """
-    from packtrain.standard_streams import kept_from_terminal, quiet_at_exit
+    from packtrain.system import kept_from_terminal, quiet_at_exit
 
     quiet_at_exit()  # frozen objects are never freed, and C++ libraries (triton's nanobind) complain about theirs
     gc.disable()

@@ -22,11 +22,10 @@ from typer import Argument, Option
 from typer.core import TyperCommand
 
 from packtrain import __version__, fast_imports, work
-from packtrain.errors import UserError
-from packtrain.exit_code import exit_code_of, report_error
-from packtrain.objectives.registry import OBJECTIVES
-from packtrain.redact import CleanStream, clean, learn
-from packtrain.standard_streams import open_streams, outlive_terminal
+from packtrain.errors import UserError, exit_code_of, report_error
+from packtrain.objectives.spec import OBJECTIVES
+from packtrain.system import open_streams, outlive_terminal
+from packtrain.wording import CleanStream, clean, learn
 
 try:
     _objectives = OBJECTIVES.all()
@@ -137,9 +136,11 @@ def _add_training_verb(verb: str, about: str) -> None:
     def train(arguments: Arguments = None, dry_run: DryRun = False) -> int:
         run, launch = _config_and_plan(arguments, verb)
         if dry_run:
+            from packtrain.plan.known_model import check_quantised
             from packtrain.plan.screen import print_plan
 
             _check_attempt(run, arguments)
+            check_quantised(run.model, run.peft, gpu=launch.gpu_memory is not None)
             print_plan(run, launch, verb, arguments or [])
             return 0
         outlive_terminal()
@@ -161,6 +162,7 @@ def plan(
 ) -> int:
     """Show what a run would be, on one screen: model, data, processes, steps, memory, the command."""
     from packtrain.config.rules.paths_and_packages import FOR_GPUS, check_packages
+    from packtrain.plan.known_model import check_quantised
     from packtrain.plan.memory import GIB
     from packtrain.plan.screen import plan_json, print_plan
 
@@ -172,6 +174,7 @@ def plan(
     _check_attempt(run, arguments)
     if gpu_memory is not None:
         launch = replace(launch, gpu_memory=int(gpu_memory * GIB))
+    check_quantised(run.model, run.peft, gpu=launch.gpu_memory is not None)
     if as_json:
         print(json.dumps(plan_json(run, launch), indent=2))
     else:
@@ -190,7 +193,7 @@ def inspect(
 ) -> int:
     """Show the data as the model will see it: tokens, statistics, what each mode costs, what is odd."""
     with fast_imports():
-        from packtrain.inspect.show_data import show_data
+        from packtrain.inspect.summary import show_data
 
     run, launch = _config_and_plan(arguments)
     title = split_arguments(arguments)[0] or "data"
@@ -464,7 +467,7 @@ def main() -> None:
 
 def _check_attempt(run: RunConfig, arguments: list[str] | None) -> None:
     """Raise UserError if the run's folder would refuse the run."""
-    from packtrain.launch.attempt import check_attempt
+    from packtrain.launch.execute import check_attempt
     from packtrain.run_folder import RunFolder
 
     check_attempt(run, split_arguments(arguments)[0], RunFolder.of(run.trainer), run.trainer.resume)

@@ -18,13 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from packtrain.durable import aside, hash_of, publish
 from packtrain.errors import PeerFailed, UserError
 from packtrain.plan.origin import MANIFEST, ORIGIN, list_checkpoints, same_course, written_into
-from packtrain.redact import clean
 from packtrain.run_folder import RunFolder, object_of
-from packtrain.time_limit import start
-from packtrain.wording import first_line
+from packtrain.system import aside, hash_of, publish, start
+from packtrain.wording import clean, first_line
 
 KEY = "trainer.mirror"
 _INSIDE = re.compile(r"checkpoints/step-(\d+)/(.+)")
@@ -238,7 +236,7 @@ class Mirror:
     def _put(self, path: Path) -> None:
         from fsspec.callbacks import Callback
 
-        def hear(*_: Any, **__: Any) -> None:
+        def hear(*_: object, **__: object) -> None:
             self._heard_at = time.monotonic()
 
         name = str(path.relative_to(self._folder.root))

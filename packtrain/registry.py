@@ -1,7 +1,7 @@
 """Registries: all things of one kind, built in or from other installed packages.
 
-A built-in objective is a folder of packtrain/objectives, other kinds alike (some have files in place of folders). An objective of another
-package is an entry point of the group `packtrain.objectives`. Nothing else lists them.
+A built-in objective is a folder of packtrain/objectives; other kinds are folders, files or a table. An objective of another package is an
+entry point of the group `packtrain.objectives`. Nothing else lists them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 from packtrain.errors import UserError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-_NO_THINGS = ("spec", "registry")
 _FIX = "Mend or uninstall the package."
 
 
@@ -46,40 +45,55 @@ class Registry(Generic[Thing]):
     """All things of one kind.
 
     `kind`: their type. `word`: what messages call one, such as "objective". `package`: where the built-in ones are, such as
-    "packtrain.objectives"; entry points have the same group. `module`: the module of each folder that declares the thing, or "" if
-    each thing is a file. `attribute`: the constant there, the thing or a tuple of several.
+    "packtrain.objectives"; entry points have the same group. `attribute`: the constant that declares one, in the `module` of each folder,
+    or in each file but spec.py if `module` is "". `own`: the built-in ones, if a table declares them.
     """
 
     kind: type[Thing]
     word: str
     package: str
-    module: str
-    attribute: str
+    module: str = ""
+    attribute: str = ""
+    own: tuple[Thing, ...] = ()
 
     def all(self) -> dict[str, Thing]:
         """Return every thing by its name, in order. Raises UserError if an entry point cannot be used."""
-        return _find(self)
+        return cast("dict[str, Thing]", _find(self)[0])
 
     def __getitem__(self, name: str) -> Thing:
         """Return the thing with this name. Raises KeyError."""
         return self.all()[name]
 
+    def imported(self, name: str, module: str, constant: str) -> object:
+        """Return the `constant` in the `module` that carries out the thing. Raises UserError if it cannot be imported."""
+        try:
+            return getattr(import_module(module), constant)
+        except Exception as error:  # the code of others may raise anything
+            raise self.refusal(name, f"cannot be imported: {type(error).__name__}: {error}") from error
+
+    def refusal(self, name: str, what: str) -> UserError:
+        """Return the error that the thing is not usable. It says where the thing is declared."""
+        return UserError(f"the {self.word} {name} {what}", where=_find(self)[1].get(name, self.package), fix=_FIX)
+
 
 @cache
-def _find(registry: Registry[Thing]) -> dict[str, Thing]:
-    package = import_module(registry.package)
-    found: list[Thing] = []
-    for item in iter_modules(package.__path__):
-        if item.ispkg if registry.module else item.name not in _NO_THINGS:
-            path = ".".join(filter(None, (registry.package, item.name, registry.module)))
-            own = getattr(import_module(path), registry.attribute)
-            found += own if isinstance(own, tuple) else [own]
-    by_name = {thing.name: thing for thing in found}
+def _find(registry: Registry[Thing]) -> tuple[dict[str, Thing], dict[str, str]]:
+    """Return things by name, and where those of other packages are declared."""
+    by_name = {thing.name: thing for thing in registry.own or _built_in(registry)}
+    places = dict[str, str]()
     for thing, where in _of_others(registry):
         if thing.name in by_name:
             raise UserError(f"there is another {registry.word} called {thing.name}", where=where, fix=_FIX)
-        by_name[thing.name] = thing
-    return dict(sorted(by_name.items(), key=lambda item: (item[1].order, item[0])))
+        by_name[thing.name], places[thing.name] = thing, where
+    return dict(sorted(by_name.items(), key=lambda item: (item[1].order, item[0]))), places
+
+
+def _built_in(registry: Registry[Thing]) -> Iterator[Thing]:
+    for item in iter_modules(import_module(registry.package).__path__):
+        if item.ispkg if registry.module else item.name != "spec":
+            path = ".".join(filter(None, (registry.package, item.name, registry.module)))
+            own = getattr(import_module(path), registry.attribute)
+            yield from own if isinstance(own, tuple) else [own]
 
 
 def names_of_others(group: str) -> list[str]:

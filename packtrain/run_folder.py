@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from packtrain.config.schema import Trainer
-from packtrain.durable import sync, write_text
 from packtrain.errors import Problem, UserError
+from packtrain.system import sync, write_text
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from packtrain.plan import surroundings
+from packtrain.monitor import channel
 
 _given: set[int] = set()
 
 
 def free_port() -> int:
     """Another one each time."""
-    while (port := surroundings.free_port()) in _given:
+    while (port := channel.free_port()) in _given:
         pass
     _given.add(port)
     return port

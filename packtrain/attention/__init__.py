@@ -1,6 +1,6 @@
 """Exact attention over flattened rows: no token sees a token of another document.
 
-A backend is a folder: `spec` declares it (spec.py), `run` attends. Read `backends` first: it describes the backends and installs one on
-a model. `segmented` (any device) and `flash` (GPU kernels) replace the model's attention function, by `flattened`; `per_document`
-serves models that cannot be flattened. `sliding_window` handles windows and chunks, `forwards` calls and length-dependent rotary embeddings.
+Read `backends` first: it describes the backends, each a file, and installs one on a model. spec.py declares them. `segmented` (any device) and
+`flash` (GPU kernels) replace the model's attention function, by `flattened`; `per_document` serves models that cannot be flattened.
+`sliding_window` handles windows and chunks, `forwards` calls and length-dependent rotary embeddings.
 """

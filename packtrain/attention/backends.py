@@ -7,7 +7,7 @@
 | per_document | taken apart | the model once per length of documents, with layers of any kind | kernels on fewer tokens |
 | sdpa_mask | flattened | one dense mask | O(T²): the plain reference, for tests and small rows |
 
-Each is a folder, or part of another package: `spec` declares it (spec.py), `run` attends by it, as an `Attention`.
+Each is a file, or part of another package, and declared in spec.py. It ends in ATTENTION, an `Attention`.
 
 Models with their own attention code (bloom, mpt, falcon, remote code) do not look up their attention function in
 transformers' AttentionInterface: for them there is only per_document. Padded batches keep the model's own attention under
@@ -22,7 +22,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -34,9 +33,8 @@ from packtrain.attention.forwards import (
     rotate_by_document,
     uses_attention_interface,
 )
-from packtrain.attention.registry import BACKENDS
-from packtrain.attention.spec import Backend
-from packtrain.errors import CheckFailed, UserError
+from packtrain.attention.spec import BACKENDS, Backend
+from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 
 _PER_DOCUMENT = "per_document"
@@ -95,7 +93,9 @@ class AttentionFunction(Attention):
     def install(self, model: PreTrainedModel) -> Undo:
         """See Attention."""
         undo = ExitStack()
-        undo.callback(_replace_attention_function(model, self.implementation))
+        # no context manager: it would be undone when nobody keeps the undo function
+        undo.callback(model.set_attn_implementation, own_attention(model))
+        model.set_attn_implementation(self.implementation)
         undo.callback(rotate_by_document(model))
         return undo.close
 
@@ -119,14 +119,11 @@ class AttentionFunction(Attention):
 
 def attention_by(name: str) -> Attention:
     """Return what the backend `name` does. Raises UserError if another package's cannot be imported."""
-    module = BACKENDS[name].run
-    try:
-        attention = import_module(module).ATTENTION
-        if not isinstance(attention, Attention):
-            raise TypeError("ATTENTION is no packtrain.attention.backends.Attention")
-    except Exception as error:  # the code of others may raise anything
-        what = f"the backend {name} cannot be imported: {type(error).__name__}: {error}"
-        raise UserError(what, where=module, fix="Mend or uninstall its package.") from error
+    attention = BACKENDS.imported(name, BACKENDS[name].run, "ATTENTION")
+    if not isinstance(attention, Attention):
+        raise BACKENDS.refusal(
+            name, f"cannot be used: ATTENTION of {BACKENDS[name].run} is no {Attention.__module__}.Attention"
+        )
     return attention
 
 
@@ -185,20 +182,12 @@ def _switch(model: PreTrainedModel, implementation: str) -> Callable[[], Any]:
     return switched
 
 
-def _replace_attention_function(model: PreTrainedModel, implementation: str) -> Undo:
-    own = own_attention(model)
-    model.set_attn_implementation(implementation)
-    return lambda: model.set_attn_implementation(own)
-
-
 @contextmanager
 def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Use `attend_by` inside the block."""
-    undo = attend_by(model, name)
-    try:
+    with ExitStack() as undo:
+        undo.callback(attend_by(model, name))
         yield
-    finally:
-        undo()
 
 
 def documents_alone(model: PreTrainedModel) -> AbstractContextManager[None]:
@@ -209,11 +198,12 @@ def documents_alone(model: PreTrainedModel) -> AbstractContextManager[None]:
 @contextmanager
 def attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """Give `model` another attention implementation inside the block, by transformers' name."""
-    undo = _replace_attention_function(model, implementation)
+    own = own_attention(model)
+    model.set_attn_implementation(implementation)
     try:
         yield
     finally:
-        undo()
+        model.set_attn_implementation(own)
 
 
 NEEDED = "does not have a deterministic implementation"

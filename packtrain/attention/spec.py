@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from packtrain.registry import Registry
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """A backend for packed rows.
-
-    It is the constant BACKEND of a module `spec` in a folder of its own. The module `run` there attends.
-    """
+    """A backend for packed rows: a row of the table below, or an entry point of another package."""
 
     name: str
     """The value of model.attention."""
@@ -38,3 +37,39 @@ class Backend:
     """Advice if no kernel is right."""
     dense_mask: bool = False
     """Whether it makes a mask of all tokens of a row by all tokens."""
+
+
+BACKENDS = Registry(
+    Backend,
+    "backend",
+    package="packtrain.attention",
+    own=(
+        Backend(
+            name="flash",
+            run="packtrain.attention.flash",
+            order=0,
+            auto=True,
+            devices=("cuda",),
+            formats=("bfloat16", "float16"),
+            kernels="packtrain.attention.kernel_choice",
+            get_kernels="pip install 'packtrain[flash]'; docs/modes.md names the flash kernels for each GPU",
+        ),
+        Backend(name="segmented", run="packtrain.attention.segmented", order=1, auto=True),
+        Backend(
+            name="per_document",
+            run="packtrain.attention.per_document",
+            order=2,
+            auto=True,
+            by_document=True,
+            why_not_shared="runs every document by itself",
+            why_not_split="runs each whole document in one process",
+        ),
+        Backend(name="sdpa_mask", run="packtrain.attention.sdpa_mask", order=3, dense_mask=True),
+    ),
+)
+"""All backends, ours and other packages'."""
+
+
+def tried_by_auto() -> list[Backend]:
+    """Return the backends that model.attention=auto tries, the best first."""
+    return [backend for backend in BACKENDS.all().values() if backend.auto]

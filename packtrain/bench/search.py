@@ -6,9 +6,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from packtrain.config.schema import DEFAULT_ROW_TOKENS, Batch, Packing, PackingMode
+from packtrain.errors import Json
 
 ROUNDS, MIN_ROUNDS = 6, 3
 MAX_COMPARED = 4
@@ -230,7 +230,7 @@ def is_clear(best: Trial, configured: Trial) -> bool:
     return best is not configured and len(ratios) >= MIN_ROUNDS and min(ratios) > 1
 
 
-def trial_json(trial: Trial, configured: Trial) -> dict[str, Any]:
+def trial_json(trial: Trial, configured: Trial) -> Json:
     """Return a trial in plain values. The keys are a promise to users."""
     runs, candidate, ratios = list(trial.rounds.values()), trial.candidate, trial.ratios(configured)
     last = runs[-1] if runs else None

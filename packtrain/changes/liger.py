@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from packtrain.changes.spec import Change, Proposal, Situation
-from packtrain.model.compiled import is_compiled
+from packtrain.model.layers import is_compiled
 from packtrain.model.load import base_model
 
 _ABSENT = object()

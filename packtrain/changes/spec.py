@@ -1,16 +1,18 @@
-"""The declaration of a change to the loaded model's computation."""
+"""The declaration of a change to the loaded model's computation, and all changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
 from packtrain.config.schema import RunConfig
+from packtrain.errors import UserError
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
 from packtrain.proof.comparison import Tolerance
+from packtrain.registry import Registry
 
 Make = Callable[[PreTrainedModel], Callable[[], object]]
 """Changes a model and returns the function that undoes it. If it raises an exception, nothing is changed."""
@@ -71,3 +73,26 @@ class Change:
     """Its name in the log, if that is another."""
     order: int = 100
     """Changes with a lower number are made first."""
+
+
+CHANGES = Registry(Change, "change", package="packtrain.changes", attribute="CHANGE")
+KEY = "model.kernels"
+
+
+def check_changes(situation: Situation) -> None:
+    """Raise UserError or CheckFailed if the run asks for a change that it cannot have."""
+    for change in CHANGES.all().values():
+        change.check(situation)
+
+
+def proposals(situation: Situation) -> Iterator[tuple[str, Proposal]]:
+    """Yield the changes to try, with their names in the log, in order."""
+    asked = situation.config.model.kernels
+    for change in CHANGES.all().values():
+        if change.kernel and asked not in ("auto", change.name):
+            continue
+        proposal, required = change.propose(situation), change.kernel and asked == change.name
+        if proposal is None and required:
+            raise UserError(f"{change.name} cannot change this model", where=KEY, fix="set it to auto")
+        if proposal is not None:
+            yield change.label or change.name, replace(proposal, key=KEY) if required else proposal

@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from packtrain.config.fault import Fault
 from packtrain.config.objective import Resume
 from packtrain.config.schema import DataSource, Stage, groups
-from packtrain.objectives.registry import OBJECTIVES
+from packtrain.objectives.spec import OBJECTIVES
 from packtrain.optimizers.spec import REFUSED
 
 _OF_SBATCH = {name: name for name in ("account", "constraint", "gres", "partition", "qos")}

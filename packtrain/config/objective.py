@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from packtrain.objectives.registry import OBJECTIVES, losses
-from packtrain.objectives.spec import Spec
+from packtrain.objectives.spec import OBJECTIVES, Spec, losses
 
 Resume = Literal["free", "decisive", "fixed"]
 """Whether a resumed run may change a key: unasked (documents and losses stay the same), if trainer.resume_despite names it, or never (the

@@ -13,15 +13,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-from packtrain.attention.registry import BACKENDS
-from packtrain.attention.spec import Backend
+from packtrain.attention.spec import BACKENDS, Backend
 from packtrain.config import is_list, is_mapping
 from packtrain.config.objective import Objective, advanced, key
 from packtrain.config.place import Topology, Tracking, Verify
 from packtrain.optimizers.spec import OPTIMIZERS, OptimizerSpec
 from packtrain.registry import names_of_others
-from packtrain.strategies.registry import DEFAULT, STRATEGIES
-from packtrain.strategies.spec import StrategySpec
+from packtrain.strategies.spec import DEFAULT, STRATEGIES, StrategySpec
 
 PackingMode = Literal["padding", "padding_free", "packed"]
 Split = Literal["train", "eval"]

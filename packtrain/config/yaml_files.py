@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from packtrain.config.keys import near
 from packtrain.errors import UserError
-from packtrain.redact import learn
+from packtrain.wording import learn
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SUFFIX = ".yaml"

@@ -19,7 +19,6 @@ from typing import Literal, get_args
 
 import yaml
 
-from packtrain.boundary import boundary
 from packtrain.config.compose import faults_of
 from packtrain.config.keys import keys
 from packtrain.convert import counterparts, foreign_data
@@ -35,10 +34,9 @@ from packtrain.convert.counterparts import (
     names,
 )
 from packtrain.convert.foreign_file import Foreign, Settings, Value, read_foreign
-from packtrain.errors import UserError
-from packtrain.objectives.registry import OBJECTIVES
-from packtrain.redact import HIDDEN, is_certain, speaks_of_secrets
-from packtrain.wording import counted, shortened, visible
+from packtrain.errors import UserError, boundary
+from packtrain.objectives.spec import OBJECTIVES
+from packtrain.wording import HIDDEN, counted, is_certain, shortened, speaks_of_secrets, visible
 
 OriginName = Literal["axolotl", "llamafactory", "ms-swift", "trl"]
 _KEPT = ("model.path", "data.train", "data.max_length", "batch.")

@@ -14,7 +14,7 @@ from packtrain.config.place import Tracker
 from packtrain.config.rules.paths_and_packages import as_name, template_names
 from packtrain.convert.foreign_file import Foreign, Value
 from packtrain.errors import UserError
-from packtrain.objectives.registry import OBJECTIVES
+from packtrain.objectives.spec import OBJECTIVES
 
 Kind = Literal["converted", "differs", "not needed", "no counterpart"]
 DIFFERS = "≠ "

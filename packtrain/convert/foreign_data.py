@@ -23,7 +23,7 @@ from packtrain.convert.counterparts import (
 )
 from packtrain.convert.foreign_file import Foreign, Settings, Value
 from packtrain.errors import UserError
-from packtrain.objectives.registry import OBJECTIVES
+from packtrain.objectives.spec import OBJECTIVES
 
 _LARGE = 2**26
 """Size in bytes: rows of files this large are not counted."""

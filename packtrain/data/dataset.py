@@ -3,6 +3,10 @@
 A TokenDataset is a list of stores (one for each tokenised source) and a list of row numbers. Weights, held-out fractions and mixtures only
 change the row numbers; no token is copied. A PairDataset reads two documents at a time. The documents of an UnpairedDataset are
 desirable or not. A pair's prompt is everything before the first trained target of either document.
+
+A `Mixture` (data.stages, and streams) gives the source of example m of a run, for any m. Examples are drawn in blocks of BLOCK. In each block
+every source has exactly its share, in an order by (seed, stage, block). This depends neither on the length of the run nor on the number of
+ranks, so a run can resume from any step, and may become longer.
 """
 
 from __future__ import annotations
@@ -11,15 +15,14 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, starmap
 from typing import Any
 
 import numpy as np
 
-from packtrain.config.schema import DataSource, name_sources
+from packtrain.config.schema import DataSource, Stage, name_sources
 from packtrain.data.formats.columns import name_unread
-from packtrain.data.mixture import temper
 from packtrain.data.tokens.cache import Document, Store
 from packtrain.errors import UserError
 from packtrain.wording import counted
@@ -56,7 +59,8 @@ class DataReport:
     The fields from `rows` to `two_bos` cover all rows of the sources, or the rows on this side of the split if data.eval is a fraction.
     `cut_tokens` were lost to data.max_length; `dropped_chunks` are parts of split documents without a trained token. `apart` counts kept rows
     with a token across an answer's border (tokens/encode.py). `retold` counts rows that TRL's training version of the chat template renders,
-    since the model's own template gives no exact loss mask for them. `two_bos` counts rows that begin with BOS twice. The fields from
+    since the model's own template gives no exact loss mask for them. `tools_in_system` counts rows whose system prompt lists their tools
+    already, so that the template got none. `two_bos` counts rows that begin with BOS twice. The fields from
     `documents` to `trained_tokens` describe one epoch, with weights; `held_out` documents are on the other side. `seconds` is the
     tokenising time (0 if all was cached), `remarks` are decisions about a source, `unread` has the sources' columns from Row.unread.
     """
@@ -70,6 +74,7 @@ class DataReport:
     cut_tokens: int
     apart: int
     retold: int
+    tools_in_system: int
     two_bos: int
     documents: int
     tokens: int
@@ -88,13 +93,14 @@ class DataReport:
         ways = (
             (self.apart, "tokenised in parts, as a token would lie over the border of an answer"),
             (self.retold, "rendered by TRL's training version of the chat template, for an exact loss mask"),
+            (self.tools_in_system, "list their tools in the system prompt, so the chat template does not"),
             (self.two_bos, "begin with BOS twice: their text holds it, too, so take it out there"),
         )
         said = (f"{counted(rows, 'rows')} {way}" for rows, way in ways if rows)
         return [*self.remarks, *said, *chain.from_iterable(starmap(name_unread, self.unread.items()))]
 
 
-SUMMED = ("truncated", "split", "dropped_chunks", "cut_tokens", "apart", "retold", "two_bos")
+SUMMED = ("truncated", "split", "dropped_chunks", "cut_tokens", "apart", "retold", "tools_in_system", "two_bos")
 """Figures of a DataReport that are sums over the fates of kept rows."""
 
 
@@ -184,32 +190,19 @@ class PairDataset:
         return Preference(chosen, rejected, int(self.prompts[index]))
 
 
-class UnpairedDataset:
-    """Answers for training: labelled documents, which pickle like other documents.
+class UnpairedDataset(TokenDataset):
+    """Answers for training: labelled documents.
 
-    lengths: int32[n], tokens of each. trained: int32[n], its targets: all tokens after the prompt. labels: bool[n],
-    True for desirable answers. `fingerprint` changes whenever a token, a mask, a label or the order changes.
+    trained: int32[n], the targets of each: all tokens after the prompt. labels: bool[n], True for desirable answers. `fingerprint`
+    changes whenever a token, a mask, a label or the order changes.
     """
 
     def __init__(self, documents: TokenDataset) -> None:
-        self.documents, self.lengths, self.trained = documents, documents.lengths, documents.trained
+        self.__dict__.update(documents.__dict__)
         self.labels: np.ndarray = np.concatenate([store.labels() for store in documents.stores])[documents.rows]
         self.fingerprint = _hash(documents.fingerprint.encode(), self.labels)
         desirable = int(np.count_nonzero(self.labels))
-        figures = LabelFigures(desirable, len(self.labels) - desirable)
-        self.report: DataReport = replace(documents.report, labels=figures)
-
-    @cached_property
-    def source_of(self) -> np.ndarray:
-        """Return the number of each answer's source: int16[n]."""
-        return self.documents.source_of
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> Document:
-        """Return document number `index`, 0 to len - 1."""
-        return self.documents[index]
+        self.report = replace(documents.report, labels=LabelFigures(desirable, len(self.labels) - desirable))
 
 
 def _hash(fingerprint: bytes, values: np.ndarray) -> str:
@@ -263,18 +256,17 @@ def mix_sources(
     kept = [np.ones(len(store.fates), bool) for store in stores] if kept is None else kept
     rows, sums, dropped, first = [], Counter[str](), Counter[str](), 0
     sizes = np.array([int(store.fates["documents"][here].sum()) for store, here in zip(stores, kept, strict=True)])
-    weights = [
-        part.source.weight if part.source.samples is None else part.source.samples * together / max(size, 1)
-        for part, size in zip(parts, sizes.tolist(), strict=True)
-    ]
-    weights = temper(np.array(weights), sizes, temperature) if temperature > 1 else np.array(weights)
-    for number, (store, here) in enumerate(zip(stores, kept, strict=True)):
+    samples = [part.source.samples for part in parts]
+    asked = [one and one * together / max(size, 1) for one, size in zip(samples, sizes.tolist(), strict=True)]
+    weights = np.array([part.source.weight if one is None else one for part, one in zip(parts, asked, strict=True)])
+    weights = temper(weights, sizes, temperature) if temperature > 1 else weights
+    for number, (part, here) in enumerate(zip(parts, kept, strict=True)):
+        store, weight = part.store, float(weights[number])
         own = first + np.flatnonzero(np.repeat(here, store.fates["documents"]))
         first += len(store)
         sums["held_out"] += len(store) - len(own)
         if len(own):
-            weight = (parts[number].source, float(weights[number]))
-            rows.append(_repeat_by_weight(own, *weight, number, seed, key, together) if weigh else own)
+            rows.append(_repeat_by_weight(own, part.source, weight, number, seed, key, together) if weigh else own)
         fates = store.fates[here]
         times = np.bincount(fates["dropped"], minlength=1).tolist()
         dropped.update({store.reasons[reason]: times[reason] for reason in range(1, len(times)) if times[reason]})
@@ -314,3 +306,80 @@ def _repeat_by_weight(
         what = f"weight={weight:g} selects none of the {len(rows):,} documents of {source.path}"
         raise UserError(what, where=key, fix="Raise its weight, or remove the source.")
     return (taken[:, None] + np.arange(together)).ravel()
+
+
+BLOCK = 1 << 14
+
+
+def temper(weights: np.ndarray, sizes: np.ndarray, temperature: float) -> np.ndarray:
+    """Return how often each example of a source appears, instead of its weight: float64 [sources].
+
+    `sizes` are the examples of the sources. The new shares of an epoch are proportional to the old shares to the power of 1 / temperature.
+    The source with the smallest increase keeps its weight; the others are repeated to match. No example kept by the weights is lost.
+    """
+    held = weights * sizes
+    more = np.where(held > 0, held, 1.0) ** (1 / temperature - 1)
+    return weights * more / more[held > 0].min(initial=np.inf) if held.any() else weights
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Shares of the sources in each stage. The `shares` of a stage add up to 1. `first` has the number of each stage's first example, from 0."""
+
+    first: tuple[int, ...]
+    shares: tuple[tuple[float, ...], ...]
+    seed: int
+
+    def sources(self, first: int, end: int) -> np.ndarray:
+        """Return the source of each example from `first` to before `end`: int16 [end - first]."""
+        parts = []
+        while first < end:
+            stage = self.stage_of(first)
+            block, within = divmod(first - self.first[stage], BLOCK)
+            last = min((end, *self.first[stage + 1 : stage + 2]))
+            parts.append(_draw_block(self.shares[stage], self.seed, stage, block)[within:][: last - first])
+            first += len(parts[-1])
+        return np.concatenate(parts) if parts else np.empty(0, np.int16)
+
+    def counts(self, end: int) -> np.ndarray:
+        """Return how many examples before number `end` come from each source: int64 [sources]."""
+        total = np.zeros(len(self.shares[0]), np.int64)
+        for stage, start in enumerate(self.first):
+            stop = min((end, *self.first[stage + 1 : stage + 2]))
+            if stop > start:
+                blocks, rest = divmod(stop - start, BLOCK)
+                total += blocks * _share_out(self.shares[stage])
+                drawn = _draw_block(self.shares[stage], self.seed, stage, blocks)
+                total += np.bincount(drawn[:rest], minlength=len(total))
+        return total
+
+    def stage_of(self, example: int) -> int:
+        """Return the number of an example's stage."""
+        return sum(start <= example for start in self.first) - 1
+
+
+def make_mixture(stages: Sequence[Stage], weights: Mapping[str, float], examples_per_step: int, seed: int) -> Mixture:
+    """Make the mixture of `stages` over the sources' names. Without stages, `weights` hold for the whole run."""
+    given = [stage.weights for stage in stages] or [weights]
+    rows = [[float(stage.get(name, 0)) for name in weights] for stage in given]
+    ends = [stage.until * examples_per_step for stage in stages if stage.until is not None]
+    shares = tuple(tuple(weight / sum(row) for weight in row) for row in rows)
+    return Mixture((0, *ends), shares, seed)
+
+
+def _share_out(shares: tuple[float, ...]) -> np.ndarray:
+    """Return the examples of each source in a block: int64 [sources]. Any positive share gives at least one."""
+    exact = BLOCK * np.array(shares)
+    counts = np.maximum(np.floor(exact), exact > 0).astype(np.int64)
+    by_rest = np.argsort(counts - exact, kind="stable")
+    counts[by_rest[: max(BLOCK - int(counts.sum()), 0)]] += 1
+    counts[counts.argmax()] += BLOCK - int(counts.sum())
+    return counts
+
+
+@lru_cache(maxsize=16)
+def _draw_block(shares: tuple[float, ...], seed: int, stage: int, block: int) -> np.ndarray:
+    counts = _share_out(shares)
+    return np.random.default_rng([seed, 3, stage, block]).permutation(
+        np.repeat(np.arange(len(counts), dtype=np.int16), counts)
+    )

@@ -39,17 +39,16 @@ from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import EncodedChunk, StoreWriter, cache_folder, hash_file, open_or_build
 from packtrain.data.tokens.chat_template import choose_template
 from packtrain.data.tokens.encode import MAX_PROBLEMS, Encoder
-from packtrain.data.tokens.tokenizer import plain_tokenizer
+from packtrain.data.tokens.pretrained import plain_tokenizer
 from packtrain.errors import PacktrainError, Problem, UserError
 from packtrain.monitor import heartbeat
-from packtrain.objectives.registry import OBJECTIVES
-from packtrain.objectives.spec import Spec
+from packtrain.objectives.spec import OBJECTIVES, Spec
 from packtrain.wording import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 20
+VERSION = 21
 """Increase it whenever the same rows would give other tokens or masks, so that old caches are not used."""
 FEW_ROWS, FEW_BYTES, FEW_CHUNKS = 10_000, 4 << 20, 40
 """Limits of the data that this process tokenises itself, in about the time that workers take to start."""
@@ -152,7 +151,7 @@ class Tokeniser:
     pool: ProcessPoolExecutor | None = None
 
     @property
-    def settings(self) -> tuple[Any, ...]:
+    def settings(self) -> tuple[object, ...]:
         """Return the settings that decide the documents of a row; the cache key includes them."""
         data, template = self.encoder.data, self.encoder.template
         keys = (data.format, data.loss_on, data.max_length, data.overlong, data.bad_rows, sorted(data.columns.items()))

@@ -5,7 +5,7 @@ taken, the next block is tokenised at the same rate: two blocks are in memory. O
 begins (file, chunk of rows), and how many of its examples were taken. A checkpoint holds just these; a resumed run tokenises
 one block again. A sliding window would mix a little better, but a checkpoint would hold its rows.
 
-The number of an example decides its source (mixture.py). When a source has ended, the others take its share.
+The number of an example decides its source (Mixture). When a source has ended, the others take its share.
 
 Every rank reads and tokenises the whole stream. All ranks then compute the same documents: they exchange
 nothing, and no rank waits for another one's disk. The price is that every rank tokenises.
@@ -28,16 +28,15 @@ import numpy as np
 from rich.console import Console
 
 from packtrain.config.schema import Data, DataSource, Format, name_sources, sources
-from packtrain.data.dataset import SUMMED, DataReport, TokenDataset, Tokenised, mix_sources
+from packtrain.data.dataset import SUMMED, DataReport, Mixture, TokenDataset, Tokenised, make_mixture, mix_sources
 from packtrain.data.formats.columns import merge_uses
-from packtrain.data.mixture import Mixture, make_mixture
 from packtrain.data.prepare import PreparedData, Tokeniser, dataset_of, make_encoder, prepare, refuse_rows
 from packtrain.data.sources.chunks import Chunk
+from packtrain.data.sources.files import read_patiently
 from packtrain.data.sources.locate import Source, locate
-from packtrain.data.sources.remote import read_patiently
-from packtrain.data.tokens.cache import EncodedChunk, MemoryStore, cache_folder
+from packtrain.data.tokens.cache import Document, EncodedChunk, MemoryStore, cache_folder
 from packtrain.errors import UserError
-from packtrain.objectives.registry import OBJECTIVES
+from packtrain.objectives.spec import OBJECTIVES
 
 Place = dict[str, Any]
 """Position in a source, as JSON: where the block begins (file, its name, chunk), the numbers of block and pass, and how many of its examples
@@ -47,9 +46,9 @@ _START: Place = {"file": 0, "name": "", "chunk": 0, "block": 0, "pass": 0, "take
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Documents trained together (two for a pair). Each is ids int32[n] and mask bool[n]. Also the row's fate and its location."""
+    """Documents trained together (two for a pair), with the row's fate and its location."""
 
-    documents: list[tuple[np.ndarray, np.ndarray]]
+    documents: list[Document]
     fate: np.void
     row: str
 
@@ -63,7 +62,7 @@ class Window:
 
     data: Any
     rows: list[str]
-    place: dict[str, Any]
+    place: Place
     mark: int
     last: bool = False
 
@@ -89,7 +88,7 @@ class _Block:
             fate = store.fates[at[first]].copy()
             fate["documents"], fate["desirable"] = together, desirable[first]
             row = f"{chunk.origin}{':' if chunk.by_line else ', row '}{chunk.numbers[at[first]]}"
-            self.examples.append(Example([(part.input_ids, part.loss_mask) for part in documents], fate, row))
+            self.examples.append(Example(documents, fate, row))
 
 
 @dataclass
@@ -131,7 +130,9 @@ class SourceStream:
                 return
             self.place = {**_START, "pass": first["pass"] + 1, "before": dict(before), "figures": dict(before)}
 
-    def _fill(self, block: _Block, encoded: Iterator[tuple[tuple, Chunk, EncodedChunk]], share: float) -> _Block:
+    def _fill(
+        self, block: _Block, encoded: Iterator[tuple[tuple[int, str, int], Chunk, EncodedChunk]], share: float
+    ) -> _Block:
         """Fill `block` with at least this share of its rows, or with all remaining ones."""
         data = self.tokeniser.encoder.data
         while block.figures["rows"] < share * (data.shuffle_buffer if data.shuffle else 1):
@@ -147,9 +148,8 @@ class SourceStream:
         file, skip, parts = self.place["file"], self.place["chunk"], self.source.files
         if (came := self.place["name"]) and Path(came).name != Path(parts[file][0] if file < len(parts) else "").name:
             what = f"the run had come to {came}, and other files are there now"
-            raise UserError(
-                what, where="data.train", fix="Put the files back, or start over with trainer.resume=never."
-            )
+            fix = "Put the files back, or start over with trainer.resume=never."
+            raise UserError(what, where="data.train", fix=fix)
 
         def chunks() -> Iterator[Chunk]:
             for number, (name, read) in enumerate(parts[file:], file):
@@ -176,7 +176,7 @@ class Stream:
     report: DataReport
     stack: ExitStack
 
-    def windows(self, place: dict[str, Any] | None = None) -> Iterator[Window]:
+    def windows(self, place: Place | None = None) -> Iterator[Window]:
         """Yield step by step, from the beginning or from the `place` of a window."""
         step, held = place["step"] if place else 0, None
         for name, stream in zip(self.report.sources, self.streams, strict=True):
@@ -210,17 +210,18 @@ class Stream:
             drawn = np.random.default_rng([self.mixture.seed, 6, number, sum(goes_on)])
             source = int(drawn.choice(len(shares), p=shares / shares.sum()))
 
-    def _window(self, taken: list[tuple[int, Example]], place: dict[str, Any]) -> Window:
+    def _window(self, taken: list[tuple[int, Example]], place: Place) -> Window:
         documents = [document for _, example in taken for document in example.documents]
-        ids, mask = (np.concatenate(column) for column in zip(*documents, strict=True))
-        lengths = np.array([len(ids) for ids, _ in documents], np.int32)
+        ids = np.concatenate([document.input_ids for document in documents])
+        mask = np.concatenate([document.loss_mask for document in documents])
+        lengths = np.array([len(document.input_ids) for document in documents], np.int32)
         store = MemoryStore(ids, mask, lengths, np.array([example.fate for _, example in taken]), self.report.format)
         data = TokenDataset([store], np.arange(len(store)), self.report)
         data.source_of = np.repeat(np.array([source for source, _ in taken], np.int16), len(documents) // len(taken))
         mark = zlib.crc32(mask.data, zlib.crc32(ids.data)) & 0xFFFF
         return Window(dataset_of(OBJECTIVES[self.objective], data), [example.row for _, example in taken], place, mark)
 
-    def report_at(self, place: dict[str, Any], **trained: int) -> DataReport:
+    def report_at(self, place: Place, **trained: int) -> DataReport:
         """Report on the rows read up to this place; `trained` gives the figures of training."""
         figures = sum((Counter(own["figures"]) for own in place["sources"].values()), Counter[str]())
         known: Any = {name: figures[name] for name in ("rows", "kept", *SUMMED)}
@@ -256,9 +257,8 @@ def open_stream(
             if len(outcome.lengths):
                 break
         else:
-            raise UserError(
-                "no document remains of any row", where=source.name, fix="See data.format, data.max_length."
-            )
+            fix = "See data.format, data.max_length."
+            raise UserError("no document remains of any row", where=source.name, fix=fix)
         first_rows.append(Tokenised(named, MemoryStore.of(outcome, format), False, source.remark))
         files = [source.key, source.size, *(name for name, _ in source.files)]
         identity.append([named.weight, named.repeat, *files, *tokeniser.settings])

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from packtrain.diagnose.facts import ask_python
+from packtrain.diagnose.machine import ask_python
+from packtrain.errors import Json
 from packtrain.wording import first_line, listed
 
 TOGETHER_S = 40.0  # for all machines to import torch; a busy one takes half of them
@@ -38,13 +39,13 @@ def pairs_of(machines: int) -> list[tuple[int, int]]:
     return [(0, 1)] if machines == 2 else [(rank, (rank + 1) % machines) for rank in range(machines)]
 
 
-def untried(names: Sequence[str]) -> list[dict[str, Any]]:
+def untried(names: Sequence[str]) -> list[Json]:
     """Return the results of all pairs of these machines before they are tried."""
     unknown = {"latency_ms": None, "mib_per_s": None, "status": "not tried", "found": ""}
     return [{"from": names[first], "to": names[second], **unknown} for first, second in pairs_of(len(names))]
 
 
-def take_part(order: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
+def take_part(order: Json, env: Mapping[str, str]) -> Json:
     """Run this machine's process to its end. Return milliseconds by size, or an `error`.
 
     Rank 0 also returns the `pairs`. `order` has `backend`, its `rank`, the `names` of all machines, and `address` and `port` of rank 0's store.
@@ -60,7 +61,7 @@ def take_part(order: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any
     return {"backend": order["backend"], **json.loads(lines[-1]), **({"error": error} if error else {})}
 
 
-def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def summarize(results: Mapping[str, Json]) -> Json:
     """Combine the results of all machines: status, words, and the figures of each pair.
 
     Results are by name, in the order of ranks. A machine that did not take part has only `skipped`, the reason.
@@ -87,13 +88,13 @@ def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {"status": status, "found": found, "backend": main["backend"], "nodes": nodes, "pairs": pairs}
 
 
-def describe_pair(pair: Mapping[str, Any]) -> str:
+def describe_pair(pair: Json) -> str:
     """Describe a pair: "n1 and n2: 0.2 ms, 900 MiB/s, ok"."""
     figures = f"{pair['latency_ms']:.2g} ms, {pair['mib_per_s']:.0f} MiB/s, " if pair["mib_per_s"] else ""
     return f"{pair['from']} and {pair['to']}: {figures}{pair['status']}"
 
 
-def check_all_reduce(reduced: Mapping[str, Any]) -> list[dict[str, Any]]:
+def check_all_reduce(reduced: Json) -> list[Json]:
     """Return the checks: a failed all-reduce, and slow pairs."""
     ends: dict[str, list[str]] = {"dead": [], "slow": []}
     for pair in reduced["pairs"]:
@@ -109,7 +110,7 @@ def check_all_reduce(reduced: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"name": "all-reduce", **check} for check in checks]
 
 
-def _measure(order: Mapping[str, Any], report: Callable[..., None]) -> None:
+def _measure(order: Json, report: Callable[..., None]) -> None:
     """Measure and report the results. Raises torch's error if this machine cannot take part.
 
     Rank 0 has the store, starts each pair, and collects the results of both ends.
@@ -126,7 +127,7 @@ def _measure(order: Mapping[str, Any], report: Callable[..., None]) -> None:
             store.set(f"begin {what}", str(wanted))
         return store.get(f"begin {what}") == b"True"
 
-    def result(what: str) -> dict[str, Any]:
+    def result(what: str) -> Json:
         """Return a rank's result from the store, waiting at most LATE_S."""
         try:
             store.wait([what], late)
@@ -153,7 +154,7 @@ def _measure(order: Mapping[str, Any], report: Callable[..., None]) -> None:
         result(f"end {other}")
 
 
-def _measure_pair(store: Any, backend: str, pair: tuple[int, int], rank: int) -> dict[str, Any]:
+def _measure_pair(store: Any, backend: str, pair: tuple[int, int], rank: int) -> Json:
     """Measure a pair from this end; `found` is the reason if it fails."""
     import torch.distributed as dist
 
@@ -201,7 +202,7 @@ def _milliseconds(backend: str, size: int, times: int) -> float:
 
 
 if __name__ == "__main__":
-    known: dict[str, Any] = {}
+    known: Json = {}
 
     def report(**facts: Any) -> None:
         known.update(facts)

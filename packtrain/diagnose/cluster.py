@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,9 +23,8 @@ from rich.markup import escape
 from packtrain.diagnose.all_reduce import PROCESS_S as REDUCE_S
 from packtrain.diagnose.all_reduce import check_all_reduce, describe_pair, summarize, take_part
 from packtrain.diagnose.env import check_all, gather, print_check, report_json
-from packtrain.diagnose.facts import Facts, Load, PlannedRun, Status
-from packtrain.diagnose.host import reported_variables
-from packtrain.errors import CheckFailed, PeerFailed, UserError
+from packtrain.diagnose.machine import Facts, Load, PlannedRun, Status, reported_variables
+from packtrain.errors import CheckFailed, Json, PeerFailed, UserError
 from packtrain.launch.rendezvous import Group, MeetingPoint, meet, own_addresses
 from packtrain.launch.slurm_jobs import run_srun
 from packtrain.monitor.channel import Rejected
@@ -35,10 +33,9 @@ from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.launchers import DEFAULT_PORT
 from packtrain.plan.surroundings import detect_surroundings
 from packtrain.plan.topology import GPUS_PER_NODE, choose_processes
-from packtrain.redact import Redactor
 from packtrain.run_folder import environment
-from packtrain.time_limit import start
-from packtrain.wording import listed, size
+from packtrain.system import start
+from packtrain.wording import Redactor, listed, size
 
 GATHER_S = 20.0  # to wait for the machines; topology.join_timeout may shorten it
 REPORT_S = 15.0
@@ -84,13 +81,13 @@ def show_cluster(load: Load, arguments: Sequence[str], *, as_json: bool) -> int:
             made = report.result(REPORT_S)
         except Exception as error:  # a fault of one machine must not cost the others
             made = {"error": str(error) or f"no answer within {REPORT_S:.0f} s"}
-        own: dict[str, Any] = {"node": processes.node, "report": made}
+        own: Json = {"node": processes.node, "report": made}
         own["result"] = _reduce(group, own, address, config.topology.variables)
         if group.server is None:
             return _send(group, own)
         sent, code = {0: own}, Future[int]()
 
-        def take(message: dict[str, Any]) -> dict[str, Any]:
+        def take(message: Json) -> Json:
             sent[int(message["node"])] = message
             return {"code": code.result()}
 
@@ -104,7 +101,7 @@ def show_cluster(load: Load, arguments: Sequence[str], *, as_json: bool) -> int:
         return code.result()
 
 
-def _reduce(group: Group, own: Mapping[str, Any], address: str, variables: Mapping[str, str]) -> dict[str, Any]:
+def _reduce(group: Group, own: Json, address: str, variables: Mapping[str, str]) -> Json:
     """Take part in the all-reduces, with the network settings of the run's processes here."""
     report, nodes, name = own["report"], sorted(group.names), group.names[own["node"]]
     torch = {} if "error" in report else report["facts"]["torch"]
@@ -117,7 +114,7 @@ def _reduce(group: Group, own: Mapping[str, Any], address: str, variables: Mappi
     return take_part({**order, "backend": backend}, {**report["own"]["network"], **variables})
 
 
-def _send(group: Group, own: Mapping[str, Any]) -> int:
+def _send(group: Group, own: Json) -> int:
     """Send this machine's results and return machine 0's exit code. Raises PeerFailed if machine 0 ends first."""
     assert group.client is not None
     print(f"{group.names[0]} shows the comparison", file=sys.stderr, flush=True)
@@ -131,9 +128,7 @@ def _send(group: Group, own: Mapping[str, Any]) -> int:
             time.sleep(0.1)
 
 
-def compare(
-    sent: Mapping[int, Mapping[str, Any]], joined: Mapping[int, str], place: MeetingPoint, machines: int
-) -> dict[str, Any]:
+def compare(sent: Mapping[int, Json], joined: Mapping[int, str], place: MeetingPoint, machines: int) -> Json:
     """Compare the machines' messages (by number) in plain containers. The keys are a promise to users."""
     names = {node: f"machine {node}" for node in range(machines)} | dict(enumerate(place.names)) | dict(joined)
     reports = {names[node]: message["report"] for node, message in sent.items() if "error" not in message["report"]}
@@ -157,7 +152,7 @@ def compare(
     }
 
 
-def own_report(facts: Facts, run: PlannedRun, config: Mapping[str, Any]) -> dict[str, Any]:
+def own_report(facts: Facts, run: PlannedRun, config: Json) -> Json:
     """Make this machine's report, like `env --json`. `own` adds the compared facts and the settings of NCCL and gloo.
     `config` is in plain containers."""
     redactor = Redactor(os.environ, run.config.topology.variables)
@@ -189,7 +184,7 @@ def traits_of(facts: Facts, same: Mapping[str, str], variables: Mapping[str, str
     return {"fail": {**same, **build, "number of GPUs": str(len(cards))}, "warn": alike}
 
 
-def find_differences(traits: Mapping[str, Traits]) -> list[dict[str, Any]]:
+def find_differences(traits: Mapping[str, Traits]) -> list[Json]:
     """Find facts that differ between machines, with the machines of each value. Facts that must not differ come first, then the most
     common values."""
     result = []
@@ -204,9 +199,9 @@ def find_differences(traits: Mapping[str, Traits]) -> list[dict[str, Any]]:
     return result
 
 
-def group_checks(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def group_checks(reports: Mapping[str, Json]) -> list[Json]:
     """Group checks that failed or warned, failed ones first. Equal checks are one, with all their machines (`nodes`)."""
-    checks: dict[str, dict[str, Any]] = {}
+    checks: dict[str, Json] = {}
     for name, report in reports.items():
         for check in report["checks"]:
             if check["status"] != "ok":
@@ -214,7 +209,7 @@ def group_checks(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any
     return sorted(checks.values(), key=lambda check: check["status"])
 
 
-def exit_code_for(document: Mapping[str, Any]) -> int:
+def exit_code_for(document: Json) -> int:
     """Return 4 for a missing machine, 3 for a failed check or difference, else 0."""
     failed = any(item["status"] == "fail" for item in (*document["differences"], *document["checks"]))
     return PeerFailed.exit_code if document["missing"] else CheckFailed.exit_code if failed else 0
@@ -225,7 +220,7 @@ def _counted(texts: Iterable[str]) -> str:
     return ", ".join(f"{number} × {text}" for text, number in sorted(Counter(texts).items())) or _NOTHING
 
 
-def print_comparison(document: Mapping[str, Any], machines: int) -> None:
+def print_comparison(document: Json, machines: int) -> None:
     """Print the comparison of `machines` machines to stdout, in colour on a terminal."""
     console, reduced = Console(highlight=False, soft_wrap=True), document["all_reduce"]
     differ, checks = document["differences"], document["checks"]

@@ -9,22 +9,19 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from packtrain.errors import PeerFailed, UserError
-from packtrain.launch.attempt import is_locked
-from packtrain.launch.exit_status import MOST_TELLING, tail_of
+from packtrain.errors import Json, PeerFailed, UserError
+from packtrain.launch.coordinator import MOST_TELLING, tail_of
+from packtrain.launch.execute import is_locked
 from packtrain.monitor.channel import PUBLISHED, Channel, Client
-from packtrain.monitor.diagnosis import FRAMES_SHOWN, RankState
-from packtrain.monitor.processes import life_of
-from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, stacks_of
+from packtrain.monitor.heartbeat import life_of
+from packtrain.monitor.watchdog import DIAGNOSIS, FRAMES_SHOWN, RANKS, RankState, stacks_of
 from packtrain.plan.network_settings import LOOPBACK
-from packtrain.redact import Redactor
 from packtrain.run_folder import RunFolder, as_type, object_of, read_as, text_of
-from packtrain.wording import ranks_in_words
+from packtrain.wording import Redactor, ranks_in_words
 
 WATCHDOG_ANSWER_S = 20  # it may have to ask the ranks for stacks first
 _SILENT_S = 10
@@ -41,15 +38,15 @@ class Finding:
     status: str
     lines: Sequence[str]
     ranks: Sequence[RankState] = ()
-    diagnosis: Mapping[str, Any] | None = None
-    silent: Sequence[Mapping[str, Any]] = ()
+    diagnosis: Json | None = None
+    silent: Sequence[Json] = ()
 
     @property
     def exit_code(self) -> int:
         """4 for a run that stands still or has failed, else 0."""
         return PeerFailed.exit_code if self.status in ("stalled", "failed") else 0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the document of --json."""
         diagnosis = self.diagnosis and {name: self.diagnosis[name] for name in ("cause", "ranks")}
         return {**asdict(self), "diagnosis": diagnosis}

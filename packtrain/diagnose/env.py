@@ -1,7 +1,7 @@
 """`packtrain env [CONFIG]`: facts of this machine for a bug report, and whether they suffice.
 
 All questions are asked at once, and answered within ten seconds; a missing answer is a line of the report. No process stays
-behind, and nothing secret is shown (packtrain/redact.py).
+behind, and nothing secret is shown (packtrain/wording.py).
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from packtrain.config.schema import RunConfig
-from packtrain.diagnose import devices, host
-from packtrain.diagnose.facts import MIB, Check, Driver, Facts, Folder, Load, PlannedRun, Status, Torch
-from packtrain.errors import CheckFailed, PacktrainError
+from packtrain.diagnose import machine
+from packtrain.diagnose.machine import MIB, Check, Driver, Facts, Folder, Load, PlannedRun, Status, Torch
+from packtrain.errors import CheckFailed, Json, PacktrainError
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.network_settings import read_network
 from packtrain.plan.surroundings import Surroundings, detect_surroundings
-from packtrain.redact import Redactor
-from packtrain.time_limit import start
-from packtrain.wording import size
+from packtrain.system import start
+from packtrain.wording import Redactor, size
 
 TORCH_S, DRIVER_S, FOLDER_S = 8.0, 5.0, 5.0
 """Seconds for the answers, from the start on."""
@@ -56,7 +55,7 @@ def show_environment(load: Load, *, as_json: bool) -> int:
 
 def check_all(facts: Facts, run: PlannedRun) -> list[Check]:
     """Return the results of all checks of a machine and a run."""
-    results = [result for check in (*host.CHECKS, *devices.CHECKS) for result in check(facts, run)]
+    results = [result for check in machine.CHECKS for result in check(facts, run)]
     return [replace(result, fix="") if result.status == "ok" else result for result in results]
 
 
@@ -67,14 +66,14 @@ def gather(load: Load) -> tuple[Facts, PlannedRun]:
     """
     config = load()
     run = PlannedRun(config is not None, config or RunConfig())
-    asked = start(partial(devices.ask_torch, TORCH_S, run.dtype, run.config.topology.variables))
+    asked = start(partial(machine.ask_torch, TORCH_S, run.dtype, run.config.topology.variables))
     paths = {
         "trainer.output_dir": run.config.trainer.output_dir if config else ".",
         "data.cache_dir": run.config.data.cache_dir or os.environ.get("PACKTRAIN_CACHE") or "~/.cache/packtrain",
         "HF_HOME": constants.HF_HOME,
     }
-    disks = {name: start(partial(host.read_folder, name, path)) for name, path in paths.items()}
-    nvidia, begun = start(partial(devices.ask_driver, DRIVER_S)), time.monotonic()
+    disks = {name: start(partial(machine.read_folder, name, path)) for name, path in paths.items()}
+    nvidia, begun = start(partial(machine.ask_driver, DRIVER_S)), time.monotonic()
 
     def answer(future: Future[Any], limit_s: float, otherwise: Callable[[str], Any]) -> Any:
         try:
@@ -82,16 +81,16 @@ def gather(load: Load) -> tuple[Facts, PlannedRun]:
         except (OSError, RuntimeError) as error:  # TimeoutError, too; or no home folder
             return otherwise(str(error) or f"no answer within {limit_s:.0f} s")
 
-    machine = host.read_host()
+    host = machine.read_host()
     folders = [answer(disks[name], FOLDER_S, partial(Folder, name, path, None, None)) for name, path in paths.items()]
     driver = answer(nvidia, DRIVER_S + 0.5, Driver)
     if config:
         # a silent name server is not asked for the address of the first machine
-        network = (lambda main: read_network(None)) if machine.silence else read_network
+        network = (lambda main: read_network(None)) if host.silence else read_network
         around = detect_surroundings([gpu.memory or 0 for gpu in driver.gpus])
         run = plan_run(config, replace(around, network=network))
     torch = answer(asked, TORCH_S + 0.5, Torch)
-    return Facts(machine, torch, driver, read_network(None), tuple(folders)), run
+    return Facts(host, torch, driver, read_network(None), tuple(folders)), run
 
 
 def plan_run(config: RunConfig, surroundings: Surroundings) -> PlannedRun:
@@ -105,15 +104,15 @@ def plan_run(config: RunConfig, surroundings: Surroundings) -> PlannedRun:
     return PlannedRun(True, config, launch.nodes, launch.gpus_per_node, launch.network, obstacles=launch.obstacles)
 
 
-def report_json(facts: Facts, run: PlannedRun, checks: Sequence[Check], redactor: Redactor) -> dict[str, Any]:
+def report_json(facts: Facts, run: PlannedRun, checks: Sequence[Check], redactor: Redactor) -> Json:
     """Return the whole report as plain containers. The keys up to `checks` are a promise to users."""
-    torch, machine, driver = facts.torch, facts.host, facts.driver
+    torch, host, driver = facts.torch, facts.host, facts.driver
     built = {"cuda": torch.cuda, "nccl": torch.nccl, "driver": driver.version}
     gpus = [asdict(gpu) for gpu in driver.gpus]
     document = {
-        "versions": {"python": machine.python, "platform": machine.platform, **machine.packages, **built},
+        "versions": {"python": host.python, "platform": host.platform, **host.packages, **built},
         "devices": gpus or [{"index": at, "name": name} for at, name in enumerate(torch.devices)],
-        "attention": devices.attention_json(facts, run),
+        "attention": machine.attention_json(facts, run),
         "checks": [asdict(check) for check in checks],
         "facts": asdict(facts),
     }

@@ -1,15 +1,17 @@
-"""Tokenised data of a config. Each document has one number, even if it is trained on several times."""
+"""Tokenised data of a config, and its steps. Each document has one number, even if it is trained on several times."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, get_args
 
 import numpy as np
+from transformers import AutoConfig
 
-from packtrain.config.schema import RunConfig, Split, sources
+from packtrain.config.schema import DEFAULT_ROW_TOKENS, Packing, RunConfig, Split, sources
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.sources.locate import Source, locate
@@ -17,11 +19,13 @@ from packtrain.data.tokens.cache import Store
 from packtrain.data.tokens.chat_template import choose_template
 from packtrain.data.tokens.encode import UNUSABLE
 from packtrain.data.tokens.loss_mask import ChatEncoder
-from packtrain.data.tokens.pretrained import load_tokenizer
-from packtrain.data.tokens.tokenizer import PlainTokenizer, plain_tokenizer
+from packtrain.data.tokens.pretrained import PlainTokenizer, load_tokenizer, plain_tokenizer
 from packtrain.errors import UserError
 from packtrain.objectives.spec import Spec
-from packtrain.packing.prefix_index import PrefixIndex, index_prefixes
+from packtrain.packing.balance import choose_ranks_per_row, cost_of_attention
+from packtrain.packing.prefixes import PrefixIndex, index_prefixes
+from packtrain.packing.schedule import Schedule, make_schedule
+from packtrain.plan.known_model import adapter_shapes, weights_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,11 +148,8 @@ def open_corpus(
     tokenizer = tokenizer or load_tokenizer(config.model)
     if prepared is None:
         if config.data.streaming:
-            what, fix = (
-                "a stream is not read as a whole",
-                "Set data.streaming=false, and data.train to a part of the data.",
-            )
-            raise UserError(what, where="data.streaming", fix=fix)
+            fix = "Set data.streaming=false, and data.train to a part of the data."
+            raise UserError("a stream is not read as a whole", where="data.streaming", fix=fix)
         prepared = prepare(config.data, tokenizer, kind, seed=seed, progress=progress)
     plain, template = plain_tokenizer(tokenizer), choose_template(config.data.chat_template, tokenizer)
     ends = ChatEncoder(plain, template).end_ids if template else {plain.eos_id}
@@ -179,3 +180,54 @@ def find_places(corpus: Corpus, rows: Collection[int]) -> dict[int, str]:
             if first > max(wanted):
                 break
     return places
+
+
+def estimate_attention_cost(corpus: Corpus) -> float | None:
+    """Compute training's attention cost (packing/balance.py) from the shapes of the model's weights. None if unknown."""
+    config, model = corpus.config, corpus.config.model
+    if config.packing.attention_cost is not None:
+        return config.packing.attention_cost
+    if model.init == "random":
+        model = replace(model, config={"vocab_size": corpus.tokenizer.vocabulary, **model.config})
+    try:
+        weights = weights_of(model, scores=config.objective.spec.scores)
+        known = AutoConfig.for_model(**weights.sizes)
+    except Exception:  # no files here, or a model with unknown layers: libraries raise errors of every kind
+        return None
+    shapes = dict(weights.shapes)
+    if getattr(known, "tie_word_embeddings", False):
+        shapes.pop("lm_head.weight", None)
+    extra = adapter_shapes(shapes, config.peft) if config.peft.kind == "lora" else []
+    return cost_of_attention(known.get_text_config(), sum(map(math.prod, [*shapes.values(), *extra])))
+
+
+def schedule_of(corpus: Corpus, packing: Packing, processes: int, cost: float) -> Schedule:
+    """Make the run's steps in a packing mode, as training on `processes` does.
+
+    Prompts count as shared unless sharing is off. Raises UserError if an example is longer than a micro-batch.
+    """
+    config, pairs = corpus.config, corpus.pairs
+    batch, trainer = config.batch, config.trainer
+    if batch.tokens_per_step is not None and batch.tokens_per_device is None:
+        batch = replace(batch, tokens_per_device=DEFAULT_ROW_TOKENS)
+    if pairs is None:
+        slots = corpus.train.lengths
+    elif packing.mode == "padding":
+        slots = (2 * pairs.documents.lengths.reshape(-1, 2).max(axis=1)).astype(np.int32)
+    else:
+        slots = pairs.lengths if packing.share_prefix is False else pairs.shared_lengths.astype(np.int32)
+    asked, limit = config.strategy.sequence_parallel, batch.limits(packing.mode)[1]
+    is_split = packing.mode != "padding" and limit is not None
+    together = choose_ranks_per_row(asked, int(slots.max()), limit, processes) if is_split else 1
+    return make_schedule(
+        slots,
+        packing,
+        batch,
+        max_steps=trainer.max_steps,
+        epochs=trainer.epochs,
+        seed=trainer.seed,
+        shuffle=config.data.shuffle,
+        attention_cost=cost,
+        ranks_per_row=together,
+        prefixes=corpus.prefixes,
+    )

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from packtrain.errors import UserError
-from packtrain.inspect.corpus import Corpus, find_places
-from packtrain.inspect.mode_costs import estimate_attention_cost, schedule_of
+from packtrain.inspect.corpus import Corpus, estimate_attention_cost, find_places, schedule_of
+from packtrain.inspect.rendering import Shown
 from packtrain.wording import counted, shortened, visible, whole
 
 MAX_TOKENS = 20_000
 """Most tokens of a part that are shown."""
 
 
-def show_first(corpus: Corpus, number: int) -> list[dict[str, Any]]:
+def show_first(corpus: Corpus, number: int) -> list[Shown]:
     """Show the first `number` examples in the order of the data. Raises UserError if there are fewer."""
     documents = np.flatnonzero(corpus.in_train)[:: corpus.spec.documents]
     if not 0 <= number <= len(documents):
@@ -33,7 +32,7 @@ def show_first(corpus: Corpus, number: int) -> list[dict[str, Any]]:
     return [show_example(corpus, document, places) for document in chosen]
 
 
-def show_row(corpus: Corpus, place: str) -> list[dict[str, Any]]:
+def show_row(corpus: Corpus, place: str) -> list[Shown]:
     """Show the examples of the row at `place` (FILE:LINE), or why it was dropped. Raises UserError if there is no such row."""
     row = _find_row(corpus, place)
     documents = np.flatnonzero(corpus.row_of == row)[:: corpus.spec.documents].tolist()
@@ -65,7 +64,7 @@ def _find_row(corpus: Corpus, place: str) -> int:
     raise UserError(f"{shortened(file)} has no row on line {line}", where="--source", fix=fix)
 
 
-def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = None) -> dict[str, Any]:
+def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = None) -> Shown:
     """Show each rank's micro-batches in `step` (from 1), with examples and places.
 
     `most` limits the examples of a micro-batch. Raises UserError if the run has no such step.
@@ -80,7 +79,7 @@ def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = N
     numbers = {int(number) for parts in layout for part in parts for number in part[:most]}
     places = find_places(corpus, {int(corpus.row_of[firsts[number]]) for number in numbers})
 
-    def show(part: np.ndarray) -> dict[str, Any]:
+    def show(part: np.ndarray) -> Shown:
         """Show one forward pass. Each part of an example has its first token in the row (0 in each padded row)."""
         padded = packing.mode == "padding"
         examples = [show_example(corpus, number, places) for number in firsts[part[:most]].tolist()]
@@ -107,7 +106,7 @@ def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = N
     }
 
 
-def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> dict[str, Any]:
+def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> Shown:
     """Show the example that begins with document `number`: its row's place, and parts of text.
 
     The prompt of a pair is a part of its own if it is laid out once, assuming that the attention proves exact.
@@ -137,13 +136,13 @@ def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> dict
     }
 
 
-def _show_spans(corpus: Corpus, ids: np.ndarray, mask: np.ndarray, first: int) -> list[dict[str, Any]]:
+def _show_spans(corpus: Corpus, ids: np.ndarray, mask: np.ndarray, first: int) -> list[Shown]:
     """Return the text of the tokens from `first` on, in spans of one style. Each turn begins a line."""
     special = np.isin(ids, list(corpus.tokenizer.special_ids))
     rust, stream = Tokenizer.from_str(corpus.tokenizer.backend), DecodeStream(skip_special_tokens=False)
     # a character made of several tokens appears at its last one
     texts = [visible(stream.step(rust, token) or "") for token in ids[: first + MAX_TOKENS].tolist()]
-    spans: list[dict[str, Any]] = []
+    spans: list[Shown] = []
     for at in range(first, len(texts)):
         style = {"trained": bool(mask[at]), "special": bool(special[at])}
         if not spans or not style.items() <= spans[-1].items():

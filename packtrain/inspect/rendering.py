@@ -26,6 +26,8 @@ _HERE = Path(__file__).parent
 DATA_CSS = (_HERE / "data_section.css").read_text(encoding="utf-8")
 """The section's style sheet. The page defines its colours: --ink, --soft, --paper, --panel, --line, --accent, --trained, --untrained,
 --special, --warn, --bad and --good."""
+Shown = dict[str, Any]
+"""Something to show as plain containers: a summary, an example, a step, a span of text."""
 _BAR = 32
 _WIDTH = 100
 """Columns if the output is not a terminal."""
@@ -48,7 +50,7 @@ def percent(share: float | None) -> str:
     return f"{100 * share:.1f} %" if share == 0 or abs(share) >= 0.0005 else f"{100 * share:.2g} %"
 
 
-def tabulate(data: dict[str, Any]) -> list[DataTable]:
+def tabulate(data: Shown) -> list[DataTable]:
     """Make the tables of a summary: cuts by length limits, and costs of each mode."""
     cuts = [[f"{cut['max_length']:,}", f"{cut['documents']:,}", percent(cut["share"])] for cut in data["cuts"]]
     for row, cut in zip(cuts, data["cuts"], strict=True):
@@ -71,19 +73,15 @@ def tabulate(data: dict[str, Any]) -> list[DataTable]:
     ]
 
 
-def remark_on_modes(data: dict[str, Any]) -> list[str]:
+def remark_on_modes(data: Shown) -> list[str]:
     """Return remarks on the costs of the modes."""
     modes = data["modes"]
     remarks = [f"{name} is not possible here: {visible(mode['why'])}" for name, mode in modes.items() if "why" in mode]
     if (fill := modes["packed"].get("fill")) is not None:
         remarks.append(f"packed rows hold {percent(fill)} of batch.tokens_per_device; what is empty is not computed")
     if (share := modes["packed"].get("saved_by_sharing")) is not None:
-        pairs = data["unit"] == "pairs"
-        what = (
-            "prompts that both answers share save"
-            if pairs
-            else "what documents of a micro-batch begin with alike saves"
-        )
+        of_documents = "what documents of a micro-batch begin with alike saves"
+        what = "prompts that both answers share save" if data["unit"] == "pairs" else of_documents
         remarks.append(f"{what} {percent(share)} of the tokens")
     return remarks
 
@@ -101,14 +99,14 @@ def _templates() -> Environment:
     return made
 
 
-def data_section(summary: dict[str, Any]) -> Markup:
+def data_section(summary: Shown) -> Markup:
     """Render the section on a summary, for any page that defines the colours of DATA_CSS."""
     tables, remarks = tabulate(summary), remark_on_modes(summary)
     template = _templates().get_template("data_section.html.j2")
     return Markup(template.render(data=summary, tables=tables, remarks=remarks))
 
 
-def data_page(summary: dict[str, Any], title: str) -> str:
+def data_page(summary: Shown, title: str) -> str:
     """Render a page with the section alone, light or dark like the reader's system."""
     template = _templates().get_template("data_page.html.j2")
     return template.render(title=title, section=data_section(summary), css=Markup(DATA_CSS))
@@ -135,12 +133,12 @@ class DataTerminal:
             line.append_text(self._style([span])).append("  ")
         self.console.print(line)
 
-    def examples(self, shown: Sequence[dict[str, Any]], unit: str) -> None:
+    def examples(self, shown: Sequence[Shown], unit: str) -> None:
         """Print documents or pairs, one after the other."""
         for number, example in enumerate(shown, 1):
             self._example(example, f"{unit.removesuffix('s')} {number}")
 
-    def step(self, step: dict[str, Any], unit: str) -> None:
+    def step(self, step: Shown, unit: str) -> None:
         """Print the rows of a step on every rank."""
         number, steps = f"{step['step']:,}", f"{step['steps']:,}"
         self.say(f"step {number} of {steps} (epoch {step['epoch']}): {counted(step['examples'], unit)}", "bold")
@@ -158,7 +156,7 @@ class DataTerminal:
                 if more := batch["examples"] - len(batch["shown"]):
                     self.say(f"… and {counted(more, unit)} more")
 
-    def summary(self, data: dict[str, Any]) -> None:
+    def summary(self, data: Shown) -> None:
         """Print statistics, costs of the modes, and the audit. The audit is last, so the reader sees it first."""
         self._facts(data)
         self._lengths(data)
@@ -168,7 +166,7 @@ class DataTerminal:
             self.say(f"  {remark}", "dim")
         self._audit(data)
 
-    def _facts(self, data: dict[str, Any]) -> None:
+    def _facts(self, data: Shown) -> None:
         made = counted(data["documents"], "documents")
         if data["unit"] == "pairs":
             made = f"{counted(data['documents'] // 2, 'pairs')} ({made})"
@@ -184,7 +182,7 @@ class DataTerminal:
         for remark in data["remarks"]:
             self.say(visible(remark), "dim")
 
-    def _lengths(self, data: dict[str, Any]) -> None:
+    def _lengths(self, data: Shown) -> None:
         self.say("\nlength of documents in tokens", "bold")
         most = max(bin["documents"] for bin in data["histogram"])
         for bin in dropwhile(lambda bin: not bin["documents"], data["histogram"]):
@@ -206,7 +204,7 @@ class DataTerminal:
         self.say()
         self.console.print(grid)
 
-    def _audit(self, data: dict[str, Any]) -> None:
+    def _audit(self, data: Shown) -> None:
         if not data["audit"]:
             self.say("\naudit: nothing odd was found", "green")
             return
@@ -220,7 +218,7 @@ class DataTerminal:
             for text, style in ((f"{', '.join(finding['where'])}{more}", "cyan"), (f"→ {finding['fix']}", "dim")):
                 self.console.print(Padding(Text(text, style), (0, 0, 0, 2)))
 
-    def _example(self, example: dict[str, Any], title: str) -> None:
+    def _example(self, example: Shown, title: str) -> None:
         cut = f", {example['cut']:,} cut" if example["cut"] else ""
         note = f" · {example['note']}" if example["note"] else ""
         tokens = counted(example["tokens"], "tokens")
@@ -233,7 +231,7 @@ class DataTerminal:
                 self.say(f"   {head}", "dim" if not part["name"] else "bold")
             self.console.print(Padding(self._style(part["spans"]), (0, 0, 0, 3)))
 
-    def _style(self, spans: Sequence[dict[str, Any]]) -> Text:
+    def _style(self, spans: Sequence[Shown]) -> Text:
         """Render spans as coloured text. Without colours, trained text is in brackets, which close before a line end."""
         text = Text(overflow="fold")
         for trained, group in groupby(spans, key=lambda span: span["trained"]):

@@ -15,17 +15,16 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from packtrain.config.compose import to_yaml
 from packtrain.config.yaml_files import shipped
-from packtrain.durable import write_text
-from packtrain.errors import UserError
+from packtrain.errors import Json, UserError
 from packtrain.launch.slurm_jobs import Job, print_unchanged, render
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.surroundings import Surroundings
-from packtrain.redact import clean, speaks_of_secrets
-from packtrain.wording import counted
+from packtrain.system import write_text
+from packtrain.wording import clean, counted, speaks_of_secrets
 
 Engine = Literal["kubeflow", "skypilot", "dstack"]
 _SUBMIT = {
@@ -82,7 +81,7 @@ def deployment(engine: Engine, job: Job, machines: Machines, folder: Path, secre
     inside = "/tmp/packtrain.yaml" if engine == "kubeflow" else None
     arguments = [job.verb, inside] if inside else [job.verb, *job.arguments]
     name = re.sub(r"[^a-z0-9]+", "-", Path(config.trainer.output_dir).name.lower()).strip("-")
-    values: dict[str, Any] = {
+    values: Json = {
         "made_by": "\n# ".join(f"Made by {clean(shlex.join(job.invoked_as))}".splitlines()),
         "summary": f"{counted(nodes, 'machines')} × {per_node} = {counted(plan.num_processes, 'processes')}",
         "name": (name if re.match("[a-z].", name) else f"run-{name}")[:40].strip("-"),  # valid as a host name

@@ -2,18 +2,25 @@
 
 torchrun ends with 1 after any failure of its workers, so each worker writes its exit code to a folder of this launch (worker.py).
 The launchers of several machines find each other before they start any worker (rendezvous.py), watch their own workers
-(supervisor.py), and report to machine 0 over the control channel (coordinator.py). They end with the same code (exit_status.py), or
-meet and start again (Restarts).
+(supervisor.py), and report to machine 0 over the control channel. They end with the same code, or meet and start again
+(coordinator.py).
+
+Only one run at a time writes in a run folder: two would resume from each other's checkpoints, and both report success. The lock is on a
+file in logs/, which always belongs to the run that goes on. The system releases it when the process ends for any reason. Machines that
+share the disk see the lock if the file system has locks (NFS, Lustre and local ones do).
 """
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -21,34 +28,156 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 from packtrain.config.compose import to_yaml
-from packtrain.config.schema import RunConfig
-from packtrain.errors import UserError
-from packtrain.launch.attempt import RunLock, check_free, open_attempt, writing
-from packtrain.launch.coordinator import Coordinator, Reporter, Restarts
-from packtrain.launch.exit_status import Verdict
-from packtrain.launch.on_ray import ON_RAY, run_on_ray
+from packtrain.config.schema import RunConfig, sources
+from packtrain.errors import Json, UserError
+from packtrain.launch.coordinator import Coordinator, Reporter, Restarts, Verdict
 from packtrain.launch.rendezvous import Group, MeetingPoint, meet, own_addresses
-from packtrain.launch.slurm_jobs import run_srun
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, errors_copied_to
 from packtrain.mirror import Mirror
-from packtrain.monitor.channel import ADDRESS, SECRET, published
+from packtrain.monitor.channel import ADDRESS, PUBLISHED, SECRET, published
 from packtrain.monitor.foreign_launch import watched
-from packtrain.monitor.heartbeat import TimeLimits
-from packtrain.monitor.processes import STACKS
+from packtrain.monitor.heartbeat import STACKS, TimeLimits
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan.agreement import Member, shared_values, shared_versions
+from packtrain.plan.known_model import base_of
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
+from packtrain.plan.origin import check_config
 from packtrain.plan.surroundings import detect_surroundings
-from packtrain.run_folder import RunFolder, environment
+from packtrain.run_folder import RunFolder, environment, object_of, write_json
+from packtrain.system import write_text
+from packtrain.wording import Redactor, clean
+
+LOCK = "lock"
+_TAKE_S = 1  # to wait for the lock: a process that only checks it holds it for a moment
+
+
+@contextmanager
+def locked(folder: Path, wait_s: float = 0) -> Iterator[None]:
+    """Hold the lock of `folder`, whose logs/ exists. Raises UserError if another run holds it after `wait_s` seconds."""
+    lock = FileLock(folder / "logs" / LOCK, mode=0o666)
+    held: AbstractContextManager[Any] = nullcontext()
+    try:
+        held = lock.acquire(timeout=wait_s)
+    except Timeout as error:
+        raise _in_use(folder) from error
+    except (OSError, NotImplementedError):  # a read-only folder, or a file system without locks
+        pass
+    with held:
+        yield
+
+
+def _in_use(folder: Path) -> UserError:
+    what, shown = "a run", str(folder)
+    host = str(object_of(folder / "logs" / PUBLISHED).get("host", ""))
+    if host and host != socket.gethostname():
+        what, shown = "a run of another machine", f"{folder} ({host})"
+    fix = "Wait for its end, or name another folder."
+    return UserError(f"{what} is going on in {shown}", where="trainer.output_dir", fix=fix)
+
+
+def check_free(folder: Path) -> None:
+    """Raise UserError if a run is going on in `folder`."""
+    # an unmarked folder may hold a user's file of that name, which a lock would empty
+    if not os.path.exists(RunFolder(folder).mark):
+        return
+    # all machines of a run check when they start: a shared lock lets them all in
+    with suppress(FileNotFoundError, PermissionError), open(folder / "logs" / LOCK, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _in_use(folder) from error
+        except OSError:  # a file system without locks
+            pass
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a run is going on in `folder`."""
+    try:
+        check_free(folder)
+    except UserError:
+        return True
+    return False
+
+
+class RunLock(ExitStack):
+    """The lock of a run, held by machine 0 until the end. Each launch takes it anew: logs/ may have been replaced."""
+
+    held = False
+
+    def take(self, folder: Path) -> None:
+        """Lock `folder`, whose logs/ exists. Raises UserError if another run has locked it."""
+        self.close()
+        self.enter_context(locked(folder, _TAKE_S))
+        self.held = True
+
+
+def inputs(config: RunConfig, given: str | None) -> Iterator[tuple[str, str]]:
+    """Yield (key, path) of everything that a run reads and so must not overwrite (run_folder.py).
+
+    Globs are expanded. Hub ids and names of built-in things are included. `given` is the config's own path.
+    """
+    model, data, reference = config.model, config.data, config.objective.reference
+    named = {"model.path": model.path, "model.tokenizer": model.tokenizer, "objective.reference": reference}
+    bases = {f"the base of {key}": base_of(path) for key, path in named.items()}
+    for key, path in {"the config": given, **named, **bases, "data.chat_template": data.chat_template}.items():
+        if path:
+            yield key, path
+    for key, value in (("data.train", data.train), ("data.eval", data.eval)):
+        for source in sources(value):
+            paths = glob.glob(os.path.expanduser(source.path), recursive=True)
+            yield from ((key, path) for path in paths or [source.path])
+
+
+def check_attempt(config: RunConfig, given: str | None, folder: RunFolder, resume: str) -> None:
+    """Raise UserError for files of others in the folder, or checkpoints of another course."""
+    check_config(asdict(config), folder, resume)
+    folder.check_ours(inputs(config, given))
+
+
+def open_attempt(
+    config: RunConfig, given: str | None, folder: RunFolder, lock: RunLock, plan: LaunchPlan, resume: str
+) -> None:
+    """Write config, plan and environment. Raises UserError if it cannot.
+
+    An earlier run's files stay untouched. The folder is locked anew, until `lock` is closed.
+    """
+    if not lock.held:
+        check_free(folder.root)
+    check_attempt(config, given, folder, resume)
+    with writing():
+        folder.open_attempt(resume)
+        lock.take(folder.root)
+        lines = [clean(line) for line in config.topology.setup]  # only topology.setup may hold secrets
+        shown = replace(config, topology=replace(config.topology, setup=lines))
+        write_text(folder.attempt.config, to_yaml(shown))
+        write_json(folder.attempt.plan, Redactor(os.environ).plain(plan.to_json()))
+        write_json(folder.attempt.environment, environment())
+        if not plan.in_process:
+            write_text(folder.attempt.accelerate, yaml.safe_dump(dict(plan.accelerate)))
+        if plan.deepspeed is not None:
+            write_json(folder.attempt.deepspeed, plan.deepspeed)
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Turn an OSError inside the block into a UserError about the run folder."""
+    try:
+        yield
+    except OSError as error:
+        what = f"the run folder cannot be written: {error.strerror}"
+        where = f"trainer.output_dir ({error.filename})" if error.filename else "trainer.output_dir"
+        raise UserError(what, where=where, fix="Name another folder.") from error
+
 
 LAUNCHER_LOG = "launcher.log"
 MAX_SILENCE_S = 30
 LOOPBACK = "127.0.0.1"
-_LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "CROSS_SIZE", ON_RAY)
-"""Variables of torchrun, Open MPI, other MPIs, srun, DeepSpeed's launcher and Ray. A process with none was started by hand."""
+_LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "CROSS_SIZE")
+"""Variables of torchrun, Open MPI, other MPIs, srun and DeepSpeed's launcher. A process with none was started by hand."""
 
 
 def execute(
@@ -69,16 +198,17 @@ def execute(
         raise UserError(list(plan.obstacles))
     folder = RunFolder.of(config.trainer)
     if plan.role == "srun":
+        from packtrain.launch.slurm_jobs import run_srun
+
         begun = time.time()
         code = run_srun(plan.srun)
         # srun returns a lost machine's code, even if the run went on without it
         done = plan.survives_lost_machines and folder.status() == "done" and folder.summary.stat().st_mtime > begun
         return 0 if done else code
     if plan.role == "ray":
-        numbers = dict.fromkeys(("nodes", "gpus_per_node", "min_nodes"))  # Ray decides them
-        joined = replace(config, topology=replace(config.topology, kind="env", **numbers))
-        inside = to_yaml(replace(joined, trainer=replace(config.trainer, restarts=0)))
-        return run_on_ray(inside, config.objective.kind, folder, plan, config.topology.join_timeout)
+        from packtrain.launch.on_ray import run_on_ray
+
+        return run_on_ray(config, folder, plan)
     with ExitStack() as stack:
         lock, has_opened = stack.enter_context(RunLock()), False
 
@@ -245,7 +375,7 @@ def _argv_with_copies(plan: LaunchPlan, config: RunConfig, folder: RunFolder, sc
     """Return the plan's `accelerate launch …` with torch's store at `port`.
 
     It reads copies of the run folder's files in `scratch`, because a machine may not see that folder."""
-    settings: dict[str, Any] = {**plan.accelerate, "main_process_port": port}
+    settings: Json = {**plan.accelerate, "main_process_port": port}
     copies = {folder.config: to_yaml(config), folder.accelerate: yaml.safe_dump(settings)}
     if plan.deepspeed is not None:
         copies[folder.deepspeed] = json.dumps(plan.deepspeed)

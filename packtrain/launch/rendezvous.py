@@ -18,13 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, error_from_json
-from packtrain.monitor.channel import SECRET, Client, NoAnswer, Server, new_secret
+from packtrain.errors import CheckFailed, Json, PacktrainError, PeerFailed, error_from_json
+from packtrain.monitor.channel import SECRET, Client, NoAnswer, Server, free_port, new_secret
 from packtrain.plan.agreement import Member, compare_counts, compare_members, names_of, same_number_error
 from packtrain.plan.network_settings import addresses_by_interface, is_loopback
-from packtrain.plan.surroundings import free_port
 from packtrain.run_folder import as_type
 from packtrain.wording import listed, ranks_in_words
 
@@ -146,9 +144,9 @@ class _JoinServer:
         self._waiting = ""
         self._error: PacktrainError | None = None
         self._lock = threading.Lock()
-        self.final: dict[str, Any] | None = None
+        self.final: Json | None = None
 
-    def join(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    def join(self, body: Json) -> Json:
         """Answer a launcher: {"wait": text}, {"go": …}, or {"stop": problems}. The channel's threads call this."""
         place = self._place
         if not hmac.compare_digest(str(body.get("password", "")).encode(), place.password.encode()):
@@ -290,7 +288,7 @@ def own_addresses() -> tuple[str, ...]:
     return tuple(dict.fromkeys(usable))
 
 
-def _reject(place: MeetingPoint, what: str) -> Mapping[str, Any]:
+def _reject(place: MeetingPoint, what: str) -> Json:
     error = CheckFailed(
         f"at {place.address}:{place.port} {what}",
         where="trainer.output_dir, topology.main_address, topology.main_port",
@@ -300,7 +298,7 @@ def _reject(place: MeetingPoint, what: str) -> Mapping[str, Any]:
     return {"stop": error.to_json()}
 
 
-def _too_late(place: MeetingPoint) -> Mapping[str, Any]:
+def _too_late(place: MeetingPoint) -> Json:
     error = PeerFailed(
         f"at {place.address}:{place.port} the run has started, and goes on without this machine",
         where="rendezvous",

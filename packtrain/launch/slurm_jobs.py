@@ -23,18 +23,16 @@ from packtrain.config.compose import Point
 from packtrain.config.rules.slurm import count_gpus, parse_options
 from packtrain.config.schema import Topology
 from packtrain.config.yaml_files import shipped, shown
-from packtrain.durable import write_text
-from packtrain.errors import PeerFailed, UserError
-from packtrain.exit_code import listening
-from packtrain.launch.attempt import inputs, writing
-from packtrain.launch.exit_status import MOST_TELLING
+from packtrain.errors import Json, PeerFailed, UserError
+from packtrain.launch.coordinator import MOST_TELLING
+from packtrain.launch.execute import inputs, writing
 from packtrain.monitor.channel import SECRET, new_secret
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import Surroundings
 from packtrain.plan.topology import GPUS_PER_NODE
-from packtrain.redact import clean
 from packtrain.run_folder import RunFolder
-from packtrain.wording import counted
+from packtrain.system import listening, write_text
+from packtrain.wording import clean, counted
 
 TEMPLATE = "run.sbatch.j2"
 _MADE = "# Made by packtrain sbatch"
@@ -146,7 +144,7 @@ def script(job: Job, plan: LaunchPlan) -> str:
     return render(shipped("slurm") / TEMPLATE, values)
 
 
-def render(template: Path, values: dict[str, Any]) -> str:
+def render(template: Path, values: Json) -> str:
     """Render a jinja template. `values` must have everything that it uses."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

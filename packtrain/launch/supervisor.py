@@ -17,14 +17,11 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from packtrain.exit_code import Stopped, listening
-from packtrain.launch.coordinator import Reporter
-from packtrain.launch.exit_status import Verdict, is_failure, tail_of
-from packtrain.launch.worker import read_exits
-from packtrain.monitor.processes import Life, ProcessState, count_oom_kills, crash_of, life_of
-from packtrain.time_limit import in_time
+from packtrain.errors import Json
+from packtrain.launch.coordinator import Reporter, Verdict, is_failure, tail_of
+from packtrain.monitor.heartbeat import Life, ProcessState, count_oom_kills, crash_of, life_of, read_exits
+from packtrain.system import Stopped, in_time, listening
 
 SELF_EXIT_S = 2
 TERM_S = 5
@@ -109,16 +106,11 @@ class Supervisor:
         if self._torchrun is None or self._torchrun_ended:
             return
         send, receivers = os.killpg, [self._torchrun.pid]
-        begun = read_exits(
-            self._exits
-        )  # not self._workers: a worker that began since the last look would wait for ever
-        if self._passed_on == 2 and len(begun) == len(
-            self._ranks
-        ):  # else it ends torchrun, and workers could say nothing
-            send, receivers = (
-                os.kill,
-                [facts["pid"] for facts in begun.values() if facts.get("pid") and "code" not in facts],
-            )
+        # not self._workers: a worker that began since the last look would wait for ever
+        begun = read_exits(self._exits).values()
+        # a second signal to torchrun would end it, and workers could say nothing
+        if self._passed_on == 2 and len(begun) == len(self._ranks):
+            send, receivers = os.kill, [facts["pid"] for facts in begun if facts.get("pid") and "code" not in facts]
         for pid in receivers:
             with suppress(ProcessLookupError):
                 send(pid, number)
@@ -188,7 +180,7 @@ class Supervisor:
             if since > SELF_EXIT_S + TERM_S + TORCHRUN_EXIT_S or not self._workers:
                 _kill_sessions([torchrun])
 
-    def _final_facts(self) -> dict[str, Any]:
+    def _final_facts(self) -> Json:
         """Return how the processes of this machine ended, as fields of MachineReport."""
         facts_of, known, stacks = read_exits(self._exits), self._reporter.report.ranks, dict[int, str]()
         ended = self._torchrun.returncode if self._torchrun else 0

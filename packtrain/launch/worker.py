@@ -8,7 +8,6 @@ ends a worker with a message and an exit code, not a traceback.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -16,13 +15,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from packtrain import fast_imports
-from packtrain.errors import LostPeers, PacktrainError
-from packtrain.exit_code import exit_code_of
-from packtrain.redact import clean
-from packtrain.standard_streams import outlive_terminal, redirect_output
+from packtrain.errors import LostPeers, PacktrainError, exit_code_of
+from packtrain.monitor.heartbeat import own_heartbeat, write_exit
+from packtrain.system import outlive_terminal, redirect_output
+from packtrain.wording import clean
 
 EXIT_DIR = "PACKTRAIN_EXIT_DIR"
 LOG_DIR = "PACKTRAIN_LOG_DIR"
@@ -47,8 +46,6 @@ def run_worker(work: Callable[[], int]) -> NoReturn:
             write_exit(Path(exits), rank, **facts)
 
     def work_with_heartbeats() -> int:
-        from packtrain.monitor.heartbeat import own_heartbeat
-
         heartbeat = own_heartbeat()
         try:
             with nullcontext() if rank or not log else errors_copied_to(log):  # the others' stderr is in their logs
@@ -83,23 +80,6 @@ def errors_copied_to(log: Path) -> Iterator[None]:
         with suppress(OSError), log.open("a", encoding="utf-8") as file:
             file.write(f"error:\n{clean(words)}\n")
         raise
-
-
-def write_exit(exits: Path, rank: int, **facts: int | str) -> None:
-    """Add `facts` about a rank to its file in the folder `exits`. Its launcher reads the file.
-
-    The rank writes its process id (`pid`) as it starts and its exit `code` as it ends. If it ended only because it `lost` the others, it
-    writes that message. torchrun writes how the process `ended`: the exit code, negative for a signal.
-    """
-    known = read_exits(exits).get(rank, {})
-    partial = exits / f".{rank}.json"
-    partial.write_text(json.dumps({**known, **facts}))
-    partial.rename(exits / f"{rank}.json")
-
-
-def read_exits(exits: Path) -> dict[int, dict[str, Any]]:
-    """Return the facts in `exits`, by rank."""
-    return {int(file.stem): json.loads(file.read_text()) for file in exits.glob("*.json") if file.stem.isdigit()}
 
 
 def end_with_parent(parent: int) -> None:

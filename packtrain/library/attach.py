@@ -1,8 +1,10 @@
 """`attach`: run the padded forward passes of a TRL trainer or transformers model packed.
 
-It packs the backbone, which is the model without its head. A padded call of the backbone runs as rows of Segments, and its hidden
-states return to their padded places. Head, loss and pooling stay the model's or the trainer's own code. In TRL's call for
-log-probabilities (`labels=…, fused_lm_head=True`) the head gets only the labelled places.
+It packs the backbone, which is the model without its head. A padded call [B, L] of the backbone runs as rows of Segments, and its
+hidden states return to their padded places. Only the call's arguments are read: token ids, attention mask, positions and labels. Common
+beginnings of documents (the prompt of a group or a pair, turns of a chat) are found from the ids (packing/prefixes.py), and are in a row
+once. Head, loss and pooling stay the model's or the trainer's own code. In TRL's call for log-probabilities (`labels=…,
+fused_lm_head=True`) the head gets only the labelled places.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -27,26 +29,145 @@ from trl.models.utils import add_hooks, remove_hooks
 
 from packtrain.attention.backends import attention_by
 from packtrain.attention.forwards import replace_forward
-from packtrain.attention.registry import BACKENDS, tried_by_auto
-from packtrain.boundary import holding
+from packtrain.attention.spec import BACKENDS, tried_by_auto
 from packtrain.errors import CheckFailed, UserError
-from packtrain.library.padded import (
-    TAKEN,
-    Layout,
-    NotPacked,
-    at_places,
-    check_call,
-    layout_of_call,
-    places_with_labels,
-    row_of_positions,
-)
 from packtrain.model.forward import name_backbone
 from packtrain.model.load import base_model
-from packtrain.packing.collate import to_device
+from packtrain.packing.collate import IGNORE, on_device, row_arguments, to_device
+from packtrain.packing.prefixes import rows_of
 from packtrain.packing.segments import Segments
 from packtrain.proof.choice import AttentionChoice, choose_attention
 from packtrain.proof.comparison import difference, evaluating, model_refusals, tolerance_of
 from packtrain.proof.isolation import random_ids
+from packtrain.system import holding
+
+Call = dict[str, Any]
+"""Arguments of a model's call, by name."""
+Forward = Callable[..., Any]
+TAKEN = ("input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "margin")
+"""Arguments of a call that rows do not get. `margin` belongs to TRL's reward loss, which finds it in the batch."""
+
+
+class NotPacked(Exception):
+    """Why a call runs unpacked, in a few words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Rows of a padded call, and the way of their outputs back to the batch.
+    `rows`: segments of each row, and int64 [T] the place (b · L + column) of each token in the batch, which has `shape` [B, L].
+    `slots`, int64 [B · L]: for each place the number of its token, counted through the rows; the total of tokens for padding.
+    `real`: tokens that are not padding."""
+
+    rows: tuple[tuple[Segments, np.ndarray], ...]
+    slots: np.ndarray
+    shape: torch.Size
+    real: int
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens in all rows."""
+        return sum(segments.tokens for segments, _ in self.rows)
+
+    def arguments(self, row: int, input_ids: torch.Tensor) -> Call:
+        """Return the model's arguments for one of the rows."""
+        segments, places = self.rows[row]
+        ids = input_ids.flatten()[to_device(torch.from_numpy(places), input_ids.device)][None]
+        return {"input_ids": ids, **on_device(row_arguments(segments), input_ids.device)}
+
+
+def layout_of_call(
+    call: Call,
+    *,
+    left_padding: bool,
+    share: bool,
+    tokens_per_row: int | None,
+) -> Layout:
+    """Lay out a padded call, given by its keyword arguments, in rows.
+
+    `left_padding`: padding on the left does not change the model's outputs. Waits for the device of ids and mask. Raises NotPacked if
+    packing is impossible or saves nothing."""
+    ids, mask = call["input_ids"], call["attention_mask"]
+    real = mask.bool().cpu().numpy()
+    starts, lengths = real.argmax(axis=1), real.sum(axis=1)
+    columns = np.arange(real.shape[1])
+    if (real != ((columns >= starts[:, None]) & (columns < (starts + lengths)[:, None]))).any():
+        raise NotPacked("an attention mask with holes")
+    if not lengths.any():
+        raise NotPacked("no tokens")
+    rows = np.flatnonzero(lengths)
+    if (given := call.get("position_ids")) is not None:
+        if given.dim() != 2 or (given.cpu().numpy() != columns - starts[:, None])[real].any():
+            raise NotPacked("position_ids of their own")
+    elif starts[rows].any() and not left_padding:
+        raise NotPacked("padding on the left changes the outputs of the model")
+    tokens = ids.cpu().numpy()
+    documents = [tokens[row, starts[row] : starts[row] + lengths[row]] for row in rows]
+    packed = rows_of(documents, tokens_per_row or int(lengths.sum()), share=share)
+    slots, before, laid_rows = np.full(real.shape, sum(row.segments.tokens for row in packed)), 0, []
+    for row in packed:
+        places = [
+            rows[number] * real.shape[1] + starts[rows[number]] + np.arange(len(documents[number]))
+            for number in row.documents
+        ]
+        slots.flat[np.concatenate(places)] = before + np.concatenate(row.places)
+        laid_rows.append((row.segments, np.concatenate(places)[row.sources]))
+        before += row.segments.tokens
+    if before == real.size:
+        raise NotPacked("nothing padded and nothing shared")
+    return Layout(tuple(laid_rows), slots.ravel(), ids.shape, int(lengths.sum()))
+
+
+def check_call(call: Call) -> None:
+    """Raise NotPacked unless the keyword arguments are a padded batch of texts, outside of generation."""
+    ids, mask = call.get("input_ids"), call.get("attention_mask")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        raise NotPacked("no batch of input_ids")
+    if call.get("past_key_values") is not None or call.get("use_cache"):
+        raise NotPacked("generation with a cache")
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        raise NotPacked("no attention mask of the shape of input_ids")
+    if call.get("output_attentions"):
+        raise NotPacked("output_attentions")
+    for name, value in call.items():
+        number = isinstance(value, str) or (isinstance(value, torch.Tensor) and not value.dim())  # num_items_in_batch
+        if name not in TAKEN and isinstance(value, torch.Tensor | Sequence) and not number:
+            raise NotPacked(name)
+
+
+def row_of_positions(call: Call) -> Segments | None:
+    """Return the row of a call whose positions restart with each document, else None. Padding-free collators of other libraries write
+    these positions. Reads the positions on the CPU, so it waits for their device."""
+    ids, positions = call.get("input_ids"), call.get("position_ids")
+    if any(call.get(name) is not None for name in ("past_key_values", "attention_mask")):
+        return None
+    if ids is None or positions is None or positions.shape != ids.shape or ids.dim() != 2 or len(ids) != 1:
+        return None
+    counted = positions[0].cpu().numpy()
+    starts = np.flatnonzero(counted == 0)
+    if len(starts) < 2 or starts[0]:
+        return None
+    row = Segments(tuple(np.diff(starts, append=len(counted)).tolist()))
+    return row if (row.position_ids()[0].numpy() == counted).all() else None
+
+
+def places_with_labels(labels: torch.Tensor, layout: Layout) -> np.ndarray:
+    """Return the places whose next token has a label. They are int64 [n], counted through [B, L - 1]. Raises NotPacked unless there is a
+    label for each token, or if such a place is padding: a model's output there depends on how it treats padding."""
+    if labels.shape != layout.shape:
+        raise NotPacked("labels of another shape")
+    labelled = labels.cpu().numpy()[:, 1:] != IGNORE
+    padding = layout.slots.reshape(layout.shape)[:, :-1] == layout.tokens
+    if (labelled & padding).any():
+        raise NotPacked("a label after padding")
+    return np.flatnonzero(labelled)
+
+
+def at_places(values: torch.Tensor, slots: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Put the rows' outputs `values` [T, …] at `slots`, as a tensor [*shape, …]. It is zero where a slot is T."""
+    padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
+    return padded.index_select(0, slots).view(*shape, *values.shape[1:])
+
 
 Share = Literal["auto", True, False]
 _MODELS = ("model", "ref_model", "teacher_model")
@@ -272,7 +393,7 @@ class _PackedModel:
         """Return whether to pack calls now: attached, and not inside a call that runs unpacked."""
         return bool(self.backend) and not self._passing
 
-    def _forward_of_backbone(self) -> Callable[..., Any]:
+    def _forward_of_backbone(self) -> Forward:
         inner, signature = self._backbone.forward, inspect.signature(type(self._backbone).forward)
 
         @functools.wraps(type(self._backbone).forward)
@@ -293,7 +414,7 @@ class _PackedModel:
 
         return forward
 
-    def _forward_of_model(self) -> Callable[..., Any]:
+    def _forward_of_model(self) -> Forward:
         """Make the model's forward. Padding predicts no labels; in TRL's call for log-probabilities the head gets only the labelled places."""
         inner, signature = self.model.forward, inspect.signature(type(self.model).forward)
         predicting = self.model.get_output_embeddings() is not None  # labels are next tokens
@@ -334,7 +455,7 @@ class _PackedModel:
 
         return forward
 
-    def _layout(self, call: Mapping[str, Any]) -> Layout:
+    def _layout(self, call: Call) -> Layout:
         check_call(call)
         all_layers = call.get("output_hidden_states") or call.get("output_router_logits")
         if all_layers and BACKENDS[self.backend].by_document:
@@ -343,7 +464,7 @@ class _PackedModel:
         shares = bool(self.share) and not noise
         return layout_of_call(call, left_padding=self._left_padding, share=shares, tokens_per_row=self.tokens_per_row)
 
-    def _run(self, inner: Callable[..., Any], call: dict[str, Any], layout: Layout, places: np.ndarray | None) -> Any:
+    def _run(self, inner: Forward, call: Call, layout: Layout, places: np.ndarray | None) -> Any:
         """Return the output of the padded call. With `places` the last hidden states are [1, n, d], at these tokens only."""
         ids, as_tuple = call["input_ids"], call.get("return_dict") is False
         rest = {name: value for name, value in call.items() if name not in TAKEN}
@@ -363,7 +484,7 @@ def _backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, model.base_model) if whole else decoder
 
 
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+def _replaced(module: nn.Module, forward: Forward) -> Callable[[], None]:
     """Call `replace_forward`; return its undo. If another library (accelerate's autocast) has wrapped our forward since, the undo leaves
     `module` alone: ours then passes all calls on."""
     undo = replace_forward(module, forward)
@@ -371,12 +492,12 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], No
     return lambda: undo() if module.__dict__.get("forward") is ours else None
 
 
-def _row_of(call: Mapping[str, Any]) -> Segments | None:
+def _row_of(call: Call) -> Segments | None:
     """Return the segments of a call that is a packed row already, else None."""
     return call.get("segments") or row_of_positions(call)
 
 
-def _check_row(call: Mapping[str, Any], row: Segments) -> dict[str, Any]:
+def _check_row(call: Call, row: Segments) -> Call:
     """Return the call of a row that the user packed, with its positions. Raises UserError if tokens and segments differ in number."""
     given = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
     if given.shape[:2] != (1, row.tokens):
@@ -387,7 +508,7 @@ def _check_row(call: Mapping[str, Any], row: Segments) -> dict[str, Any]:
     return {**call, "position_ids": positions, "segments": row}
 
 
-def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Call) -> Call:
     """Name the arguments of a method, without self."""
     names = list(signature.parameters)[1:]
     return {**dict(zip(names, args, strict=False)), **kwargs}

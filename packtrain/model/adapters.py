@@ -7,29 +7,32 @@ peft=none they are merged first. Given as objective.reference it is a second, fr
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.hub import extract_commit_hash
 
-from packtrain.boundary import boundary
 from packtrain.config.keys import suggest
 from packtrain.config.rules.fitting import PEFT_OPTIONS
 from packtrain.config.schema import Peft
 from packtrain.data.tokens.pretrained import check_model_folder
-from packtrain.errors import Problem, UserError
-from packtrain.model.weights.slices import let_copy
-from packtrain.model.weights.source import check_base
-from packtrain.plan.known_model import is_adapted, is_at
+from packtrain.errors import Problem, UserError, boundary, read_json
+from packtrain.model.weights import WeightFiles, let_copy, sampled_hash, source_of
+from packtrain.plan.known_model import BASE, is_adapted, is_at
 
-_TASKS: Any = {False: "CAUSAL_LM", True: "SEQ_CLS"}
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+_TASKS = {False: "CAUSAL_LM", True: "SEQ_CLS"}
 """PEFT's task types, by whether the model has a score instead of the output head."""
 _WHOLE = re.compile(r"\.(\w+)(?<!lora_[AB])\.(?:base_layer\.)?weight$")
 _HEADS = ("classifier", "score")
@@ -48,7 +51,7 @@ def add_adapters(model: PreTrainedModel, peft: Peft, seed: int, *, scores: bool 
         return _ready(get_peft_model(model, _lora_config(peft, _TASKS[scores])), model)
 
 
-def _lora_config(peft: Peft, task: Any) -> Any:
+def _lora_config(peft: Peft, task: str | None) -> LoraConfig:
     from peft import LoraConfig
 
     return LoraConfig(
@@ -57,7 +60,7 @@ def _lora_config(peft: Peft, task: Any) -> Any:
         lora_dropout=peft.dropout,
         target_modules=peft.target_modules,
         modules_to_save=peft.modules_to_save or None,
-        task_type=task,
+        task_type=task,  # type: ignore[arg-type]  # PEFT turns it into its enum
         **peft.options,
     )
 
@@ -157,7 +160,7 @@ def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores
     return _ready(adapted, model)
 
 
-def load_adapters(model: PreTrainedModel, folder: str, *, scores: bool, trained: bool) -> Any:
+def load_adapters(model: PreTrainedModel, folder: str, *, scores: bool, trained: bool) -> PeftModel:
     """Return PEFT's model of `model` with the adapters of `folder`, `trained` or frozen. Raises UserError if they do not fit."""
     from peft import PeftConfig, PeftModel
 
@@ -176,7 +179,7 @@ def load_adapters(model: PreTrainedModel, folder: str, *, scores: bool, trained:
         ends = tuple(f".{name}.weight" for name in embeddings_in(folder))
         whole = adapted.named_parameters(remove_duplicate=False)
         beside = {name: one.detach() for name, one in whole if name.endswith(ends) and not one.requires_grad}
-        cast(Any, adapted).beside = beside
+        vars(adapted)["beside"] = beside
     return adapted
 
 
@@ -194,37 +197,39 @@ def take_vocabulary(model: PreTrainedModel, held: dict[str, int], folder: str) -
 
     Tokens were added before the adapters were trained. Raises UserError if the adapters have no output head for them.
     """
-    rows = held.get(_name_of(model, embeddings := cast(Any, model.get_input_embeddings())))
+    embeddings = cast(nn.Embedding, model.get_input_embeddings())
+    rows = held.get(_name_of(model, embeddings))
     if rows in (None, len(embeddings.weight)):
         return
     model.resize_token_embeddings(rows, mean_resizing=False)
-    model.grown = True  # type: ignore[assignment]
-    head, embeddings = cast(Any, model.get_output_embeddings()), cast(Any, model.get_input_embeddings())
+    vars(model)["grown"] = True
+    head, embeddings = cast(nn.Linear | None, model.get_output_embeddings()), model.get_input_embeddings()
     if head is not None and head.weight is not embeddings.weight and _name_of(model, head) not in held:
         what = f"the adapters have {rows} embeddings, and no output head for the tokens that were added"
         raise UserError(what, where=folder, fix="Save them with save_embedding_layers=True (PEFT).")
 
 
-def _name_of(model: PreTrainedModel, module: Any) -> str:
+def _name_of(model: PreTrainedModel, module: nn.Module) -> str:
     return next((name.rpartition(".")[2] for name, one in model.named_modules() if one is module), "")
 
 
-def untie_if_adapted(adapted: Any) -> None:
+def untie_if_adapted(adapted: PeftModel) -> None:
     """Untie the output head from the embeddings before adapters are merged into one of them. The adapted model reads the other one
     unchanged."""
-    model, head = adapted.get_base_model(), adapted.get_base_model().get_output_embeddings()
-    config, embeddings = model.config.get_text_config(), model.get_input_embeddings()
-    layers = [getattr(part, "base_layer", getattr(part, "original_module", part)) for part in (embeddings, head)]
-    adapts = [part is not layer for part, layer in zip((embeddings, head), layers, strict=True)]
+    model = cast(PreTrainedModel, adapted.get_base_model())
+    config, both = model.config.get_text_config(), (model.get_input_embeddings(), model.get_output_embeddings())
+    layers: list = [getattr(part, "base_layer", getattr(part, "original_module", part)) for part in both]
+    adapts = [part is not layer for part, layer in zip(both, layers, strict=True)]
     if not any(adapts) or None in layers or layers[0].weight is not layers[1].weight:
         return
-    if all(hasattr(part, "modules_to_save") for part in (embeddings, head)) and embeddings.weight is head.weight:
+    first, second = (getattr(part, "weight", None) for part in both)
+    if all(hasattr(part, "modules_to_save") for part in both) and first is second:
         return  # trained as one
     layers[1].weight = torch.nn.Parameter(layers[1].weight.detach().clone(), requires_grad=False)
     config.tie_word_embeddings = model.config.tie_word_embeddings = False
 
 
-def _check_weights(adapted: Any, place: Path) -> None:
+def _check_weights(adapted: PeftModel, place: Path) -> None:
     """Raise UserError if the file of the adapters lacks weights. PEFT would use new ones without a word."""
     from peft import get_peft_model_state_dict
     from peft.utils import load_peft_weights
@@ -239,7 +244,35 @@ def _check_weights(adapted: Any, place: Path) -> None:
         raise UserError(what, where=str(place), fix=fix)
 
 
-def add_reference(model: Any, folder: str) -> None:
+def name_base(adapted: PeftModel, path: str, revision: str | None) -> None:
+    """Make adapters name their base by its resolved path, or by hub id and commit."""
+    named, place = adapted.peft_config["default"], Path(path).expanduser()
+    source = cast(WeightFiles, source_of(adapted.get_base_model()))
+    named.base_model_name_or_path = str(place.resolve()) if place.exists() else path
+    named.revision = None if place.exists() else extract_commit_hash(source.files[0], None) or revision
+    source.hash = sampled_hash(source.files)
+
+
+def write_base(adapted: PeftModel, folder: Path) -> None:
+    """Write the base beside adapters: its name, the hash of its files, its relative path."""
+    if (source := source_of(adapted.get_base_model())) and source.hash:
+        base = str(adapted.peft_config["default"].base_model_name_or_path)
+        place = {"path": os.path.relpath(base, os.path.realpath(folder))} if os.path.isabs(base) else {}
+        (folder / BASE).write_text(json.dumps({"base": base, "weights": source.hash, **place}, indent=2) + "\n")
+
+
+def check_base(model: nn.Module, folder: Path) -> None:
+    """Raise UserError if adapters in `folder` were trained on other files than `model` has."""
+    file = folder / BASE
+    known, source = read_json(file) if file.exists() else {}, source_of(model)
+    if known.get("weights") and source and known["weights"] != sampled_hash(source.files):
+        here = os.path.dirname(source.files[0])
+        what = f"the adapters of {folder} were trained on {known.get('base')}, and {here} has other weights"
+        fix = f"Name the model that they were trained on. If its weights were only stored anew, remove {file}."
+        raise UserError(what, where=f"{folder / 'adapter_config.json'}: base_model_name_or_path", fix=fix)
+
+
+def add_reference(model: PeftModel, folder: str) -> None:
     """Add the adapters of `folder` to the adapted `model` as its reference. They are frozen, not saved, and inactive until TRL turns them on."""
     place = Path(folder).expanduser()
     check_model_folder(place)
@@ -248,10 +281,10 @@ def add_reference(model: Any, folder: str) -> None:
     with boundary(f"cannot load the adapters of {folder}", "objective.reference", fix):
         model.load_adapter(str(place), adapter_name="ref", is_trainable=False)
         model.set_adapter("default")
-    model.save_pretrained = partial(model.save_pretrained, selected_adapters=["default"])
+    vars(model)["save_pretrained"] = partial(model.save_pretrained, selected_adapters=["default"])
 
 
-def _ready(adapted: Any, model: PreTrainedModel) -> PreTrainedModel:
+def _ready(adapted: nn.Module, model: PreTrainedModel) -> PreTrainedModel:
     """Prepare `adapted` for training: its layers no longer cast inputs that autocast casts back. Raises UserError if the head is adapted."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -260,9 +293,8 @@ def _ready(adapted: Any, model: PreTrainedModel) -> PreTrainedModel:
         what = "adapters on the output head are not supported: the fused loss reads its weight directly"
         raise UserError(what, where="peft.target_modules", fix="remove the head from it")
     for layer in adapted.modules():
-        if (
-            isinstance(layer, LoraLayer) and not layer.lora_variant
-        ):  # DoRA computes norms of weights in the input's format
+        # DoRA computes norms of weights in the input's format
+        if isinstance(layer, LoraLayer) and not layer.lora_variant:
             layer._cast_input_dtype = _cast_unless_autocast  # type: ignore[method-assign]
     return cast(PreTrainedModel, adapted)
 

@@ -10,10 +10,12 @@ Attention takes 2 FLOPs for every dimension of a query and a key that it may see
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
+from torch import nn
+from transformers import PreTrainedConfig
 
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements, layers_of
@@ -54,8 +56,8 @@ def visible_keys(lengths: np.ndarray, window: int | None) -> int:
 def training_flops(model: torch.nn.Module, *, forwards: int = 0) -> TrainingFlops:
     """Return the FLOPs of training `model` (adapters included). `forwards`: extra forward passes, such as DPO's of the reference."""
     base = base_model(model)
-    config: Any = base.config.get_text_config()
-    layers, embedding = layers_of(base), cast(Any, base.get_input_embeddings())
+    config = base.config.get_text_config()
+    layers, embedding = layers_of(base), cast(nn.Module, base.get_input_embeddings())
     embedding_trained = any(weight.requires_grad for weight in embedding.parameters())
     trained = (number for number, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters()))
     first = 0 if embedding_trained else next(trained, len(layers))
@@ -67,20 +69,20 @@ def training_flops(model: torch.nn.Module, *, forwards: int = 0) -> TrainingFlop
                 share = _share_of_an_expert(config) if ".experts." in f".{name}" else 1.0
                 token += elements(weight) * share * (2 + more * ("lora_" not in name) + gradients)
     if (head := base.get_output_embeddings()) is not None:
-        head_weight: Any = head.weight
+        weight = cast(nn.Linear, head).weight
         reached = 2 if first < len(layers) else 0
-        target = elements(head_weight) * (2 + more + reached + 2 * head_weight.requires_grad)
+        target = elements(weight) * (2 + more + reached + 2 * weight.requires_grad)
     return TrainingFlops(token, target, _attention(config, len(layers), first, more))
 
 
-def _share_of_an_expert(config: Any) -> float:
+def _share_of_an_expert(config: PreTrainedConfig) -> float:
     """Return the mean share of the tokens that an expert gets."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((number for name in names if (number := getattr(config, name, None))), 1)
     return (getattr(config, "num_experts_per_tok", None) or experts) / experts
 
 
-def _attention(config: Any, layers: int, first: int, more: int) -> dict[int | None, float]:
+def _attention(config: PreTrainedConfig, layers: int, first: int, more: int) -> dict[int | None, float]:
     """Return the FLOPs of a (query, key) pair in all layers, by window. Layers before the `first` trained one have no backward pass."""
     heads = getattr(config, "num_attention_heads", None)
     if not heads:

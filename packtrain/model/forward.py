@@ -5,7 +5,7 @@ log-probabilities and other outputs for each token of a batch of answers, [rows,
 
 Both run TRL's fused LM head (no full logits) at the labelled places only. The CPU finds these places, and they come with the batch: TRL would
 read them from the device, and wait for it. If the head is a plain linear layer, the loss of documents is summed by a head that makes its
-gradients in the forward pass (heads/summed.py). Full logits replace the fused heads in models whose head they do not fit (`choose_head`).
+gradients in the forward pass (heads.py). Full logits replace the fused heads in models whose head they do not fit (`choose_head`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 from packtrain.attention.backends import attend_by
 from packtrain.config.objective import Objective
 from packtrain.errors import CheckFailed
-from packtrain.model.heads.score import add_scores
-from packtrain.model.heads.summed import compare_gradients, sum_losses
+from packtrain.model.heads import Batch, add_scores, compare_gradients, sum_losses
 from packtrain.model.precision import compute_in
 from packtrain.objectives.losses import TOKEN_LOSSES
 from packtrain.packing.collate import IGNORE, label_positions, to_device
@@ -43,7 +42,7 @@ _HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "output_multiplier", "
 
 
 HeadKind = Literal["summed", "by token", "full logits"]
-"""How the losses of documents are made: summed (heads/summed.py), by TRL's head for each token, or from all logits at once."""
+"""How the losses of documents are made: summed (heads.py), by TRL's head for each token, or from all logits at once."""
 
 
 @dataclass(slots=True)
@@ -68,7 +67,7 @@ def patch_forward(
 
     1. TRL's fused LM head: TRL's trainers have added it (with the per-token outputs named by `answer_outputs`)
     2. the objective's own call: `loss_sum=True` for `token_objective`, `answer_scores=True` for `answer_outputs`, `every_token=True` for
-       `scores` (heads/score.py)
+       `scores` (heads.py)
     3. `autocast`, if the trainer does not apply it (DeepSpeed)
     4. attention by segments, by the chosen `backend` (attention/backends.py); None keeps the model's attention
 
@@ -91,9 +90,8 @@ def patch_forward(
 
 def name_backbone(model: PreTrainedModel) -> None:
     """Make `model.base_model` the model without its head."""
-    if model.base_model is model and hasattr(
-        model, "model"
-    ):  # Llama4ForCausalLM stores its backbone under another prefix
+    # Llama4ForCausalLM stores its backbone under another prefix
+    if model.base_model is model and hasattr(model, "model"):
         model.base_model_prefix = "model"
 
 
@@ -113,13 +111,13 @@ def add_loss_sum(model: PreTrainedModel, *, loss: str = "nll", neftune_alpha: fl
     @functools.wraps(type(model).forward)
     def forward(
         self: PreTrainedModel,
-        *args: Any,
+        *args: object,
         loss_sum: bool = False,
         token_losses: bool = False,
         head_gradients: bool = False,
         label_places: np.ndarray | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> object:
         if not (loss_sum or token_losses or head_gradients):
             return inner_forward(*args, **kwargs)
         labels = kwargs.pop("shift_labels")
@@ -135,7 +133,10 @@ def add_loss_sum(model: PreTrainedModel, *, loss: str = "nll", neftune_alpha: fl
                 if head.kind == "summed" and not token_losses:
                     run = compare_gradients if head_gradients else sum_losses
                     return run(
-                        hidden.flatten(0, 1)[places], labels.flatten()[places], self.get_output_embeddings(), loss
+                        hidden.flatten(0, 1)[places],
+                        labels.flatten()[places],
+                        cast(nn.Linear, self.get_output_embeddings()),
+                        loss,
                     )
                 once = _on_device_of(labels, None if label_places is None else np.unique(label_places))
                 log_probs = cast(torch.Tensor, labelled.run_head(hidden, labels, once).log_probs)
@@ -147,7 +148,7 @@ def add_loss_sum(model: PreTrainedModel, *, loss: str = "nll", neftune_alpha: fl
 
 
 @contextmanager
-def _embedding_noise(model: PreTrainedModel, alpha: float, batch: dict[str, Any]) -> Iterator[None]:
+def _embedding_noise(model: PreTrainedModel, alpha: float, batch: Batch) -> Iterator[None]:
     """Add NEFTune noise (arXiv 2310.05914) to embeddings. It is uniform in ±alpha / sqrt(l · d), for a document of l tokens."""
     if (segments := batch.get("segments")) is not None:
         lengths = torch.tensor(segments.lengths).repeat_interleave(torch.tensor(segments.lengths))
@@ -155,7 +156,7 @@ def _embedding_noise(model: PreTrainedModel, alpha: float, batch: dict[str, Any]
     else:
         lengths = batch["attention_mask"].sum(dim=1, keepdim=True)
 
-    def add_noise(module: nn.Module, inputs: Any, embeddings: torch.Tensor) -> torch.Tensor:
+    def add_noise(module: nn.Module, inputs: object, embeddings: torch.Tensor) -> torch.Tensor:
         magnitude = alpha / torch.sqrt(to_device(lengths, embeddings.device) * embeddings.shape[-1])
         return embeddings + torch.empty_like(embeddings).uniform_(-1, 1) * magnitude[..., None].to(embeddings.dtype)
 
@@ -181,7 +182,7 @@ def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def choose_head(
     model: PreTrainedModel,
     head: Head,
-    batch: dict[str, Any],
+    batch: Batch,
     *,
     autocast: torch.dtype | None = None,
     tolerance: float | None = None,
@@ -217,7 +218,7 @@ def choose_head(
     return difference
 
 
-def _loss_difference(model: PreTrainedModel, batch: dict[str, Any], losses: torch.Tensor) -> float:
+def _loss_difference(model: PreTrainedModel, batch: Batch, losses: torch.Tensor) -> float:
     """Return how far the head's losses are from these, relative to their sum. Both the sum and single tokens count."""
     off_sum = (model(**batch, loss_sum=True) - losses.sum()).abs()
     off_tokens = (model(**batch, token_losses=True) - losses).abs().sum() / _TOKEN_FACTOR
@@ -243,11 +244,11 @@ def add_answer_scores(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
     @functools.wraps(type(model).forward)
     def forward(
         self: PreTrainedModel,
-        *args: Any,
+        *args: object,
         answer_scores: bool = False,
         label_places: np.ndarray | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> object:
         if not answer_scores:
             return inner(*args, **kwargs)
         labels = kwargs.pop("shift_labels")
@@ -263,16 +264,17 @@ class _LabelledHead:
     def __init__(self, model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
         self.config, self._model = model.config, model
         # stands in for a model: TRL replaces `forward`, which uses only config, base_model and get_output_embeddings
-        add_fused_lm_head(cast(Any, self), outputs=outputs)
+        add_fused_lm_head(cast(PreTrainedModel, self), outputs=outputs)
 
-    def base_model(self, hidden: torch.Tensor, **_: Any) -> SimpleNamespace:
+    def base_model(self, hidden: torch.Tensor, **_: object) -> SimpleNamespace:
         return SimpleNamespace(last_hidden_state=hidden)
 
-    def get_output_embeddings(self) -> Any:
+    def get_output_embeddings(self) -> nn.Module | None:
         return self._model.get_output_embeddings()
 
-    def forward(self, *_: Any, **__: Any) -> Any:
+    def forward(self, *_: object, **__: object) -> FusedCausalLMOutput:
         """Does nothing: TRL's head replaces it."""
+        raise NotImplementedError
 
     def run_head(self, hidden: torch.Tensor, labels: torch.Tensor, places: torch.Tensor) -> FusedCausalLMOutput:
         """Return per-token outputs [rows, T] of `hidden` [rows, T, d]. They are 0 outside `places`."""
@@ -289,7 +291,9 @@ class _LabelledHead:
             if value.dim() > 0
         }
         if not len(places):  # connected to every parameter even without labels, as DDP's reducer needs
-            figures["log_probs"] = figures["log_probs"] + (hidden.sum() + scored.log_probs.sum()) * 0.0
+            figures["log_probs"] = (
+                figures["log_probs"] + (hidden.sum() + cast(torch.Tensor, scored.log_probs).sum()) * 0.0
+            )
         return FusedCausalLMOutput(**figures)
 
 

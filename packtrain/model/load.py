@@ -1,15 +1,20 @@
-"""Loading the model: hub id, folder, .gguf file, or a config with random weights."""
+"""Loading the model: hub id, folder, .gguf file, or a config with random weights.
+
+`model.quantize` loads a base in 4 or 8 bits below adapters, by transformers' quantisation configs. nf4 (QLoRA, arXiv 2305.14314) and int8 are
+bitsandbytes', fp8 is torchao's, only for weights. Output head and embeddings are not quantised.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoConfig,
@@ -19,34 +24,36 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import HfQuantizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from packtrain.attention.forwards import rotates_by_length
-from packtrain.boundary import boundary
 from packtrain.config.fault import is_number
 from packtrain.config.keys import suggest
-from packtrain.config.schema import Model, Peft
+from packtrain.config.schema import Model, Peft, Quantize
 from packtrain.data.tokens.pretrained import check_model_folder, fix_of, hub, location
-from packtrain.errors import Problem, UserError
+from packtrain.errors import Problem, UserError, boundary
 from packtrain.model.adapters import (
     add_adapters,
     continue_adapters,
     embeddings_in,
     fit_to_layers,
     load_adapters,
+    name_base,
     take_vocabulary,
 )
 from packtrain.model.expert_loop import loop_over_experts
-from packtrain.model.heads.score import HEAD, check_score_head, is_reward_model, new_score, with_one_score
-from packtrain.model.weights.quantized import dequantized, keep_layout, quantization_config
-from packtrain.model.weights.slices import reading_slices
-from packtrain.model.weights.source import MTP, judge, name_base, noting_files
-from packtrain.plan.known_model import below_adapters, known_sizes
+from packtrain.model.heads import HEAD, check_score_head, is_reward_model, new_score, with_one_score
+from packtrain.model.weights import MTP, WeightFiles, judge, reading_files, source_of
+from packtrain.plan.known_model import EXPANDED, below_adapters, known_sizes, untrainable
 from packtrain.proof.isolation import max_positions
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
-EXPANDED = ("compressed-tensors", "mxfp4")
-"""Quantisation methods that are dequantised at loading: their weights would have no gradients, or no adapters."""
 _ROTARY_KEYS = ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta")
 """Keys that a new config with rope_parameters accepts without a field of that name; most go into rope_parameters."""
 
@@ -88,7 +95,7 @@ def load_model(
 
     It is on the CPU, a quantised one on its compute device. `scores`: a reward model. `model.path` may be a folder of adapters (adapters.py).
     New weights (random model, adapters, a head) depend only on `seed`. On a `mesh` (model/spread.py) each process reads its own slices of the
-    weights in files (weights/slices.py); whole ones to merge adapters, or for DoRA. `apart` loads adapters of model.path frozen, not merged.
+    weights in files (weights.py); whole ones to merge adapters, or for DoRA. `apart` loads adapters of model.path frozen, not merged.
     `dequantize`: quantised weights become numbers in the model's format. Raises UserError for a model that cannot be loaded or lacks embeddings.
     """
     torch.manual_seed(seed)
@@ -103,14 +110,13 @@ def load_model(
             grown = bool(held) and known_sizes(config).get("vocab_size") not in held.values()
             whole = grown or (config is not adapted and peft.kind != "lora")
             # DoRA starts from the norms of whole weights
-            with noting_files(), reading_slices(None if whole or peft.options.get("use_dora") else mesh):
+            with reading_files(None if whole or peft.options.get("use_dora") else mesh):
                 model = _load_pretrained(config, tokenizer, seed, scores=scores)
             take_vocabulary(model, held, str(adapted.path))
     keep_layout(model)
     model = dequantized(model) if dequantize else model
     loop_over_experts(model, config.experts)
-    embeddings: Any = model.get_input_embeddings()
-    rows = int(embeddings.weight.shape[0])
+    rows = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
     if len(tokenizer) > rows:
         what = f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows}"
         fix = "use the model's own tokenizer" if config.init == "pretrained" else "set model.config.vocab_size"
@@ -121,13 +127,13 @@ def load_model(
     if scores:
         check_score_head(model, tokenizer)
     if apart and config is not adapted:
-        return load_adapters(model, str(adapted.path), scores=scores, trained=False)
+        return cast(PreTrainedModel, load_adapters(model, str(adapted.path), scores=scores, trained=False))
     if config is not adapted:
         model = continue_adapters(model, str(adapted.path), peft, scores=scores)
     elif peft.kind == "lora":
         model = add_adapters(model, peft, seed, scores=scores)
     if peft.kind == "lora" and config.is_base_for_adapters:
-        name_base(model, str(config.path), config.revision)
+        name_base(cast("PeftModel", model), str(config.path), config.revision)
     return model
 
 
@@ -149,13 +155,13 @@ def _loading(config: Model, where: str) -> Iterator[None]:
         yield
 
 
-def _auto_class(scores: bool) -> Any:
+def _auto_class(scores: bool) -> type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]:
     return AutoModelForSequenceClassification if scores else AutoModelForCausalLM
 
 
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
     """Return the transformers model inside adapters, or the model itself."""
-    return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else cast(PreTrainedModel, model)
+    return cast(PreTrainedModel, getattr(model, "get_base_model", lambda: model)())
 
 
 def check_trainable(model: PreTrainedModel) -> None:
@@ -163,13 +169,10 @@ def check_trainable(model: PreTrainedModel) -> None:
 
     Also for adapters, on a kind of quantised weights that has no gradients.
     """
-    base: Any = base_model(model)
-    quantizer = base.hf_quantizer if getattr(base, "is_quantized", False) else None
+    base = base_model(model)
+    quantizer = _quantizer_of(base) if getattr(base, "is_quantized", False) else None
     if quantizer and (base is model or not quantizer.is_trainable):
-        method = quantizer.quantization_config.quant_method
-        what = f"weights quantised by {getattr(method, 'value', method)} cannot be trained"
-        more = ", or train adapters (peft=lora)" if quantizer.is_trainable else ""
-        raise UserError(what, where="model.path", fix=f"take the model that they were made of{more}")
+        raise untrainable(_method_of(quantizer), takes_adapters=bool(quantizer.is_trainable))
     if any(weight.requires_grad and weight.dtype == torch.float16 for weight in model.parameters()):
         fix = "set it to float32 or bfloat16, or train adapters (peft=lora)"
         raise UserError("float16 weights cannot be trained", where="model.dtype", fix=fix)
@@ -178,7 +181,7 @@ def check_trainable(model: PreTrainedModel) -> None:
 def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> None:
     """Raise UserError if a document of `longest` tokens exceeds the model's positions. Also if rotary frequencies depend on the
     longest document of a `padded` batch (longrope): the others would not be exact."""
-    config: Any = model.config.get_text_config()
+    config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
     if padded and isinstance(original, int) and original < longest and rotates_by_length(base_model(model)):
@@ -197,56 +200,48 @@ def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> No
 
 
 def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: int, *, scores: bool) -> PreTrainedModel:
-    assert config.path is not None  # config/rules/ refuses it
-    place, dtype, overrides = location(config.path, config), _DTYPES[config.dtype], config.config
-    if "gguf_file" not in place:
-        model_config = _config_of(config, tokenizer, scores=scores)
-        own: Any = getattr(model_config, "quantization_config", None)
-        if own and own.get("quant_method") in EXPANDED:
-            own["dequantize"] = True
-        if config.quantize != "no":
-            if own:
-                what, fix = "the weights of this model are quantised already", "remove it: peft=lora trains on them"
-                raise UserError(what, where="model.quantize", fix=fix)
-            computed: Any = model_config.dtype or torch.float32 if dtype == "auto" else dtype
-            place["quantization_config"] = quantization_config(config.quantize, computed)
-        model = _all_weights(seed, scores=scores, **place, dtype=dtype, config=model_config)
-        _judge_untaken(model, config, model_config.model_type, scores=scores, quantised=bool(own))
-        return model
-    labels = {"num_labels": 1} if scores else {}
-    loaded = _all_weights(seed, scores=scores, **place, **labels, dtype=torch.float32 if dtype == "auto" else dtype)
-    # A model from GGUF refuses save_pretrained; a plain model of the same config with its weights does not.
-    judge(loaded, bool, quantised=False)
-    plain = loaded.config.to_dict()
-    plain.pop("quantization_config", None)
-    _check_keys(overrides, loaded.config)
-    model_config = type(loaded.config).from_dict({**plain, **overrides})
-    model = type(loaded)._from_config(model_config, dtype=loaded.dtype)
-    model.load_state_dict(loaded.state_dict())
-    model.tie_weights()
-    model.generation_config, model.source = loaded.generation_config, loaded.source
+    place, dtype = (
+        location(cast(str, config.path), config),
+        _DTYPES[config.dtype],
+    )  # config/rules/ refuses a missing path
+    model_config = _config_of(config, tokenizer, scores=scores)
+    own = getattr(model_config, "quantization_config", None)
+    if own and own.get("quant_method") in EXPANDED:
+        own["dequantize"] = True
+    if config.quantize != "no":
+        if own:
+            what, fix = "the weights of this model are quantised already", "remove it: peft=lora trains on them"
+            raise UserError(what, where="model.quantize", fix=fix)
+        computed = model_config.dtype or torch.float32 if dtype == "auto" else dtype
+        place["quantization_config"] = quantization_config(config.quantize, cast(torch.dtype, computed))
+    if of_gguf := "gguf_file" in place:
+        dtype = torch.float32 if dtype == "auto" else dtype
+    model = _all_weights(seed, scores=scores, **place, dtype=dtype, config=model_config)
+    _judge_untaken(model, config, model_config.model_type, scores=scores, quantised=bool(own))
+    if of_gguf:  # its weights are expanded, and it would refuse save_pretrained
+        cast(HfQuantizer, _quantizer_of(model)).remove_quantization_config(model)
     return model
 
 
-def _judge_untaken(model: Any, config: Model, named: str, *, scores: bool, quantised: bool) -> None:
-    """Judge the weights that the model does not take (weights/source.py).
+def _judge_untaken(model: PreTrainedModel, config: Model, named: str, *, scores: bool, quantised: bool) -> None:
+    """Judge the weights that the model does not take (weights.py).
 
     These stay out of final/: a head that the objective does not use, layers that model.config leaves out, and towers if only a part of the
     model type `named` is loaded.
     """
-    names, part = set[str](), model.config.model_type != named
-    if model.source.untaken:
+    names, part, source = set[str](), model.config.model_type != named, cast(WeightFiles, source_of(model))
+    if source.untaken:
         with suppress(Exception), torch.device("meta"):  # there may be no such model
             names = {*_auto_class(not scores).from_config(model.config).state_dict()}
     fewer = any(re.search("layers?$", key) for key in config.config)
-    judge(model, lambda name: fewer or name in names or (part and not MTP.search(name)), quantised=quantised)
+    judge(model, source, lambda name: fewer or name in names or (part and not MTP.search(name)), quantised=quantised)
 
 
-def _all_weights(seed: int, *, scores: bool, **arguments: Any) -> PreTrainedModel:
+def _all_weights(seed: int, *, scores: bool, **arguments: object) -> PreTrainedModel:
     """Call `from_pretrained`. Raise UserError for weights missing or misshapen in the files: the library would draw them.
     The head of a causal language model that becomes a reward model is drawn from `seed`."""
-    kind = _auto_class(scores)
-    model, info = kind.from_pretrained(**arguments, ignore_mismatched_sizes=True, output_loading_info=True)
+    read = cast(Callable[..., tuple[PreTrainedModel, dict[str, set]]], _auto_class(scores).from_pretrained)
+    model, info = read(**arguments, ignore_mismatched_sizes=True, output_loading_info=True)
     lacking = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
     if scores and lacking == {f"{HEAD}.weight"} and not is_reward_model(model.config):
         new_score(model, seed)
@@ -275,8 +270,8 @@ def _saved_config(config: Model) -> PreTrainedConfig:
     return model_config
 
 
-def _new_config(overrides: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    model_type = overrides.pop("model_type")
+def _new_config(overrides: dict[str, object], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    model_type = str(overrides.pop("model_type"))
     if model_type not in CONFIG_MAPPING:
         fix = suggest(model_type, CONFIG_MAPPING.keys(), "docs/architectures.md lists what trains.")
         raise UserError(f"transformers knows no model type {model_type!r}", where="model.config.model_type", fix=fix)
@@ -305,3 +300,77 @@ def _advice(config: Model, online: bool, error: BaseException) -> str:
     if config.init == "random" or "Unrecognized configuration class" in str(error):
         return "see the keys of model.config; docs/architectures.md and docs/reward.md say which types train"
     return fix_of(online, error)
+
+
+def quantization_config(quantize: Quantize, dtype: torch.dtype) -> QuantizationConfigMixin:
+    """Return the argument of from_pretrained that quantises weights. `dtype`: the compute dtype."""
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if quantize == "nf4":
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_storage=dtype,  # FSDP2 shards it with the weights that are not quantised
+        )
+    if quantize == "int8":
+        # 0: outliers are not computed apart. Their columns depend on all tokens of a row, so on its other documents
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    from torchao.quantization import Float8WeightOnlyConfig
+
+    return TorchAoConfig(Float8WeightOnlyConfig())
+
+
+def keep_layout(model: nn.Module) -> None:
+    """Stop bitsandbytes from converting weights for CPUs with AVX-512 in calls without training. Processes would differ."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            vars(module)["support_avx512bf16_for_cpu"] = False
+
+
+def check_dequantizes(model: nn.Module) -> None:
+    """Raise UserError if `model` is quantised and its weights cannot be converted back."""
+    quantizer = _quantizer_of(model)
+    if quantizer is None or _is_torchao(quantizer):
+        return
+    lacks = type(quantizer)._dequantize is HfQuantizer._dequantize
+    # bitsandbytes stores a Conv1D transposed, and dequantises it to a Linear that nobody can load
+    if lacks or any(getattr(module, "source_cls", None) is Conv1D for module in model.modules()):
+        what = f"weights of {type(model).__name__} quantised by {_method_of(quantizer)} cannot be converted back"
+        fix = "Keep the adapters apart (peft.merge=false): chat and eval load them on these weights."
+        raise UserError(f"{what}, so nothing can be merged into them", where="model.path", fix=fix)
+
+
+def dequantized(model: PreTrainedModel) -> PreTrainedModel:
+    """Dequantise all weights of `model` in place, to its number format. Raises UserError if the quantised format cannot be converted back."""
+    quantizer = _quantizer_of(model)
+    if quantizer is None:
+        return model
+    check_dequantizes(model)
+    with boundary("the quantised model cannot be dequantised, to merge adapters into it", "model.path"):
+        if not _is_torchao(quantizer):
+            return cast(PreTrainedModel, model.dequantize(model.dtype))
+        for module in model.modules():  # transformers cannot convert torchao's back
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, torch.Tensor) and type(weight).__module__.startswith("torchao."):
+                module.weight = nn.Parameter(weight.dequantize().to(model.dtype), requires_grad=False)
+        quantizer.remove_quantization_config(model)
+    return model
+
+
+def dequantized_in(dtype: torch.dtype) -> str:
+    """Describe the format of a merged model."""
+    return f"its quantised weights converted back to {str(dtype).removeprefix('torch.')}"
+
+
+def _quantizer_of(model: nn.Module) -> HfQuantizer | None:
+    return getattr(model, "hf_quantizer", None)
+
+
+def _is_torchao(quantizer: HfQuantizer) -> bool:
+    return type(quantizer).__name__ == "TorchAoHfQuantizer"
+
+
+def _method_of(quantizer: HfQuantizer) -> str:
+    return str(getattr(method := quantizer.quantization_config.quant_method, "value", method))

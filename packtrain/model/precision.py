@@ -9,7 +9,6 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -91,15 +90,15 @@ def settle_kernels() -> None:
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Run every forward pass of `model` under autocast. Outputs are float32, as accelerate does for DDP."""
-    base: Any = base_model(model)
+    base = base_model(model)
     inner = base.forward
 
     @functools.wraps(inner)
-    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: PreTrainedModel, *args: object, **kwargs: object) -> object:
         with torch.autocast(self.device.type, dtype=dtype):
             return inner(*args, **kwargs)
 
-    base.forward = types.MethodType(convert_outputs_to_fp32(forward), base)
+    vars(base)["forward"] = types.MethodType(convert_outputs_to_fp32(forward), base)
 
 
 @contextmanager

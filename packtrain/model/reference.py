@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,15 +20,24 @@ from filelock import FileLock
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from packtrain.boundary import boundary
 from packtrain.config.schema import Model, Peft
-from packtrain.durable import aside, publish
-from packtrain.errors import UserError
+from packtrain.errors import UserError, boundary
 from packtrain.model.load import load_model
 from packtrain.model.spread import Ranks, reading_mesh, spread
-from packtrain.model.weights.hashes import weights_hash
+from packtrain.model.weights import weights_hash
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.known_model import ReferenceChoice
+from packtrain.system import aside, publish
+
+
+class PartOfRow(Protocol):
+    """A micro-batch, or part number `part` of a row that ranks split."""
+
+    @property
+    def part(self) -> int: ...
+
+
+Part = TypeVar("Part", bound=PartOfRow)
 
 
 def load_reference(
@@ -63,9 +72,9 @@ def load_reference(
 def precompute(
     place: Path,
     shape: tuple[int, ...],
-    parts: Iterable[tuple[np.ndarray, Any]],
+    parts: Iterable[tuple[np.ndarray, Part]],
     ranks: Ranks,
-    logps: Callable[[Any], torch.Tensor],
+    logps: Callable[[Part], torch.Tensor],
 ) -> np.ndarray:
     """Return the log-probabilities of all examples, float32 of this `shape`. They are read from `place`.npy, or computed and written there.
 

@@ -12,21 +12,31 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from packtrain.errors import CheckFailed, UserError
+from packtrain.model.heads import Batch
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE
 from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of
 
 KEY = "model.config.output_router_logits"
+Counted = TypeVar("Counted", bound="HasExamples")
 _EXPECTED_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+class HasExamples(Protocol):
+    """A micro-batch of `examples`, 0 for a filler."""
+
+    @property
+    def examples(self) -> int: ...
 
 
 def balance(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -49,7 +59,7 @@ def router_loss(model: PreTrainedModel, weight: float | None = None) -> RouterLo
     switched_on = getattr(model.config.get_text_config(), "output_router_logits", False)
     if weight == 0 or (weight is None and not switched_on):
         return None
-    its_own: Any = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
+    its_own = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
     top_k = getattr(model, "num_experts_per_tok", None)
     if its_own is None or list(inspect.signature(its_own).parameters) != _EXPECTED_ARGUMENTS or top_k is None:
         kind = "no" if its_own is None else "another"
@@ -70,7 +80,7 @@ class RouterLoss:
         self._step: torch.Tensor | None = None
         self._values: list[torch.Tensor] = []
 
-    def open_step(self, batches: Sequence[Any], run: Callable[[Any], Any], accelerator: Accelerator) -> None:
+    def open_step(self, batches: Sequence[Counted], run: Callable[[Counted], object], accelerator: Accelerator) -> None:
         """Count the load of the step over all its micro-batches and ranks. `run` is the forward pass of one batch; a filler has 0 `examples`."""
         self._step = None
         if len(batches) == 1 and accelerator.num_processes == 1:
@@ -92,10 +102,10 @@ class RouterLoss:
         without `real` the load is empty."""
         loads: list[torch.Tensor] = []
 
-        def ask(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        def ask(module: nn.Module, arguments: tuple, keywords: Batch) -> tuple[tuple, Batch]:
             return arguments, {**keywords, "output_router_logits": True}
 
-        def take(module: nn.Module, arguments: tuple, keywords: dict[str, Any], output: Any) -> None:
+        def take(module: nn.Module, arguments: tuple, keywords: Batch, output: ModelOutput) -> None:
             loads.append(self._load(output, keywords.get("attention_mask"), real))
 
         asking = self._backbone.register_forward_pre_hook(ask, with_kwargs=True)
@@ -123,7 +133,7 @@ class RouterLoss:
         values, self._values = self._values, []
         return torch.stack(values).mean().item() if values else None
 
-    def check(self, model: PreTrainedModel, batch: dict[str, Any], *, autocast: torch.dtype | None = None) -> None:
+    def check(self, model: PreTrainedModel, batch: Batch, *, autocast: torch.dtype | None = None) -> None:
         """Compare the loss of one collated micro-batch with the model's own, in `autocast`. Raises CheckFailed if they differ more than by
         rounding, UserError if no layer has a router."""
         plain = {name: value for name, value in batch.items() if name not in ("shift_labels", "label_places")}
@@ -139,7 +149,7 @@ class RouterLoss:
             fix = f"please report this model; set {KEY} to 0 to train without"
             raise CheckFailed(what, where=KEY, fix=fix)
 
-    def _load(self, output: Any, mask: torch.Tensor | None, real: bool) -> torch.Tensor:
+    def _load(self, output: ModelOutput, mask: torch.Tensor | None, real: bool) -> torch.Tensor:
         """Return the load of one call. `output.router_logits` are [tokens, experts], or [rows, length, experts], per layer."""
         layers: tuple[torch.Tensor, ...] = getattr(output, "router_logits", None) or ()
         if not layers:
@@ -157,7 +167,7 @@ class RouterLoss:
         return torch.cat([chosen, cast(torch.Tensor, probability), pairs[None]])
 
 
-def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
+def without_labels(batch: Batch) -> Batch:
     """Return `batch` without labels, so that its forward pass can skip the output head."""
     labels = torch.full_like(batch["shift_labels"], IGNORE)
     return {**batch, "shift_labels": labels, "label_places": np.zeros(0, np.int64)}

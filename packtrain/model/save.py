@@ -2,36 +2,52 @@
 
 Saving is tried before step 1, and the weights are written even if the rest fails. transformers checks more when it saves than when it loads (a
 generation_config.json with `do_sample: false` and a temperature, as in Llama 2), and writes the weights last.
+
+A sharded model is written without a whole copy. The files are planned only from shapes. Then all processes gather one weight after the other,
+and the main one writes a file as soon as it has all its weights: beside its share it holds one file and one weight. If the library saves another
+form than it computes with (experts), it converts each weight alone. If it makes one saved weight from several, the model is left to
+whole_weights.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
+import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from huggingface_hub import save_torch_state_dict
+import torch.distributed as dist
+from huggingface_hub import save_torch_state_dict, split_torch_state_dict_into_shards
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer_utils import align_special_tokens
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from packtrain.boundary import boundary, holding
 from packtrain.config.schema import Model
-from packtrain.errors import UserError
-from packtrain.model.load import base_model
-from packtrain.model.weights.quantized import check_dequantizes
-from packtrain.model.weights.source import carry
+from packtrain.errors import UserError, boundary
+from packtrain.model.load import base_model, check_dequantizes
+from packtrain.model.weights import carry
+from packtrain.monitor.heartbeat import progress, waiting
 from packtrain.plan.known_model import folder_of
+from packtrain.system import holding
 from packtrain.wording import first_line
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 _STAYS = re.compile(
     r"\..*|(readme|adapter|optimizer|scheduler|trainer_state|rng_state|training_args|summary|metrics).*|"
@@ -43,7 +59,7 @@ _STAYS = re.compile(
 _OF_TOKENIZERS = re.compile(r".*token.*|vocab.*|merges.*|chat_template.*|.*\.(model|tiktoken|spm|bpe)", re.IGNORECASE)
 
 
-def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+def mend_generation_config(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> str:
     """Switch sampling on if the library refuses to save without it. If that does not help, save the config unchecked. Returns
     a sentence about it; "" if the library refuses nothing."""
     base = base_model(model)
@@ -59,12 +75,13 @@ def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> st
     return f"{GENERATION_CONFIG_NAME} is saved as it came, though the library says of it: {refusal}"
 
 
-def end_answers_at(model: Any, ends: Sequence[int]) -> list[int]:
+def end_answers_at(model: nn.Module, ends: Sequence[int]) -> list[int]:
     """Let answers stop at the tokens `ends`, too; return the new ones."""
-    settings: Any = getattr(base_model(model), "generation_config", None)
+    settings = getattr(base_model(model), "generation_config", None)
     known = getattr(settings, "eos_token_id", None)
     known = [known] if isinstance(known, int) else known or []
-    if new := [token for token in ends if settings and token not in known]:
+    new = [token for token in ends if settings and token not in known]
+    if settings and new:
         settings.eos_token_id = [*known, *new]
     return new
 
@@ -72,11 +89,11 @@ def end_answers_at(model: Any, ends: Sequence[int]) -> list[int]:
 class _AsItCame(GenerationConfig):
     """A generation config saved without the library's checks."""
 
-    def save_pretrained(self, save_directory: Any, *given: Any, **settings: Any) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike, *given: object, **settings: object) -> None:
         self.to_json_file(Path(save_directory, GENERATION_CONFIG_NAME), keys_to_pop=["compile_config"])
 
 
-def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -> None:
+def try_saving(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -> None:
     """Save everything except the weights into a temporary folder, as at the end. `whole`: for the model too, not only for adapters.
     Raises UserError for parts that cannot be saved."""
     base = base_model(model)
@@ -98,10 +115,10 @@ def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -
             tokenizer.save_pretrained(folder)
 
 
-def complete(model: Any, settings: Model, folder: Path) -> str:
+def complete(model: nn.Module, settings: Model, folder: Path) -> str:
     """Add other weights and files of the first model to the saved one in `folder`.
 
-    They stay unchanged; weights/source.py has the weights. Files of the tokenizer come from its own place. Returns words for the last lines
+    They stay unchanged; weights.py has the weights. Files of the tokenizer come from its own place. Returns words for the last lines
     of a run. Raises UserError if the files are gone.
     """
     with boundary(f"what came with {settings.path} cannot be copied", str(folder)):
@@ -118,7 +135,9 @@ def complete(model: Any, settings: Model, folder: Path) -> str:
 
 
 @contextmanager
-def weights_at_least(model: Any, folder: str | Path, weights: dict[str, Any] | None = None) -> Iterator[None]:
+def weights_at_least(
+    model: nn.Module, folder: str | Path, weights: dict[str, torch.Tensor] | None = None
+) -> Iterator[None]:
     """Write the weights (by default of `model`) if the block fails to save them. Then raise UserError with the reason."""
     try:
         yield
@@ -148,3 +167,123 @@ def _refusal(settings: GenerationConfig) -> str:
         reasons = [line for line in str(error).splitlines() if line.startswith("- ")] or [first_line(error)]
         return reasons[0].removeprefix("- ").partition(" -- ")[0]  # before its advice
     return ""
+
+
+FILE_BYTES = 5 * 10**9
+"""Largest size of a file, unless a single weight is larger; huggingface_hub's own default."""
+_PATTERN = "model{suffix}.safetensors"
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """The saved weights: their `names` in the state dict, in order. `files`: the saved names by file. `index`: the index file."""
+
+    names: tuple[str, ...]
+    files: dict[str, list[str]]
+    index: dict[str, dict] | None
+
+
+def plan_files(model: PreTrainedModel, dtype: torch.dtype) -> FilePlan | None:
+    """Plan the files of a `model` saved in `dtype`. None if weights have to be converted together."""
+    held = model.state_dict(keep_vars=True)
+    marks = {id(value): torch.zeros(1) for value in held.values()}  # tied weights have the same
+    kept = remove_tied_weights_from_state_dict({name: marks[id(value)] for name, value in held.items()}, model)
+    kept = {name for name in kept if name not in (model._keys_to_ignore_on_save or ())}
+    shapes = {
+        name: torch.empty(
+            getattr(value, "ds_shape", value.shape),  # ZeRO-3's parameters are empty
+            dtype=dtype if isinstance(value, torch.nn.Parameter) else value.dtype,
+            device="meta",
+        )
+        for name, value in held.items()
+        if name in kept
+    }
+    single: dict[str, torch.Tensor] = {}
+    try:
+        together = revert_weight_conversion(model, dict(shapes))
+        for name, shape in shapes.items():
+            single |= revert_weight_conversion(model, {name: shape})
+    except Exception:  # from a conversion that lacks the other weights
+        return None
+    if {name: value.shape for name, value in single.items()} != {name: value.shape for name, value in together.items()}:
+        return None
+    split = split_torch_state_dict_into_shards(single, filename_pattern=_PATTERN, max_shard_size=FILE_BYTES)
+    counts = {"total_parameters": sum(getattr(one, "ds_numel", one.numel()) for one in model.parameters())}
+    index = {"metadata": counts | split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
+    return FilePlan(tuple(shapes), split.filename_to_tensors, index)
+
+
+def write_files(
+    model: PreTrainedModel,
+    plan: FilePlan,
+    folder: Path,
+    made: Callable[[torch.Tensor], torch.Tensor | None],
+    *,
+    main: bool,
+) -> None:
+    """Write the weights of `model` into `folder` by `plan`, on the `main` process. All processes call it.
+
+    `made` returns the tensor to save for a parameter, whole and on the CPU (None elsewhere). If the disk fails, the weights are still gathered
+    to the end, since the others wait for that; then the error is raised.
+    """
+    held, place = model.state_dict(keep_vars=True), {name: file for file, names in plan.files.items() for name in names}
+    open_files: dict[str, dict[str, torch.Tensor]] = {file: {} for file in plan.files}
+    failure: Exception | None = None
+    for name in plan.names:
+        value = held[name]
+        whole = made(value) if isinstance(value, torch.nn.Parameter) else value.detach().cpu()
+        progress()
+        parts = {} if not main or whole is None or failure else revert_weight_conversion(model, {name: whole})
+        del whole
+        for key, part in parts.items():
+            file = place[key]
+            open_files[file][key] = part.contiguous()
+            if len(open_files[file]) == len(plan.files[file]):
+                try:
+                    save_file(open_files.pop(file), folder / file, metadata={"format": "pt"})
+                except (OSError, SafetensorError) as error:
+                    failure = error
+        parts = {}
+        return_freed_memory()
+    if failure:
+        raise failure
+    if main and plan.index:
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(plan.index, indent=2, sort_keys=True) + "\n")
+
+
+def gathered(weight: torch.Tensor) -> torch.Tensor:
+    """Gather all of a weight whose rows may be sharded. All processes call it. It broadcasts into place: gloo's all-gather takes
+    one more copy, and `full_tensor` two."""
+    if hasattr(weight, "ds_id"):
+        import deepspeed
+
+        with waiting("the other ranks to gather a weight"), deepspeed.zero.GatheredParameters([weight]):
+            return weight.detach().clone()
+    weight = weight.detach()
+    if not isinstance(weight, DTensor):
+        return weight
+    mesh, own = weight.device_mesh, weight.to_local().to(weight.device_mesh.device_type)
+    last = mesh.ndim - 1
+    whole, group = own.new_empty(weight.shape), mesh.get_group(last)
+    with waiting("the other ranks to gather a weight"):
+        for number, part in enumerate(whole.split(-(-len(weight) // mesh.size(last)))):
+            if number == mesh.get_local_rank(last):
+                part.copy_(own)
+            dist.broadcast(part, group=group, group_src=number)
+    return whole
+
+
+def return_freed_memory() -> None:
+    """Call malloc_trim. glibc would keep the memory of freed weights, as much as a whole model."""
+    with suppress(OSError, AttributeError):  # another library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def map_large_blocks() -> None:
+    """Make glibc unmap each block of 1 MiB or more when it is freed.
+
+    Its heap keeps the holes between gathered layers: three whole models in each of four processes.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").mallopt(_MMAP_THRESHOLD, 2**20)

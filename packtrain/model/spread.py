@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,13 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
 
-from packtrain.boundary import holding
 from packtrain.errors import UserError
 from packtrain.model.load import base_model
-from packtrain.model.weights.stream import map_large_blocks
+from packtrain.model.save import map_large_blocks
 from packtrain.monitor.heartbeat import waiting
-from packtrain.strategies.registry import DEFAULT, STRATEGIES
-from packtrain.strategies.spec import StrategySpec
+from packtrain.strategies.spec import DEFAULT, STRATEGIES, StrategySpec
+from packtrain.system import holding
 
 FSDP = "fsdp"
 """The dimension of a mesh over which models are sharded; peft knows it by this name."""
@@ -85,10 +83,10 @@ class Placement:
 
     def spread(self, model: PreTrainedModel, ranks: Ranks, autocast: torch.dtype | None) -> None:
         """Move or shard `model`, adapters included. `autocast` is the format of mixed precision."""
-        cast(Any, model).to(ranks.device)
+        model.to(ranks.device)  # type: ignore[arg-type]
         frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
         # frozen weights are equal (train/sync.py): DDP would send a whole base from the first rank, and cannot send 8-bit weights
-        cast(Any, model)._ddp_params_and_buffers_to_ignore = frozen
+        vars(model)["_ddp_params_and_buffers_to_ignore"] = frozen
 
     def open_proofs(self, model: PreTrainedModel, ranks: Ranks) -> Callable[[], None]:
         """Make a sharded model callable without an optimizer. Returns the function that ends this."""
@@ -98,7 +96,13 @@ class Placement:
         """Return whether ranks reduce the same weights although batches reach different ones. May prepare `model` for it."""
         return True
 
-    def wrap_frozen(self, model: PreTrainedModel, accelerator: Accelerator) -> Any:
+    def open_accelerator(
+        self, spec: StrategySpec, weights: torch.dtype, autocast: torch.dtype | None, *, max_norm: float, unused: bool
+    ) -> Accelerator:
+        """Return the accelerator of a run with these formats. `unused`: some trained weights may have no gradient in a step."""
+        return Accelerator(mixed_precision="bf16" if autocast else "no")
+
+    def wrap_frozen(self, model: PreTrainedModel, accelerator: Accelerator) -> nn.Module:
         """Return a spread model without updates, ready to be called in training."""
         return accelerator.prepare_model(model, evaluation_mode=True)
 
@@ -122,7 +126,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in base.modules() if type(module).__name__ in names]
 
 
-def embedding_apart(base: PreTrainedModel) -> Any:
+def embedding_apart(base: PreTrainedModel) -> nn.Embedding | None:
     """Return the token embedding if it shares no weights and has no adapters; else None."""
     embedding = base.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding):

@@ -18,14 +18,15 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from packtrain.time_limit import in_time
+from packtrain.errors import Json, UserError
+from packtrain.system import in_time
 
 SECRET = "PACKTRAIN_SECRET"
 """Environment variable with the run's secret. A launcher or a batch script may give one to all machines."""
@@ -36,9 +37,11 @@ CALL_S = 5.0
 MAX_BYTES = 16 * 2**20
 _IDLE_S = 5  # for a caller that connects and sends nothing
 _HEADER = "X-Packtrain-Secret"
+# like Slurm's ports (plan/launchers.py), below Linux's range for outgoing connections
+_FIRST_PORT, _PORTS = 20_000, 10_000
 _NAME = "packtrain"  # the Server header; a client recognises packtrain by it
 
-Handler = Callable[[dict[str, Any]], Mapping[str, Any]]
+Handler = Callable[[Json], Json]
 
 
 class NoAnswer(OSError):
@@ -59,6 +62,15 @@ class Rejected(OSError):
 
 def new_secret() -> str:
     return secrets.token_urlsafe(24)
+
+
+def free_port() -> int:
+    """Find a free port below the range of outgoing connections. There it most likely stays free until it is used."""
+    for port in (*(_FIRST_PORT + secrets.randbelow(_PORTS) for _ in range(50)), 0):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return probe.getsockname()[1]
+    raise UserError("no port of this machine is free", where="topology.main_port")
 
 
 class Server(ThreadingHTTPServer):
@@ -90,7 +102,7 @@ class Server(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
-    def answer(self, name: str, secret: str, body: bytes) -> tuple[int, Mapping[str, Any]]:
+    def answer(self, name: str, secret: str, body: bytes) -> tuple[int, Json]:
         """Return the HTTP status and the result of the handler `name`."""
         handler, is_open = self._handlers.get(name, (None, False))
         if handler is None:
@@ -135,7 +147,7 @@ class Client:
     def __init__(self, address: str, port: int, *, secret: str = "") -> None:
         self.address, self.port, self.secret = address, port, secret
 
-    def call(self, name: str, body: Mapping[str, Any], *, timeout_s: float = CALL_S) -> dict[str, Any]:
+    def call(self, name: str, body: Json, *, timeout_s: float = CALL_S) -> Json:
         """Return the answer of the handler `name`. Raises NoAnswer or Rejected."""
         headers = {"Content-Type": "application/json", _HEADER: self.secret}
         connection = http.client.HTTPConnection(self.address, self.port, timeout=timeout_s)

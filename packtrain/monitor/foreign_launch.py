@@ -17,14 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import astuple
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed
 from packtrain.monitor.channel import Client, NoAnswer, Server, new_secret, published
-from packtrain.monitor.heartbeat import Phase, TimeLimits, own_heartbeat
-from packtrain.monitor.processes import ProcessState, count_oom_kills, life_of
+from packtrain.monitor.heartbeat import ProcessState, TimeLimits, count_oom_kills, life_of, own_heartbeat
 from packtrain.monitor.watchdog import POLL_S, Watchdog
 
 SETTLE_S = 2
@@ -71,19 +70,12 @@ def beat_to_rank_0(share: Callable[[str], str]) -> None:
         _watched_rank.connect(share)
 
 
-class _SingleProcessLimits(TimeLimits):
-    """Limits of a single process. No rank waits for its steps, so only its writing has a deadline."""
-
-    def deadline_s(self, phase: Phase) -> float:
-        return super().deadline_s(phase) if phase in ("checkpoint", "final") else math.inf
-
-
 class _WatchedRank:
     """The monitoring threads of one rank; rank 0 has the watchdog, too."""
 
     def __init__(self, logs: Path, limits: TimeLimits, ranks: int, *, by_hand: bool) -> None:
         self._logs, self._ranks, self._by_hand = logs, ranks, by_hand
-        self._limits = limits if ranks > 1 else _SingleProcessLimits(*astuple(limits))
+        self._limits = replace(limits, alone=ranks == 1)
         self._heartbeat, self._parent, self._over = own_heartbeat(), os.getppid(), threading.Event()
         self.rank = self._heartbeat.rank
         self._rank_0 = f"rank 0 on {os.environ.get('MASTER_ADDR', '?')}"

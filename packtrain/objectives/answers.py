@@ -1,4 +1,4 @@
-"""Log-probabilities of answers: the arguments of every loss and figure.
+"""Log-probabilities of answers: the arguments of every loss and figure. Sums of figures.
 
 Shapes never depend on values, and nothing is read on the host.
 """
@@ -6,16 +6,34 @@ Shapes never depend on values, and nothing is read on the host.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 
 class Sum(NamedTuple):
-    """Total and weight of a mean: scalars to add up before the division."""
+    """Total and weight of a mean: float64 scalars without a gradient.
+
+    Add both up over the micro-batches and ranks of a logged line, then divide. (TRL divides each micro-batch, and averages the quotients.) A
+    figure whose weight stays 0 has no value.
+    """
 
     total: torch.Tensor
     weight: torch.Tensor
+
+
+Inputs = dict[str, Any]
+"""A micro-batch by name, on the device: arguments of the model, and what the loss reads beside them."""
+Figures = dict[str, Sum | torch.Tensor]
+"""Figures of a micro-batch by name: sums of means, scalars of extremes."""
+
+
+@torch.no_grad()
+def mean_of(values: torch.Tensor, mask: torch.Tensor | None = None) -> Sum:
+    """Return the sum of the values where the mask is true, and their number."""
+    values = values.double()
+    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    return Sum(torch.where(mask, values, 0).sum(), mask.sum().double())
 
 
 class PairLogps(NamedTuple):
@@ -68,6 +86,16 @@ class Targets:
         if self.log_sum_sq_probs is None:
             raise ValueError("use_weighting needs log_sum_sq_probs")
         return torch.exp(self.per_answer(self.log_probs - self.log_sum_sq_probs) / self.counts.clamp(min=1))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFigures:
+    """Outputs of the head at the targets of answers, [targets]."""
+
+    chosen: torch.Tensor
+    """bool: true for targets of chosen (or desirable) answers."""
+    entropy: torch.Tensor
+    mean_logits: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

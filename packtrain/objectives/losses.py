@@ -1,7 +1,7 @@
 """Losses of sft, dpo, kto and reward: pure functions of log-probabilities, under TRL's names.
 
-A loss gives one value per pair, answer or token. A figure gives a total and its weight (`Sum`). Add both up over the micro-batches
-and ranks of a step, then divide: the mean is exact, however the step is cut. No tensor is read on the host and no shape depends on
+A loss gives one value per pair, answer or token. Add them up over the micro-batches and ranks of a step, then divide: the mean is exact,
+however the step is cut. No tensor is read on the host and no shape depends on
 values, so a GPU is never waited for. Log-probabilities and rewards are float32, one per target, answer or pair.
 
 The formulas use log t = log π(y|x) − log π_ref(y|x) for an answer y (`logratios`), and Δ for the chosen score minus the rejected one.
@@ -210,61 +210,40 @@ def sigmoid_norm(pairs: Pairs, options: PairOptions) -> torch.Tensor:
     return -F.logsigmoid(options.beta * delta_per_token(pairs, options))
 
 
-@dataclass(frozen=True, slots=True)
-class PairLoss:
-    """A loss of pairs, and the unit of its mean."""
-
-    values: Callable[[Pairs, PairOptions], torch.Tensor]
-    """Returns [pairs]: the loss of each pair, or of the n-th values where the loss sorts."""
-    mean_over: Literal["pairs", "chosen_tokens"] = "pairs"
-    sorts_step: bool = False
-    """Whether it sorts the pairs of a step, so that one micro-batch must hold all of them."""
-
-    def sum(self, pairs: Pairs, options: PairOptions) -> Sum:
-        """Return the total over a micro-batch, and its pairs or tokens as weight."""
-        values = self.values(pairs, options) * pairs.weights
-        weight = pairs.chosen_tokens.sum() if self.mean_over == "chosen_tokens" else values.new_full((), len(values))
-        return Sum(values.sum(), weight)
-
-
-PAIR_LOSSES: dict[str, PairLoss] = {
-    "sigmoid": PairLoss(sigmoid),
-    "hinge": PairLoss(hinge),
-    "ipo": PairLoss(ipo),
-    "exo_pair": PairLoss(exo_pair),
-    "nca_pair": PairLoss(nca_pair),
-    "robust": PairLoss(robust),
-    "bco_pair": PairLoss(bco_pair),
-    "sppo_hard": PairLoss(sppo_hard),
-    "aot": PairLoss(aot, sorts_step=True),
-    "aot_unpaired": PairLoss(aot_unpaired, sorts_step=True),
-    "apo_zero": PairLoss(apo_zero),
-    "apo_down": PairLoss(apo_down),
-    "discopop": PairLoss(discopop),
-    "sft": PairLoss(sft, mean_over="chosen_tokens"),
-    "sigmoid_norm": PairLoss(sigmoid_norm),
+PAIR_LOSSES: dict[str, Callable[[Pairs, PairOptions], torch.Tensor]] = {
+    "sigmoid": sigmoid,
+    "hinge": hinge,
+    "ipo": ipo,
+    "exo_pair": exo_pair,
+    "nca_pair": nca_pair,
+    "robust": robust,
+    "bco_pair": bco_pair,
+    "sppo_hard": sppo_hard,
+    "aot": aot,
+    "aot_unpaired": aot_unpaired,
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+    "discopop": discopop,
+    "sft": sft,
+    "sigmoid_norm": sigmoid_norm,
 }
-"""The losses of TRL's DPOTrainer."""
+"""The losses of TRL's DPOTrainer: [pairs], the loss of each pair, or the n-th sorted values."""
+MEANS_OVER_TOKENS = {"sft"}
+"""Losses of pairs whose mean is over chosen tokens. The others' is over pairs."""
 
 
-@dataclass(frozen=True, slots=True)
-class PairCounts:
-    """Pairs and chosen tokens of a whole step, on all ranks: scalars, or [steps] to share in several means at once."""
-
-    pairs: torch.Tensor
-    chosen_tokens: torch.Tensor
-
-
-def pair_loss(pairs: Pairs, loss_weights: Mapping[str, float], options: PairOptions, step: PairCounts) -> torch.Tensor:
+def pair_loss(
+    pairs: Pairs, loss_weights: Mapping[str, float], options: PairOptions, count: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
     """Return the micro-batch's share of the loss of a step, in the shape of the counts.
 
-    The shares of all micro-batches and ranks add up to the loss. `loss_weights` names the losses, `step` counts the whole step.
+    The shares of all micro-batches and ranks add up to the loss. `loss_weights` names the losses. The whole step has `count` pairs with
+    `tokens` chosen targets: scalars, or [n] to share in several means at once.
     """
-    counts = {"pairs": step.pairs, "chosen_tokens": step.chosen_tokens}
     shares = []
     for name, weight in loss_weights.items():
-        loss = PAIR_LOSSES[name]
-        shares.append(weight * loss.sum(pairs, options).total / counts[loss.mean_over].clamp(min=1))
+        total = (PAIR_LOSSES[name](pairs, options) * pairs.weights).sum()
+        shares.append(weight * total / (tokens if name in MEANS_OVER_TOKENS else count).clamp(min=1))
     return torch.stack(shares).sum(dim=0)
 
 

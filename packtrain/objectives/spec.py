@@ -1,18 +1,58 @@
-"""Declaration of an objective: names, options and rules. It needs no torch."""
+"""Declaration of an objective: names, figures, options and rules. It needs no torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from packtrain.config.fault import Fault, Option
+from packtrain.registry import Registry
 
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
 
 Examples = Literal["documents", "pairs", "answers"]
 """Kinds of examples: documents, pairs of a chosen and a rejected answer, answers with a label."""
+_TAKEN = {
+    *("step", "epoch", "lr", "learning_rate", "grad_norm", "tokens", "examples", "seconds", "memory_bytes", "mfu"),
+    *("tokens_per_second", "padding_fraction", "data_fraction", *get_args(Examples)),
+}
+"""Names in a line of metrics.jsonl that are no figures of objectives. Names of losses end in `loss`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure of an objective, under its `name` in metrics.jsonl. Evaluations have it as `eval_NAME`.
+
+    Figures with the same `title` (by default the name) share a drawing of the report, where `label` names the curve.
+    A `headline` is shown of each evaluation, at the end of a run, and on top of its report, with the remark `note`.
+    It is a mean, unless it is an `extreme`, or the `difference` of two other figures.
+    """
+
+    name: str
+    title: str = ""
+    label: str = ""
+    unit: Literal["number", "percent"] = "number"
+    headline: bool = False
+    note: str = ""
+    extreme: Literal["", "least", "greatest"] = ""
+    difference: tuple[str, str] | None = None
+
+    @property
+    def words(self) -> str:
+        """Its name in a sentence."""
+        return f"{self.title or self.name} {self.label}".strip().lower()
+
+    def written(self, value: float) -> str:
+        """Return a value in its unit."""
+        return f"{value:.1%}" if self.unit == "percent" else f"{value:.2f}"
+
+    def moved(self, first: float, last: float) -> str:
+        """Return in words how it moved. A share has only its last value: before step 1 it is 0 of a model that equals its reference."""
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.words} {'' if self.unit == 'percent' else f'{self.written(first)} → '}{self.written(last)}{note}"
 
 
 def _no_rules(config: RunConfig, given: Set[str]) -> Iterable[Fault]:
@@ -21,7 +61,7 @@ def _no_rules(config: RunConfig, given: Set[str]) -> Iterable[Fault]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """Declaration of an objective.
+    """Declaration of an objective. Raises ValueError if it cannot be one.
 
     A built-in objective is a folder of objectives/: its module `spec` has it as the constant SPEC, its module `run` trains it.
     """
@@ -35,6 +75,8 @@ class Spec:
     run: str
     """Module with the constant OBJECTIVE, a subclass of train/objectives/training_objective.py::TrainingObjective."""
     examples: Examples
+    figures: tuple[Figure, ...] = ()
+    """All figures that the loss logs besides its value, in the order of a logged line."""
     losses: tuple[str, ...] = ()
     """Values of objective.loss, the default first."""
     adds_losses: bool = False
@@ -54,6 +96,14 @@ class Spec:
     order: int = 100
     """Objectives with a lower number are listed first."""
 
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z][a-z0-9_-]*", self.name):
+            raise ValueError(f"name={self.name!r} is no verb of small letters, digits, _ and -")
+        if self.examples not in get_args(Examples):
+            raise ValueError(f"examples={self.examples!r} is none of {', '.join(get_args(Examples))}")
+        if wrong := [figure.name for figure in self.figures if figure.name in _TAKEN or figure.name.endswith("loss")]:
+            raise ValueError(f"figures: metrics.jsonl has {', '.join(wrong)} already")
+
     @property
     def pairs(self) -> bool:
         """Whether it trains on preference pairs."""
@@ -63,3 +113,28 @@ class Spec:
     def documents(self) -> int:
         """Number of documents in an example."""
         return 2 if self.pairs else 1
+
+    @property
+    def headlines(self) -> list[Figure]:
+        """The figures that sum up an evaluation."""
+        return [figure for figure in self.figures if figure.headline]
+
+
+OBJECTIVES = Registry(Spec, "objective", package="packtrain.objectives", module="spec", attribute="SPEC")
+"""All objectives, ours and other packages'."""
+
+
+def objective_for(examples: Examples) -> Spec:
+    """Return the first objective that trains on such examples."""
+    return next(spec for spec in OBJECTIVES.all().values() if spec.examples == examples)
+
+
+def losses() -> tuple[str, ...]:
+    """Return the losses of all objectives."""
+    return tuple(dict.fromkeys(name for spec in OBJECTIVES.all().values() for name in spec.losses))
+
+
+def names_of_figures() -> set[str]:
+    """Return how names of held-out figures begin: "loss", "tokens", "rewards" of "rewards/margins"."""
+    figures = (figure.name for spec in OBJECTIVES.all().values() for figure in spec.figures)
+    return {"loss", "tokens", *get_args(Examples), *(name.partition("/")[0] for name in figures)}

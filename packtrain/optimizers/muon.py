@@ -24,6 +24,3 @@ class MuonAndAdamW(Optimizer):
         for muon, part in self._parts:
             part.state, part.param_groups = self.state, [group for group in self.param_groups if group["muon"] is muon]
             part.step()
-
-
-OPTIMIZER = MuonAndAdamW

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 _KEEPS = "keeps a state for a whole weight"
+_EPS = 1e-8
+
+
+def _none(beta1: float, beta2: float) -> Mapping[str, object]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """An optimizer. Most are transformers', under the same name."""
+    """An optimizer. Names and arguments are those of transformers, for the same name."""
 
+    made_by: str
+    """Its class, as MODULE:NAME."""
+    betas: Callable[[float, float], Mapping[str, object]] = _none
+    """Return its arguments from optim.beta1 and optim.beta2."""
+    options: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Its other arguments beside the learning rate."""
     states: int
     """Numbers that it keeps for each weight. A row and a column for each matrix count as nothing."""
     state_bytes: float | None = None
     """Bytes of such a number; None: as of the weight that it steps."""
     package: str = ""
     """The package that it needs beside torch."""
-    own: str = ""
-    """Module with packtrain's class OPTIMIZER, in place of transformers'. It takes AdamW's arguments, and groups with only matrices of layers
-    (`muon`) or none."""
+    by_matrices: bool = False
+    """Whether its groups have only matrices of layers (`muon`) or none."""
     whole: str = ""
     """Why it cannot step parts of weights, which strategies may give it; "" if it can."""
     on_host: bool = False
@@ -33,36 +49,79 @@ class OptimizerSpec:
         works = f"{self.package} is installed, but does not work here: see python -c 'import {self.package}'."
         return f"{works} optim=adamw needs no extra package." if self.package else ""
 
+    def load(self) -> type[Optimizer]:
+        """Import the optimizer's class."""
+        module, _, name = self.made_by.partition(":")
+        return getattr(import_module(module), name)
 
-_ADAMW = OptimizerSpec(states=2, on_host=True)
-_TORCHAO = OptimizerSpec(states=2, package="torchao", whole=_KEEPS)
-_TWO = OptimizerSpec(states=2, package="bitsandbytes", whole=_KEEPS)
-_ONE, _ONE_8BIT, _THREE = replace(_TWO, states=1), replace(_TWO, states=1, state_bytes=1), replace(_TWO, states=3)
+
+def _adam(beta1: float, beta2: float) -> Mapping[str, object]:
+    return {"betas": (beta1, beta2), "eps": _EPS}
+
+
+def _lion(beta1: float, beta2: float) -> Mapping[str, object]:
+    return {"betas": (beta1, beta2)}
+
+
+def _ademamix(beta1: float, beta2: float) -> Mapping[str, object]:
+    return {"betas": (beta1, beta2, 0.9999), "alpha": 5.0, "eps": _EPS}
+
+
+def _bitsandbytes(kind: OptimizerSpec, bits: int, **options: object) -> OptimizerSpec:
+    return replace(kind, state_bytes=1 if bits == 8 else None, options={"optim_bits": bits, **options})
+
+
+def _torchao(bits: int) -> OptimizerSpec:
+    options = {"block_size": 256, "bf16_stochastic_round": False}
+    made_by = f"torchao.optim:AdamW{bits}bit"
+    return replace(_TORCHAO, made_by=made_by, options=options, state_bytes=bits / 8)
+
+
+_ADAMW = OptimizerSpec(made_by="torch.optim:AdamW", betas=_adam, states=2, on_host=True)
+_TORCHAO = OptimizerSpec(made_by="", betas=_adam, states=2, package="torchao", whole=_KEEPS)
+_BNB_ADAMW = OptimizerSpec(
+    made_by="bitsandbytes.optim:AdamW", betas=_adam, states=2, package="bitsandbytes", whole=_KEEPS
+)
+_ADEMAMIX = replace(_BNB_ADAMW, made_by="bitsandbytes.optim:AdEMAMix", betas=_ademamix, states=3)
+_LION = replace(_BNB_ADAMW, made_by="bitsandbytes.optim:Lion", betas=_lion, states=1)
+_RMSPROP = replace(_LION, made_by="bitsandbytes.optim:RMSprop", betas=_none)
 
 OPTIMIZERS = {
     "adamw_torch": replace(_ADAMW, lists_weights=True),
-    "adamw_torch_fused": _ADAMW,
-    "adafactor": OptimizerSpec(states=0, whole=_KEEPS),
-    "sgd": OptimizerSpec(states=0),
-    "adagrad": OptimizerSpec(states=1, whole="makes its states before the weights are spread"),
-    "rmsprop": OptimizerSpec(states=1),
-    "muon": OptimizerSpec(
-        states=1, own="packtrain.optimizers.muon", whole="needs whole matrices, to make them orthogonal"
+    "adamw_torch_fused": replace(_ADAMW, options={"fused": True}),
+    "adafactor": OptimizerSpec(
+        made_by="transformers.optimization:Adafactor",
+        options={"scale_parameter": False, "relative_step": False},
+        states=0,
+        whole=_KEEPS,
     ),
-    "adamw_torch_8bit": replace(_TORCHAO, state_bytes=1),
-    "adamw_torch_4bit": replace(_TORCHAO, state_bytes=0.5),
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), replace(_TWO, state_bytes=1)),
-    "paged_adamw_32bit": _TWO,
-    "ademamix": _THREE,
-    "ademamix_8bit": replace(_THREE, state_bytes=1),
-    "paged_ademamix_32bit": _THREE,
-    "lion_8bit": _ONE_8BIT,
-    "lion_32bit": _ONE,
-    "paged_lion_8bit": _ONE_8BIT,
-    "paged_lion_32bit": _ONE,
-    "rmsprop_bnb": _ONE,
-    "rmsprop_bnb_8bit": _ONE_8BIT,
-    "rmsprop_bnb_32bit": _ONE,
+    "sgd": OptimizerSpec(made_by="torch.optim:SGD", states=0),
+    "adagrad": OptimizerSpec(
+        made_by="torch.optim:Adagrad", states=1, whole="makes its states before the weights are spread"
+    ),
+    "rmsprop": OptimizerSpec(made_by="torch.optim:RMSprop", states=1),
+    "muon": OptimizerSpec(
+        made_by="packtrain.optimizers.muon:MuonAndAdamW",
+        betas=_adam,
+        states=1,
+        by_matrices=True,
+        whole="needs whole matrices, to make them orthogonal",
+    ),
+    "adamw_torch_8bit": _torchao(8),
+    "adamw_torch_4bit": _torchao(4),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), _bitsandbytes(_BNB_ADAMW, 8, is_paged=False)),
+    "paged_adamw_8bit": _bitsandbytes(_BNB_ADAMW, 8, is_paged=True),
+    "paged_adamw_32bit": _bitsandbytes(_BNB_ADAMW, 32, is_paged=True),
+    "ademamix": _bitsandbytes(_ADEMAMIX, 32, is_paged=False),
+    "ademamix_8bit": _bitsandbytes(_ADEMAMIX, 8, is_paged=False),
+    "paged_ademamix_32bit": _bitsandbytes(_ADEMAMIX, 32, is_paged=True),
+    "lion_8bit": _bitsandbytes(_LION, 8, is_paged=False),
+    "lion_32bit": _bitsandbytes(_LION, 32, is_paged=False),
+    "paged_lion_8bit": _bitsandbytes(_LION, 8, is_paged=True),
+    "paged_lion_32bit": _bitsandbytes(_LION, 32, is_paged=True),
+    "rmsprop_bnb": _bitsandbytes(_RMSPROP, 32),
+    "rmsprop_bnb_8bit": _bitsandbytes(_RMSPROP, 8),
+    "rmsprop_bnb_32bit": _bitsandbytes(_RMSPROP, 32),
 }
 _REFUSED = {
     "galore_adamw galore_adafactor apollo_adamw": "Its states hold Python objects, which a checkpoint cannot store: reading one never runs code.",

@@ -9,6 +9,10 @@ All ranks wait for the slowest one. A document of l tokens costs `l + attention_
 
 Each document, longest first, goes into the cheapest part with room for it (Graham 1969: at most 4/3 of the best), or by best
 fit if that needs fewer parts. With padding or kept order, we cut consecutive documents so that the costliest part is as cheap as possible.
+
+Neighbouring ranks may split a document that exceeds one device, or that is more work than a rank's share of the step (and longer than a part
+of a full row). These are placed first, costliest first, each in the group of neighbours with the least work. Whole documents follow, each on
+the rank with the least work that has room for it. A rank's share of its group's split rows counts as work.
 """
 
 from __future__ import annotations
@@ -17,12 +21,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from packtrain.config.schema import PackingMode
 from packtrain.packing.bins import best_fit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Layout = list[list[np.ndarray]]
 """[rank][micro-batch]: int64 [documents]."""
@@ -30,7 +37,7 @@ TOLERANCE = 0.01  # the search stops within this relative gap to the smallest po
 
 
 class SplitLayout(list[list[np.ndarray]]):
-    """Layout with split rows: the first `split` micro-batches of each group of ranks (split_rows.py).
+    """Layout with split rows: the first `split` micro-batches of each group of ranks (SplitLayout).
     The group's first rank lists the rows, its other ranks list empty arrays."""
 
     split: int = 0
@@ -51,7 +58,7 @@ def costs(lengths: np.ndarray, attention_cost: float) -> np.ndarray:
     return lengths + attention_cost * lengths**2
 
 
-def cost_of_attention(config: Any, parameters: int) -> float:
+def cost_of_attention(config: PreTrainedConfig, parameters: int) -> float:
     """Return the `attention_cost` of a model with this transformers config. Forward and backward take 6 · parameters operations a token, and
     6 · layers · heads · head_dim · l for causal attention."""
     try:
@@ -63,11 +70,12 @@ def cost_of_attention(config: Any, parameters: int) -> float:
 
 def lay_out(
     lengths: np.ndarray,
-    *,
     mode: PackingMode,
     world_size: int,
     limits: MicroBatchLimits,
     attention_cost: float,
+    ranks_per_row: int = 1,
+    *,
     keep_order: bool = False,
     cost: np.ndarray | None = None,
 ) -> Layout:
@@ -76,20 +84,23 @@ def lay_out(
     `cost` float[n] is the work of each (default: `costs`); it is ignored with kept order or padding. All ranks get equally many
     micro-batches, as few as possible; with fewer documents than ranks some are empty. Packed mode ignores `limits.examples`; in padding
     mode a document counts as many tokens as the longest of its micro-batch. `keep_order` keeps the order: by micro-batch, then by rank.
-    ValueError if a document exceeds `limits.tokens`.
+    `ranks_per_row` neighbours may split a row. ValueError if a document exceeds `limits.tokens` on each of them.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if mode == "packed":
         limits = MicroBatchLimits(tokens=limits.tokens)
-    if lengths.max(initial=0) > limits.tokens:
-        raise ValueError(f"a document has {lengths.max()} tokens, a micro-batch takes {limits.tokens}")
+    if lengths.max(initial=0) > limits.tokens * ranks_per_row:
+        raise ValueError(f"a document has {lengths.max()} tokens, {ranks_per_row} ranks take {limits.tokens} each")
+    work = costs(lengths, attention_cost) if cost is None else cost
+    if ranks_per_row > 1:  # for a short document the exchanges would take longer than the work
+        long = (work > work.sum() / world_size) & (lengths * ranks_per_row > max(limits.tokens, ranks_per_row**2))
+        if (long := long | (lengths > limits.tokens)).any():
+            return _lay_out_split(lengths, work, long, world_size, limits, ranks_per_row)
     if keep_order or mode == "padding":
         parts = _cut_evenly(lengths, mode == "padding", keep_order, world_size, limits, attention_cost)
-    else:
-        cost = costs(lengths, attention_cost) if cost is None else cost
-        parts = _fill_evenly(lengths, cost, world_size, limits)
-        return deal(parts, np.array([cost[part].sum() for part in parts]), world_size)
-    return deal(parts, part_costs(parts, lengths, mode, attention_cost), world_size, keep_order)
+        return deal(parts, part_costs(parts, lengths, mode, attention_cost), world_size, keep_order)
+    parts = _fill_evenly(lengths, work, world_size, limits)
+    return deal(parts, np.array([work[part].sum() for part in parts]), world_size)
 
 
 def parts_of_rank(layout: Layout, rank: int) -> list[tuple[np.ndarray, bool]]:
@@ -240,3 +251,70 @@ def _cut_by_cost(
             start, longest, costliest = index, length, document_cost
             tokens, work = length, document_cost
     return [*ends, len(lengths)]
+
+
+def choose_ranks_per_row(asked: int | str, longest: int, tokens: float, world_size: int) -> int:
+    """Return how many neighbouring ranks split a row; `asked` is strategy.sequence_parallel.
+    `auto`: the fewest that hold the `longest` example with `tokens` each, or all ranks if no number is enough."""
+    if asked != "auto":
+        return int(asked)
+    enough = (ranks for ranks in range(1, world_size + 1) if world_size % ranks == 0 and ranks * tokens >= longest)
+    return next(enough, world_size)
+
+
+def _lay_out_split(
+    lengths: np.ndarray,
+    cost: np.ndarray,
+    long: np.ndarray,
+    world_size: int,
+    limits: MicroBatchLimits,
+    ranks_per_row: int,
+) -> Layout:
+    """Lay out one step with `long` bool[n] documents split over `ranks_per_row` neighbours."""
+    wide, groups = limits.tokens * ranks_per_row, world_size // ranks_per_row
+    order = np.argsort(-cost, kind="stable")
+    rows, work = _split_rows(order[long[order]], lengths, cost, groups, wide)
+    whole = order[~long[order]]
+    parts = _fill_ranks(whole, lengths, cost, np.repeat(work / ranks_per_row, ranks_per_row), limits)
+    layout, empty = SplitLayout(), np.zeros(0, dtype=np.int64)
+    layout.split, layout.ranks_per_row = max(map(len, rows)), ranks_per_row
+    for rank in range(world_size):
+        own = rows[rank // ranks_per_row] if rank % ranks_per_row == 0 else []
+        layout.append([*own, *[empty] * (layout.split - len(own)), *parts[rank]])
+    return layout
+
+
+def _split_rows(
+    order: np.ndarray, lengths: np.ndarray, cost: np.ndarray, groups: int, tokens: float
+) -> tuple[list[list[np.ndarray]], np.ndarray]:
+    """Return the rows of each group, at most `tokens` each, and its work: float64 [groups]."""
+    work = np.zeros(groups)
+    rows: list[list[list[int]]] = [[] for _ in range(groups)]
+    for document in order.tolist():
+        group = int(work.argmin())
+        work[group] += cost[document]
+        fitting = (row for row in rows[group] if lengths[row].sum() + lengths[document] <= tokens)
+        if (row := next(fitting, None)) is None:
+            rows[group].append(row := [])
+        row.append(document)
+    return [[np.array(row, dtype=np.int64) for row in own] for own in rows], work
+
+
+def _fill_ranks(
+    order: np.ndarray, lengths: np.ndarray, cost: np.ndarray, work: np.ndarray, limits: MicroBatchLimits
+) -> list[list[np.ndarray]]:
+    """Return the micro-batches of each rank: as few as possible, costliest first. `work` counts the earlier work of each rank."""
+    documents, sizes, costly = order.tolist(), lengths.tolist(), cost.tolist()
+    ranks, tokens = len(work), int(lengths[order].sum())
+    number = max(math.ceil(tokens / (limits.tokens * ranks)), math.ceil(len(order) / (limits.examples * ranks)))
+    while len(order):
+        room = MicroBatchLimits(limits.examples * number, limits.tokens * number)
+        own = fill_cheapest_first(documents, sizes, costly, ranks, room, work.tolist())
+        parts = [
+            [part] if number == 1 else fill_cheapest_first(part, sizes, costly, number, limits) for part in own or ()
+        ]
+        if own is not None and None not in parts:
+            made = [[np.array(part, dtype=np.int64) for part in of_rank or ()] for of_rank in parts]
+            return [sorted(of_rank, key=lambda part: -cost[part].sum()) for of_rank in made]
+        number += 1
+    return [[] for _ in range(ranks)]

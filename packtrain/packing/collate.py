@@ -21,6 +21,8 @@ from packtrain.data.dataset import Document, Preference
 from packtrain.packing.prefixes import SharedRow
 from packtrain.packing.segments import Segments, SplitSegments, own_tokens, split_row
 
+ModelInputs = dict[str, Any]
+"""Arguments of a forward pass by name: tensors, the Segments of a row, lengths."""
 RowLayout = Literal["padding", "flat", "shared"]
 """Input of the model: a padded batch, a flattened row, or a flattened row whose documents share equal beginnings."""
 IGNORE = -100
@@ -37,7 +39,7 @@ def shifted_labels(document: Document) -> torch.Tensor:
     return torch.from_numpy(labels)
 
 
-def collate_padded(documents: Sequence[Document], pad_token_id: int) -> dict[str, Any]:
+def collate_padded(documents: Sequence[Document], pad_token_id: int) -> ModelInputs:
     """Collate a right-padded batch: `input_ids`, `attention_mask`, `shift_labels`, each int64 [documents, longest]."""
     documents = documents or [FILLER]
     labels = [shifted_labels(document) for document in documents]
@@ -51,7 +53,7 @@ def _pad(documents: Sequence[Document], pad_token_id: int) -> dict[str, torch.Te
     return {"input_ids": pad_sequence(ids, True, pad_token_id), "attention_mask": pad_sequence(mask, True)}
 
 
-def collate_flat(documents: Sequence[Document]) -> dict[str, Any]:
+def collate_flat(documents: Sequence[Document]) -> ModelInputs:
     """Collate one row of T = Σ lengths tokens. Returns `input_ids` and `shift_labels` int64 [1, T], and `row_arguments`."""
     documents = documents or [FILLER]
     segments = Segments(tuple(len(document.input_ids) for document in documents))
@@ -62,7 +64,7 @@ def collate_flat(documents: Sequence[Document]) -> dict[str, Any]:
     }
 
 
-def collate_shared(documents: Sequence[Document], row: SharedRow) -> dict[str, Any]:
+def collate_shared(documents: Sequence[Document], row: SharedRow) -> ModelInputs:
     """Collate a row with each shared beginning once. Otherwise like `collate_flat`.
 
     `documents` are in the order of `row`. `label_places` int64 [n] also comes: a token's place once for each document that trains it.
@@ -80,7 +82,7 @@ def collate_shared(documents: Sequence[Document], row: SharedRow) -> dict[str, A
     return {**named, **row_arguments(row.segments)}
 
 
-def row_arguments(segments: Segments) -> dict[str, Any]:
+def row_arguments(segments: Segments) -> ModelInputs:
     """Return the arguments for a flattened row, or a part of it, besides its tokens.
 
     They are `segments` and `position_ids`. A row that is neither split nor shares prefixes also gets the arguments of flash kernels.
@@ -93,7 +95,7 @@ def row_arguments(segments: Segments) -> dict[str, Any]:
     return arguments
 
 
-def part_of(batch: dict[str, Any], part: int, parts: int) -> dict[str, Any]:
+def part_of(batch: ModelInputs, part: int, parts: int) -> ModelInputs:
     """Return part number `part` of a collated row. Places of answers still refer to the whole row."""
     segments = split_row(batch["segments"], part, parts)
     here = own_tokens(segments)
@@ -115,7 +117,7 @@ def label_positions(labels: torch.Tensor) -> np.ndarray:
 
 def collate_answers(
     documents: Sequence[Document], pad_token_id: int, rows: RowLayout, pairs: Sequence[int] = ()
-) -> dict[str, Any]:
+) -> ModelInputs:
     """Collate answers, each a document with its prompt.
 
     `pairs`: for pairs, the number of tokens of each prompt; `documents` has all chosen ones first. Returns the arguments of `collate_padded` or
@@ -143,20 +145,20 @@ def collate_answers(
     }
 
 
-def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: RowLayout) -> dict[str, Any]:
+def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: RowLayout) -> ModelInputs:
     """Collate pairs: see `collate_answers`."""
     pairs = pairs or [FILLER_PAIR]
     return collate_answers(_list_documents(pairs), pad_token_id, rows, [pair.prompt for pair in pairs])
 
 
-def collate_unpaired(documents: Sequence[Document], pad_token_id: int, rows: RowLayout) -> dict[str, Any]:
+def collate_unpaired(documents: Sequence[Document], pad_token_id: int, rows: RowLayout) -> ModelInputs:
     """Collate single answers, each with its prompt: see `collate_answers`."""
     return collate_answers(documents or [FILLER], pad_token_id, rows)
 
 
 def collate_scored(
     pairs: Sequence[Preference], margins: Sequence[float] | np.ndarray, pad_token_id: int, rows: RowLayout
-) -> dict[str, Any]:
+) -> ModelInputs:
     """Collate B pairs for a reward model, all chosen documents first: `input_ids`, `margin` float32 [B].
 
     A padded batch has an `attention_mask`. A row has the `row_arguments` and `ends` int64 [2B]: the place of the token of each document
@@ -216,7 +218,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
 
 
-def on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def on_device(batch: ModelInputs, device: torch.device) -> ModelInputs:
     """Move the tensors of `batch` to `device`."""
     return {
         name: to_device(value, device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from packtrain.data.dataset import DataReport
-from packtrain.data.streaming import Stream, Window
+from packtrain.data.streaming import Place, Stream, Window
 from packtrain.errors import UserError
 from packtrain.monitor.heartbeat import progress, waiting
 from packtrain.packing.schedule import Schedule
@@ -30,6 +30,8 @@ AHEAD = 8
 """Number of steps prepared ahead of training."""
 _TOLD = ("examples", "trained", "ended")
 _POLL_S = 0.5
+Prepared = tuple[Window, Any, list[Any]] | BaseException | None
+"""A step of the stream with its Steps and micro-batches, the error of the thread, or None at the end of the data."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,7 +54,7 @@ class Feed:
     stream: Stream
     slots: Callable[[Any], np.ndarray]
     say: Callable[[str], None]
-    place: dict[str, Any] = field(default_factory=dict)
+    place: Place = field(default_factory=dict)
     examples: int = 0
     trained: int = 0
     ended: bool = False
@@ -77,7 +79,7 @@ class Feed:
 
     def load(self, steps: Any) -> Iterator[list[Any]]:
         """Yield this rank's micro-batches of each step to come. Raises errors of the thread, and UserError if no rows are left."""
-        ready: Queue[tuple[Window, Any, list[Any]] | BaseException | None] = Queue(AHEAD)
+        ready: Queue[Prepared] = Queue(AHEAD)
         self.close()
         self._stopping = stopping = Event()
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -109,9 +111,8 @@ class Feed:
         """Raise UserError if the ranks' marks differ: then the ranks train on different documents."""
         if ranks * squares != total**2:
             what = "the processes have read other documents: what data.train names is not the same on all machines"
-            raise UserError(
-                what, where="data.train", fix="Compare the files with sha256sum, or train on a shared disk."
-            )
+            fix = "Compare the files with sha256sum, or train on a shared disk."
+            raise UserError(what, where="data.train", fix=fix)
 
     def rows(self, numbers: list[int]) -> list[str]:
         """Return FILE:LINE of examples of the current step."""
@@ -129,7 +130,7 @@ class Feed:
             self._thread.join()
             self._thread = None
 
-    def _await(self, ready: Queue[Any]) -> Any:
+    def _await(self, ready: Queue[Prepared]) -> Prepared:
         """Wait for the next step. Reading may take a whole buffer of rows, so report incoming rows to the watchdog."""
         read = -1
         with waiting("the stream of data.train"):
@@ -140,8 +141,8 @@ class Feed:
                     read = now
                     progress()
 
-    def _make(self, steps: Any, ready: Queue[Any], stopping: Event, gpu: int | None) -> None:
-        def put(item: Any) -> None:
+    def _make(self, steps: Any, ready: Queue[Prepared], stopping: Event, gpu: int | None) -> None:
+        def put(item: Prepared) -> None:
             while not stopping.is_set():
                 try:
                     return ready.put(item, timeout=_POLL_S)

@@ -5,18 +5,22 @@ A step is a pure function of (lengths, settings, seed, step). Any process can co
 epoch is a permutation cut into equal steps. With `tokens_per_step` its documents are packed into rows of
 `limits.tokens`, and a step is a fixed number of rows; packed mode trains exactly these rows, the other modes
 lay the same documents out differently. The last step of an epoch is smaller: nothing is dropped and no step mixes two epochs.
+
+With data.stages a mixture (data/dataset.py) chooses each example's source, and the source's next example is taken. Each source has its own
+order and is read pass after pass, independently of the shares: no example repeats before every example of its source was used once.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
 from packtrain.config.schema import Batch, Packing, Shuffle
+from packtrain.data.dataset import Mixture
 from packtrain.errors import UserError
 from packtrain.packing.balance import (
     Layout,
@@ -29,24 +33,34 @@ from packtrain.packing.balance import (
     work_of_ranks,
 )
 from packtrain.packing.bins import Rows, best_fit, in_order
-from packtrain.packing.prefix_index import PrefixIndex, lay_out_shared, work_of
-from packtrain.packing.split_rows import lay_out_split
+from packtrain.packing.prefixes import PrefixIndex, lay_out_shared, work_of
 
 KEPT_EPOCHS = 2  # epochs with rows in memory: the current one, and the next when batches are prepared ahead
 
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """Device utilisation over a sample of steps. `imbalance`: cost of the busiest rank / mean - 1. `micro_batches_*` count a rank's
-    micro-batches in a step. `shared_fraction` of the tokens are computed with another document."""
+    """Device utilisation over a sample of `steps`: sums over them. `imbalance`: cost of the busiest rank / mean - 1, as a mean.
+    `micro_batches_*` count a rank's micro-batches in a step. `rows`: a row that ranks split counts as several."""
 
-    documents_per_step: float
-    tokens_per_step: float
-    padding_fraction: float
-    shared_fraction: float
+    steps: int
+    documents: int
+    tokens: int
+    slots: int
+    rows: int
     imbalance: float
     micro_batches_min: int
     micro_batches_max: int
+
+    @property
+    def padding_fraction(self) -> float:
+        """Return the share of the slots without a token."""
+        return max(1 - self.tokens / self.slots, 0.0)
+
+    @property
+    def shared_fraction(self) -> float:
+        """Return the share of the tokens that are computed with another document."""
+        return max(1 - self.slots / self.tokens, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,19 +79,19 @@ class Schedule:
     attention_cost: float
     total_steps: int
     ranks_per_row: int = 1
-    """Number of neighbouring ranks that may split a row (split_rows.py)."""
+    """Number of neighbouring ranks that may split a row (balance.py)."""
     prefixes: PrefixIndex | None = None
-    """Index of common beginnings (prefix_index.py), which a micro-batch then computes once; None: rows share nothing."""
+    """Index of common beginnings (prefixes.py), which a micro-batch then computes once; None: rows share nothing."""
     families: np.ndarray | None = None
     """int64[n]: the family of each document, drawn into one step as a whole; None: documents are drawn one by one."""
     _rows_by_epoch: dict[int, Rows] = field(default_factory=dict, repr=False)
     _row_counts: dict[int, int] = field(default_factory=dict, repr=False)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_rows_by_epoch": {}}  # planning again in another process is cheaper than sending
 
     @property
-    def settings(self) -> tuple[Any, ...]:
+    def settings(self) -> tuple[object, ...]:
         """Return everything that decides the rows, besides the documents' lengths and the number of ranks."""
         sizes = (self.limits, self.examples_per_step, self.rows_per_step, self.attention_cost, self.ranks_per_row)
         return self.packing, *sizes, self.seed, self.shuffle
@@ -104,26 +118,14 @@ class Schedule:
             cost = part_costs(planned, self.lengths, self.packing.mode, self.attention_cost)
             return deal(planned, cost, world_size, keep_order)
         documents = self.documents(step)
+        sizes = (world_size, self.limits, self.attention_cost, self.ranks_per_row)
         if self.prefixes is not None:
-            layout = lay_out_shared(
-                self.prefixes,
-                documents,
-                world_size=world_size,
-                limits=self.limits,
-                attention_cost=self.attention_cost,
-                ranks_per_row=self.ranks_per_row,
-            )
-            return _of(documents, layout)
-        how: Any = {
-            "mode": self.packing.mode,
-            "world_size": world_size,
-            "limits": self.limits,
-            "attention_cost": self.attention_cost,
-            "keep_order": keep_order,
-        }
-        lengths, together = self.lengths[documents], self.ranks_per_row
-        layout = lay_out(lengths, **how) if together == 1 else lay_out_split(lengths, **how, ranks_per_row=together)
-        return _of(documents, layout)
+            layout = lay_out_shared(self.prefixes, documents, *sizes)
+        else:
+            layout = lay_out(self.lengths[documents], self.packing.mode, *sizes, keep_order=keep_order)
+        for parts in layout:
+            parts[:] = [documents[part] for part in parts]
+        return layout
 
     def slots(self, part: np.ndarray) -> int:
         """Return the token slots of a micro-batch of these documents."""
@@ -159,21 +161,23 @@ class Schedule:
             seen += int(rows.offsets[min(within * self.rows_per_step, len(rows))])
         return seen
 
-    def summary(self, world_size: int, sample_steps: int = 32) -> Utilisation:
-        """Average over at most `sample_steps` steps, spread evenly over the first epoch. Plans the whole epoch."""
+    def summary(self, world_size: int, sample_steps: int = 32, tokens: np.ndarray | None = None) -> Utilisation:
+        """Sum over at most `sample_steps` steps, spread evenly over the first epoch. Plans the whole epoch.
+
+        `tokens` int[n] are the tokens of each document, if its length includes padding.
+        """
         steps = min(self.total_steps, self.steps_per_epoch(0))
         sample = np.unique(np.linspace(0, steps - 1, min(sample_steps, steps)).round().astype(int)).tolist()
         layouts = [self.layout(step, world_size) for step in sample]
         parts = [part for layout in layouts for rank in layout for part in rank if len(part)]
-        tokens = int(self.lengths[np.concatenate(parts)].sum(dtype=np.int64))
-        slots = sum(map(self.slots, parts))
-        uneven = [self.imbalance(layout) for layout in layouts]
+        slots = [*map(self.slots, parts)]
         return Utilisation(
-            documents_per_step=sum(map(len, parts)) / len(sample),
-            tokens_per_step=tokens / len(sample),
-            padding_fraction=max(1 - tokens / slots, 0.0),
-            shared_fraction=max(1 - slots / tokens, 0.0),
-            imbalance=float(np.mean(uneven)),
+            steps=len(sample),
+            documents=sum(map(len, parts)),
+            tokens=int((self.lengths if tokens is None else tokens)[np.concatenate(parts)].sum(dtype=np.int64)),
+            slots=sum(slots),
+            rows=sum(math.ceil(own / self.limits.tokens) if self.packing.mode == "packed" else 1 for own in slots),
+            imbalance=float(np.mean([self.imbalance(layout) for layout in layouts])),
             micro_batches_min=min(len(layout[0]) for layout in layouts),
             micro_batches_max=max(len(layout[0]) for layout in layouts),
         )
@@ -222,13 +226,6 @@ class Schedule:
         return Rows(order[rows.documents], rows.offsets)
 
 
-def _of(documents: np.ndarray, layout: Layout) -> Layout:
-    """Replace the indices in `layout` by the documents they stand for."""
-    for parts in layout:
-        parts[:] = [documents[part] for part in parts]
-    return layout
-
-
 def make_schedule(
     lengths: np.ndarray,
     packing: Packing,
@@ -252,9 +249,8 @@ def make_schedule(
     limits = MicroBatchLimits(*(math.inf if most is None else most for most in batch.limits(packing.mode)))
     most = limits.tokens * ranks_per_row
     if (longest := int(lengths.max())) > most:
-        over, more = (
-            ("", "") if ranks_per_row == 1 else (f" over {ranks_per_row} processes", ", or start more processes")
-        )
+        over = "" if ranks_per_row == 1 else f" over {ranks_per_row} processes"
+        more = over and ", or start more processes"
         what = f"the longest document has {longest} tokens, a micro-batch{over} takes {most}"
         fix = f"set batch.tokens_per_device to at least {math.ceil(longest / ranks_per_row)}, or data.max_length to {most}{more}"
         raise UserError(what, where="batch.tokens_per_device", fix=fix)
@@ -282,3 +278,74 @@ def make_schedule(
         part = (epochs - whole) * schedule.steps_per_epoch(whole)
         total += math.ceil(part - 1e-9)  # a tenth of 30 is 3; 3.0000000000000027 would give 4
     return replace(schedule, total_steps=max(total, 1))
+
+
+_KEPT_PASSES = 2  # orders kept for each source: the current pass and the next
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagedSchedule(Schedule):
+    """Schedule without epochs: the `mixture` draws the examples of each step.
+
+    It requires examples_per_step. `source_of` int16 [examples] is the source number of each example.
+    """
+
+    mixture: Mixture
+    source_of: np.ndarray
+    _orders: dict[int, dict[int, np.ndarray]] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**super().__getstate__(), "_orders": {}}
+
+    def steps_per_epoch(self, epoch: int) -> int:
+        """Return the number of all steps: a mixture has no epochs."""
+        return self.total_steps
+
+    def epoch_of(self, step: int) -> float:
+        """Return the number of trained examples divided by the size of the data set."""
+        return self.documents_before(step) / len(self.lengths)
+
+    def documents_before(self, step: int) -> int:
+        """Return the number of examples trained before `step`."""
+        return step * (self.examples_per_step or 0)
+
+    def _rows_of(self, step: int) -> tuple[Rows, int, int]:
+        if not 0 <= step < self.total_steps:
+            raise IndexError(f"step {step} of {self.total_steps}")
+        first, end = self.documents_before(step), self.documents_before(step + 1)
+        sources, seen = self.mixture.sources(first, end), self.mixture.counts(first)
+        documents = np.empty(len(sources), np.int64)
+        for source in np.unique(sources).tolist():
+            here = np.flatnonzero(sources == source)
+            documents[here] = self._take(source, seen[source] + np.arange(len(here)))
+        return Rows(documents, np.array([0, len(documents)])), 0, 1
+
+    def _take(self, source: int, places: np.ndarray) -> np.ndarray:
+        """Return the examples at these places of a source's order. The order continues from pass to pass."""
+        own = np.flatnonzero(self.source_of == source)
+        passes, within = np.divmod(places, len(own))
+        taken = np.empty(len(places), np.int64)
+        for number in np.unique(passes).tolist():
+            taken[passes == number] = own[self._order(source, number, len(own))[within[passes == number]]]
+        return taken
+
+    def _order(self, source: int, number: int, length: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(length)
+        kept = self._orders.setdefault(source, {})
+        if number not in kept:
+            while len(kept) >= _KEPT_PASSES:
+                del kept[min(kept)]
+            kept[number] = np.random.default_rng((self.seed, 4, source, number)).permutation(length)
+        return kept[number]
+
+
+def stage(schedule: Schedule, mixture: Mixture, source_of: np.ndarray, names: tuple[str, ...]) -> StagedSchedule:
+    """Return `schedule` with its examples drawn by `mixture`. Raises UserError if a stage uses a source without examples."""
+    held = np.bincount(source_of, minlength=len(names))
+    for name, number, shares in zip(names, held, zip(*mixture.shares, strict=True), strict=True):
+        if not number and any(shares):
+            fix = "Take it out of the stages, or see data.eval and what was dropped of it."
+            raise UserError(f"there is nothing to train on in {name}", where="data.stages", fix=fix)
+    given = {item.name: getattr(schedule, item.name) for item in fields(schedule)}
+    return StagedSchedule(**given, mixture=mixture, source_of=source_of)

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from packtrain.config import is_mapping
 from packtrain.errors import CheckFailed, Problem
-from packtrain.redact import is_certain, speaks_of_secrets
-from packtrain.wording import listed
+from packtrain.wording import is_certain, listed, speaks_of_secrets
 
 SAME_CONFIG = "start every process with the same config file and the same KEY=VALUE arguments"
 SAME_VERSIONS = "install the same versions everywhere, e.g. from one lock file or container image"

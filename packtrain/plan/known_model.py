@@ -12,8 +12,9 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -30,10 +31,21 @@ _COUNT = re.compile(
     r"vocab_size|(moe_)?intermediate_size|hidden_size|head_dim|num_\w+_(layers|heads)|n_(embd|layer|head)"
 )
 _HEADER_LIMIT = 100 * 2**20
-_BESIDE = re.compile(
-    r"(.+\.)(?:weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\w+)|SCB|weight_format)"
-)
-"""Names of tensors beside a weight that bitsandbytes has quantised."""
+_BITS = r"(.+\.)(?:qweight|qzeros|scales|g_idx)"
+_BESIDE = {
+    "bitsandbytes": r"(.+\.)(?:weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\w+)|SCB|weight_format)",
+    **dict.fromkeys(("gptq", "awq", "auto-round"), _BITS),
+    **dict.fromkeys(("fp8", "mxfp8"), r"(.+?)_?(?:scale_inv|activation_scale)"),
+    "mxfp4": r"(.+)_(?:blocks|scales)",
+    "compressed-tensors": r"(.+\.)(?:weight_(?:packed|shape|scale|zero_point|g_idx|global_scale)|(?:in|out)put_(?:global_)?scale)",
+}
+"""Names of the tensors of a quantised weight, beside or in place of the weight itself, by transformers' quant_method. The group is its
+layer with a dot at the end, or its own name."""
+EXPANDED = ("compressed-tensors", "mxfp4")
+"""Quantisation methods that are dequantised at loading: their weights would have no gradients, or no adapters."""
+_EXPANDED_ON_CPUS = ("fp8", "mxfp8")
+_WITHOUT_GRADIENTS = ("auto-round", "fbgemm_fp8", "higgs", "nvfp4", "quark", "spqr", "vptq")
+"""Methods whose weights take no adapters either: not `is_trainable` in transformers."""
 _MAX_LAYERS = 10_000  # far more than any model has; a plan for a mistyped number would not be instant
 FAST_ENOUGH = 1.5
 """Least speed of a CPU's bfloat16 products, with float32 as 1, for trainer.mixed_precision=fast. The rest of a step gains less."""
@@ -49,13 +61,13 @@ Kind = Literal["model", "adapters_off", "adapters", "precomputed", "path"]
 class Weights:
     """Weight `shapes` by name, bytes per `stored` number, known config values (`sizes`).
 
-    `packed`: bytes per number in layers that bitsandbytes has quantised, with their scales. None: there are no such layers.
+    `packed`: bytes in the files of each quantised weight, with its scales.
     """
 
     shapes: Shapes
     stored: int
     sizes: Mapping[str, Any]
-    packed: float | None = None
+    packed: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +135,8 @@ def weights_of(model: Model, *, scores: bool = False) -> Weights:
     widths = [shape[1] for name, shape in weights.shapes.items() if re.search(r"embed_tokens|\bwte\b|embed_in", name)]
     head = {SCORE: (1, widths[0])} if widths else {}
     kept = {name: shape for name, shape in weights.shapes.items() if not re.search(r"\b(lm_head|embed_out)\b", name)}
-    return replace(weights, shapes={**head, **kept})
+    packed = {name: size for name, size in weights.packed.items() if name in kept}
+    return replace(weights, shapes={**head, **kept}, packed=packed)
 
 
 def known_sizes(model: Model) -> dict[str, Any]:
@@ -133,6 +146,31 @@ def known_sizes(model: Model) -> dict[str, Any]:
     """
     folder = folder_of(model)
     return {**(_read(folder / "config.json") if folder else {}), **model.config}
+
+
+def quantised_by(sizes: Mapping[str, Any], *, gpu: bool) -> str:
+    """Return the method by which a model with this config stays quantised once it is loaded; "" if its weights are whole then."""
+    settings = sizes.get("quantization_config")
+    if not isinstance(settings, Mapping):
+        return ""
+    method = str(settings.get("quant_method", "bitsandbytes"))
+    expanded = settings.get("dequantize") or method in EXPANDED or (method in _EXPANDED_ON_CPUS and not gpu)
+    return "" if expanded else method
+
+
+def check_quantised(model: Model, peft: Peft, *, gpu: bool) -> None:
+    """Raise the UserError of a training on weights that stay quantised, if their config is on this machine."""
+    method = quantised_by(known_sizes(model), gpu=gpu) if model.init == "pretrained" else ""
+    takes_adapters = method not in _WITHOUT_GRADIENTS
+    if method and not (takes_adapters and peft.kind == "lora"):
+        raise untrainable(method, takes_adapters=takes_adapters)
+
+
+def untrainable(method: str, *, takes_adapters: bool) -> UserError:
+    """Return the error for weights that stay quantised by `method`."""
+    more = ", or train adapters (peft=lora)" if takes_adapters else ""
+    fix = f"take the model that they were made of{more}"
+    return UserError(f"weights quantised by {method} cannot be trained", where="model.path", fix=fix)
 
 
 def read_layers(sizes: Mapping[str, Any]) -> Layers:
@@ -160,7 +198,7 @@ def adapter_shapes(shapes: Shapes, peft: Peft) -> list[tuple[int, ...]]:
     trained: list[tuple[int, ...]] = []
     for name, shape in shapes.items():
         layer = name.removesuffix(".weight")
-        if name != SCORE and len(shape) == 2 and _is_chosen(layer, peft):
+        if name not in (SCORE, layer) and len(shape) == 2 and _is_chosen(layer, peft):
             r = next((r for at, r in peft.options.get("rank_pattern", {}).items() if is_at(at, layer)), peft.r)
             trained += [(r, shape[1]), (shape[0], r), *([(shape[0],)] if peft.options.get("use_dora") else [])]
         if name == SCORE or any(ending in peft.modules_to_save for ending in _endings(layer.removesuffix(".bias"))):
@@ -295,11 +333,44 @@ def folder_of(model: Model) -> Path | None:
 
 
 def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
-    """Return the weights in the safetensors files of a folder. A sharded model's index names its files."""
+    """Return the weights in the safetensors files of a folder. Raises UserError for quantised ones in a layout that is not known."""
+    settings = sizes.get("quantization_config")
+    settings = settings if isinstance(settings, Mapping) else {}
+    method = str(settings.get("quant_method", "bitsandbytes"))
+    if settings and method not in _BESIDE:
+        raise UserError(f"weights quantised by {method} are counted while loading only")
+    tensors, real = _headers(folder)
+    shapes, packed = dict[str, tuple[int, ...]](), Counter[str]()
+    for name, (_, shape, size) in tensors.items():
+        if settings and (found := re.fullmatch(_BESIDE[method], name)):
+            packed[f"{found[1]}weight" if found[1].endswith(".") else found[1]] += size
+        else:
+            shapes[name] = shape
+    formats = {tensors[name][0] for name in shapes.keys() - packed.keys()}
+    for name in packed:
+        packed[name] += tensors[name][2] if name in shapes else 0
+        layer = name.removesuffix("weight")
+        if name in real:
+            shapes[name] = real[name]
+        elif f"{layer}qweight" in tensors:  # int32, each of several numbers
+            outputs = tensors[f"{layer}scales"][1][-1]
+            numbers = math.prod(tensors[f"{layer}qweight"][1]) * 32 // int(settings.get("bits") or settings["w_bit"])
+            shapes[name] = outputs, numbers // outputs
+        elif f"{name}_blocks" in tensors:  # blocks of 32 numbers, in 16 bytes
+            experts, outputs, blocks, _ = tensors[f"{name}_blocks"][1]
+            shapes[name] = experts, 32 * blocks, outputs
+        elif f"{name}_packed" in tensors:  # two numbers in a byte
+            outputs, half = tensors[f"{name}_packed"][1]
+            shapes[name] = outputs, 2 * half
+    return Weights(shapes, 2 if formats & {"BF16", "F16"} else 4, sizes, packed)
+
+
+def _headers(folder: Path) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], dict[str, tuple[int, ...]]]:
+    """Return format, shape and bytes of each tensor in a folder's safetensors files, and the real shapes that are written beside packed
+    ones. A sharded model's index names its files."""
     index = _read(folder / "model.safetensors.index.json").get("weight_map")
     names = sorted(set(map(str, index.values()))) if isinstance(index, dict) and index else ["model.safetensors"]
-    shapes: dict[str, tuple[int, ...]] = {}
-    tensors: dict[str, tuple[str, int]] = {}  # number format and bytes
+    tensors, real = dict[str, tuple[str, tuple[int, ...], int]](), dict[str, tuple[int, ...]]()
     for file in (folder / name for name in names):
         if not file.is_file():
             raise UserError("there are no weights, or they are no regular file", where=str(file))
@@ -310,22 +381,18 @@ def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
                 header.pop("__metadata__", None)
                 for name, item in header.items():
                     first, end = item["data_offsets"]
-                    tensors[name] = item["dtype"], end - first
-                    if ".quant_state." in name:  # the weight is packed: its real shape is here
-                        stream.seek(8 + size + first)
-                        real = json.loads(stream.read(end - first))["shape"]
-                        shapes[name.partition(".quant_state.")[0]] = tuple(map(int, real))
-                    else:
-                        shapes.setdefault(name, tuple(item["shape"]))
+                    tensors[name] = item["dtype"], tuple(item["shape"]), end - first
+                    stream.seek(8 + size + first)
+                    if ".quant_state." in name:  # of bitsandbytes
+                        shape = json.loads(stream.read(end - first))["shape"]
+                        real[name.partition(".quant_state.")[0]] = tuple(map(int, shape))
+                    elif name.endswith(".weight_shape"):  # of compressed-tensors: two integers
+                        sides, half = stream.read(end - first), (end - first) // 2
+                        shape = (int.from_bytes(side, "little") for side in (sides[:half], sides[half:]))
+                        real[name.removesuffix("_shape")] = tuple(shape)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{file} cannot be read as safetensors") from error
-    beside = {name: f"{match[1]}weight" for name in tensors if (match := _BESIDE.fullmatch(name))}
-    quantised = shapes.keys() & beside.values()
-    numbers = sum(math.prod(shapes[name]) for name in quantised)
-    packed = sum(size for name, (_, size) in tensors.items() if name in beside or name in quantised)
-    formats = {kind for name, (kind, _) in tensors.items() if name not in beside and name not in quantised}
-    shapes = {name: shape for name, shape in shapes.items() if name not in beside}
-    return Weights(shapes, 2 if formats & {"BF16", "F16"} else 4, sizes, packed / numbers if numbers else None)
+    return tensors, real
 
 
 def _read(path: Path) -> dict[str, Any]:

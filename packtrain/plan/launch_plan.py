@@ -12,7 +12,7 @@ from typing import Any
 
 from packtrain.config.schema import RunConfig, Topology
 from packtrain.errors import Problem
-from packtrain.objectives.registry import OBJECTIVES
+from packtrain.objectives.spec import OBJECTIVES
 from packtrain.plan.batch import BatchPlan, plan_batch
 from packtrain.plan.launchers import DEFAULT_PORT
 from packtrain.plan.network_settings import NetworkSetting, choose_network

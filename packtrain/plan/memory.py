@@ -2,8 +2,11 @@
 
 Every strategy is counted with the copies that its framework keeps (docs/planning.md has the tables and their sources). Parts add up
 to the peak of a step. Memory outside torch's allocator (CUDA's context, kernels, NCCL) is subtracted from the device before a run
-counts as fitting; fragmentation is not estimated. Activations are counted for llama and similar models (plan/activations.py).
-Logits never exist as a whole: the heads work in chunks of tokens.
+counts as fitting; fragmentation is not estimated. Logits never exist as a whole: the heads work in chunks of tokens.
+
+Activations are counted for llama and similar models, after Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), applied to the tensors that
+transformers' layers keep. With gradient checkpointing a layer keeps its input (`selective`: also what is costly to recompute). One layer at a
+time is recomputed.
 """
 
 from __future__ import annotations
@@ -12,24 +15,139 @@ import math
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 from packtrain.config.rules import check_checkpointing, check_strategy
-from packtrain.config.schema import Optim, RunConfig
+from packtrain.config.schema import Checkpointing, Optim, RunConfig
 from packtrain.errors import UserError
-from packtrain.plan.activations import FullestBatch, count_layers, fullest, offloaded, period
 from packtrain.plan.known_model import (
     SCORE,
     Layers,
     Shapes,
     adapter_shapes,
+    is_adapted,
     plan_precision,
+    quantised_by,
     read_layers,
     reference_of,
     weights_of,
 )
-from packtrain.strategies.registry import STRATEGIES
-from packtrain.strategies.spec import Load, ModelSize, Overhead, StrategySpec
+from packtrain.strategies.spec import STRATEGIES, Load, ModelSize, Overhead, StrategySpec
+
+STASHED = 6
+"""Layer inputs that stay on the device despite offloading. They are being copied (TRL's max_fwd_stash_size), or are the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class FullestBatch:
+    """The fullest micro-batch of a device: its `tokens` are slots.
+
+    `masked` counts the keys per query of its mask, None without a mask. Bytes: `weight` of one weight as layers see it, `compute` of one
+    number in their computation (2 under autocast), `stream` of one number in the residual stream. `scores` counts the keys per query whose
+    attention scores are kept: torch has no grouped-query kernel for float32 on GPUs.
+    """
+
+    tokens: int
+    masked: int | None
+    weight: int
+    compute: int
+    stream: int
+    scores: int = 0
+
+
+def fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None:
+    """Return the fullest micro-batch that `config` allows. None: it limits neither tokens nor lengths of documents."""
+    examples, tokens = config.batch.limits(config.packing.mode)
+    longest, bounds = config.data.max_length, [tokens]
+    if longest is not None:
+        each = config.objective.spec.documents * longest
+        bounds += [item and item * each for item in (examples, config.batch.examples_per_step)]
+    most = min((item for item in bounds if item is not None), default=None)
+    if most is None:
+        return None
+    masked = most if config.model.backend and config.model.backend.dense_mask else None
+    if config.packing.mode == "padding":
+        masked = min(longest or most, most)
+    mixed, strategy = config.trainer.mixed_precision == "bf16", config.strategy.spec
+    width = 2 if mixed and strategy.casts_weights else width
+    narrow = mixed and gpu and not strategy.shards_weights  # if changes/residual.py proves exact
+    compute = 2 if mixed else width
+    scores = min(longest or most, most) if gpu and compute == 4 and masked is None else 0
+    return FullestBatch(most, masked, width, compute, 2 if narrow else width, scores)
+
+
+def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tuple[int, int]:
+    """Count bytes kept by all layers between the passes, and the last layer's backward bytes."""
+    tile = config.trainer.tokens_per_mlp_tile or batch.tokens
+    layer, inside = batch.tokens * _count_layer(config, layers, batch), _count_mlp(config, layers, batch)
+    gradients = min(tile, batch.tokens) * 2 * layers.inner * batch.compute  # of the tensors inside the MLP
+    if tile < batch.tokens:  # MLPs keep only their input, and all their tensors for one tile at a time
+        layer -= batch.tokens * (inside - layers.hidden * batch.compute)
+        gradients += tile * inside
+    last_norm = batch.tokens * layers.hidden * (4 + batch.stream)
+    checkpointing = config.trainer.gradient_checkpointing
+    every = period(checkpointing)
+    again = math.ceil(layers.number / every) if every else 0
+    held, made = batch.tokens * layers.hidden * batch.stream, layer  # a recomputed layer: bytes kept, bytes made again
+    if checkpointing == "selective":  # also kept: the keys, and the results of attention, o_proj and up_proj
+        results = layers.key + layers.query + layers.hidden + layers.inner
+        kept = batch.tokens * (results * batch.compute + 4 * layers.heads)
+        held, made = held + kept, layer - kept
+    here = min(again, STASHED) if config.trainer.activation_offload else again
+    waiting = here * held + (layers.number - again) * layer + last_norm
+    return waiting, gradients + (made if every and (layers.number - 1) % every == 0 else 0)
+
+
+def offloaded(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
+    """Return the bytes of all layers' inputs in the host's memory; 0 without trainer.activation_offload."""
+    return layers.number * batch.tokens * layers.hidden * batch.stream if config.trainer.activation_offload else 0
+
+
+def _count_layer(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
+    """Return the bytes per token that a layer keeps for its backward pass."""
+    full, compute = config.peft.kind == "none", batch.compute
+    norms = 2 * layers.hidden * (4 + (batch.stream if full else 0)) + 8
+    if layers.kind == "qwen3":
+        norms += (layers.query + layers.key) * (4 + (compute if full else 0))
+    scores = batch.scores if layers.key < layers.query else 0
+    keys = layers.query if batch.masked or scores else layers.key  # with a mask, sdpa repeats the keys for every head
+    attention = compute * (2 * layers.query + 2 * keys + (batch.masked or 0)) + 4 * layers.heads * (1 + scores)
+    return norms + attention + _count_inputs(config, layers, batch, mlp=False) + _count_mlp(config, layers, batch)
+
+
+def _count_mlp(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
+    """Return the bytes per token that the MLP of one layer keeps."""
+    return 3 * layers.inner * batch.compute + _count_inputs(config, layers, batch, mlp=True)
+
+
+def _count_inputs(config: RunConfig, layers: Layers, batch: FullestBatch, *, mlp: bool) -> int:
+    """Return the bytes per token of the inputs that linear layers keep.
+
+    Only linear layers with trained weights or adapters keep inputs. `mlp` selects a layer's MLP, else its attention. Linear layers share the
+    tensor that they read, unless each copies it: in autocast's format, or in the adapters' float32. Attention already keeps o_proj's input;
+    down_proj's input is always new.
+    """
+    full, autocast = config.peft.kind == "none", config.trainer.mixed_precision == "bf16"
+
+    def reading(part: str, *names: str) -> int:
+        targets = config.peft.target_modules
+        return sum(full or is_adapted(f"model.layers.0.{part}.{name}", targets) for name in names)
+
+    copied = batch.compute != batch.weight if full else autocast or batch.weight != 4
+    width = batch.compute if full else 2 if autocast else 4
+    readers = reading("mlp", "gate_proj", "up_proj") if mlp else reading("self_attn", "q_proj", "k_proj", "v_proj")
+    hidden = layers.hidden * (readers if copied else min(readers, 1))
+    if mlp:
+        return width * (hidden + layers.inner * reading("mlp", "down_proj"))
+    return width * (hidden + (layers.query if copied and not full and reading("self_attn", "o_proj") else 0))
+
+
+def period(checkpointing: str) -> int:
+    """Return n if every nth layer recomputes activations, beginning with the first. 0: none does."""
+    if checkpointing in ("none", "auto"):
+        return 0
+    return int(checkpointing.removeprefix("every_")) if checkpointing.startswith("every_") else 1
+
 
 GIB = 2**30
 OUTSIDE = int(1.5 * GIB)
@@ -44,7 +162,7 @@ QUANTIZED_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0, "fp8": 1.0
 Scales of whole rows count as nothing."""
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
 HEAD_CHUNK = 2048
-"""Tokens of documents whose logits exist at once (model/heads/summed.py)."""
+"""Tokens of documents whose logits exist at once (model/heads.py)."""
 COMPARED_PAIRS = 4
 CHECKED_LOGITS = 2**27
 """dpo and kto compare the answers of so many first pairs before step 1. CHECKED_LOGITS bounds their logits (train/objectives/first_loss.py)."""
@@ -136,7 +254,7 @@ class Memory:
         text += f"; and {in_gib(self.host)} GiB of the machine's own memory per process" if self.host else ""
         return text + (f"; {in_gib(self.leaving)} GiB leave each machine with a micro-batch" if self.leaving else "")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the figures, `total`, whether it `fits`, and the sentence as `summary`."""
         derived = {"total": self.total, "fits": self.fits, "exchanges_once": self.exchanges_once}
         return {**asdict(self), **derived, "summary": self.sentence()}
@@ -148,7 +266,7 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None,
     Devices have `device_bytes` each; None plans for CPUs. If the run exceeds the device, `advice` says what to try.
     """
     try:
-        model = _measure(config)
+        model = _measure(config, gpu=device_bytes is not None)
         decided, _ = plan_precision(config, _FORMATS.get(model.width, "float32"), gpu=device_bytes is not None)
         # 8-bit products keep the same tensors as bfloat16 products, except autocast's copies of weights
         decided = decided.replace("fp8", "bf16")
@@ -168,7 +286,7 @@ def _choose_checkpointing(
     """Resolve trainer.gradient_checkpointing and return the memory. `auto` recomputes just enough to leave SPARE of the device free."""
     counts: dict[str, Memory] = {}
     for policy in CHECKPOINTING:
-        tried = replace(config, trainer=replace(config.trainer, gradient_checkpointing=cast(Any, policy)))
+        tried = replace(config, trainer=replace(config.trainer, gradient_checkpointing=cast(Checkpointing, policy)))
         if not any(check_checkpointing(tried)):
             counts[policy] = _count(tried, model, *spread, gpu=device_bytes is not None)
             counts[policy] = replace(counts[policy], device=device_bytes, checkpointing=policy)
@@ -184,9 +302,10 @@ def _choose_checkpointing(
     return replace(chosen, chosen=f"auto: with none it would take {in_gib(kept.total + kept.outside)} GiB")
 
 
-def _measure(config: RunConfig) -> ModelSize:
+def _measure(config: RunConfig, *, gpu: bool) -> ModelSize:
     weights = weights_of(config.model, scores=config.objective.spec.scores)
-    shapes = weights.shapes
+    shapes, held = weights.shapes, weights.packed if quantised_by(weights.sizes, gpu=gpu) else {}
+    in_bits = sum(math.prod(shapes[name]) for name in held)
     trained = adapter_shapes(shapes, config.peft)
     if config.peft.kind == "none":
         scales = {name: [one.lr_scale for one in config.optim.groups if re.search(one.match, name)] for name in shapes}
@@ -202,9 +321,9 @@ def _measure(config: RunConfig) -> ModelSize:
     rest = blocks.pop("", 0)
     return ModelSize(
         width=BYTES.get(config.model.dtype, weights.stored),
-        packed=QUANTIZED_BYTES.get(config.model.quantize, weights.packed),
+        packed=sum(held.values()) / in_bits if held else QUANTIZED_BYTES.get(config.model.quantize),
         all=rest + sum(blocks.values()),
-        linear=linear,
+        linear=in_bits or linear,
         block=max(blocks.values(), default=0),
         rest=rest,
         embedding=_embedding(shapes),
@@ -236,24 +355,35 @@ def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, *
     sharded = (*spec.shards, "reference") if spec.shards_weights else spec.shards
     split = {item: math.ceil(size / shards) if item in sharded else size for item, size in parts.items()}
     host = model.all * model.width if spec.shards_weights else 0  # each process loads all, then shards
-    if config.model.is_base_for_adapters and not config.peft.options.get(
-        "use_dora"
-    ):  # each process reads only its slices (model/weights/slices.py)
+    # each process reads only its slices (model/weights.py)
+    if config.model.is_base_for_adapters and not config.peft.options.get("use_dora"):
         host = math.ceil(host / shards)
     if spec.offloads:
         split["gradients"] += math.ceil(4 * model.trained / processes)  # also in float32, for the optimizer
         host = max(host, sum(split.values()))
         split = dict.fromkeys(split, 0)
-    activations, moved, unknown = _activations(config, model, gpu=gpu)
+    batch = fullest(config, model.width, gpu=gpu)
+    activations, moved, unknown = _activations(config, model, batch)
     host = max(host, moved + (host if spec.offloads else 0))
-    overhead = spec.memory(_load(config, model, trained_width, processes, machines))
+    compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
+    load = Load(
+        model=model,
+        trained_width=trained_width,
+        compute=compute,
+        block_width=model.packed or compute,
+        whole=full,
+        processes=processes,
+        machines=machines,
+        copy_on_each=copied,
+    )
+    overhead = spec.memory(load)
     buffers = overhead.buffers + (0 if spec.casts_weights else _autocast_copies(config, model))
     stepped = math.ceil(model.trained / (shards if "optimizer" in spec.shards else 1))
     least = max(
         _stepping(config, model, trained_width, stepped, overhead) - (activations or 0),  # freed by then
         # neither gradients nor states exist before step 1
-        _first_check(config, model, gpu=gpu) - (activations or 0) - split["gradients"] - split["optimizer"],
-        _first_watch(config, model, gpu=gpu) - (activations or 0) - split["gradients"],
+        _first_check(config, model, batch) - (activations or 0) - split["gradients"] - split["optimizer"],
+        _first_watch(config, batch) - (activations or 0) - split["gradients"],
     )
     return Memory(
         **{**split, "buffers": buffers if spec.offloads else max(buffers, least), "activations": activations},
@@ -268,20 +398,6 @@ def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, *
     )
 
 
-def _load(config: RunConfig, model: ModelSize, trained_width: int, processes: int, machines: int) -> Load:
-    compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
-    return Load(
-        model=model,
-        trained_width=trained_width,
-        compute=compute,
-        block_width=model.packed or compute,
-        whole=config.peft.kind == "none",
-        processes=processes,
-        machines=machines,
-        copy_on_each=config.strategy.shard_within == "machine",
-    )
-
-
 def _stepping(config: RunConfig, model: ModelSize, width: int, stepped: int, overhead: Overhead) -> int:
     """Return the bytes that the optimizer's step takes for `stepped` numbers of `width` bytes. AdamW makes a temporary list of tensors."""
     if width == 2 and not config.strategy.spec.keeps_masters:
@@ -290,9 +406,8 @@ def _stepping(config: RunConfig, model: ModelSize, width: int, stepped: int, ove
     return max(stepped * (overhead.widened + listed), overhead.reduced)
 
 
-def _activations(config: RunConfig, model: ModelSize, *, gpu: bool) -> tuple[int | None, int, str]:
+def _activations(config: RunConfig, model: ModelSize, batch: FullestBatch | None) -> tuple[int | None, int, str]:
     """Return bytes of activations at the peak, their bytes on the host, and "". Or None, 0, and why they are unknown."""
-    batch = fullest(config, model.width, gpu=gpu)
     try:
         layers = read_layers(model.sizes)
     except UserError as error:
@@ -318,21 +433,19 @@ def _head(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     return batch.tokens * layers.hidden * (batch.weight + batch.compute + cast) + chunk + weight * cast + of_weight
 
 
-def _first_check(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
+def _first_check(config: RunConfig, model: ModelSize, batch: FullestBatch | None) -> int:
     """Return the bytes of the check of first pairs before step 1. It holds logits, also in float32, and log-probabilities."""
     if not config.objective.spec.reference or not config.verify.preflight:
         return 0
     compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
     longest, vocabulary = config.data.max_length, model.sizes.get("vocab_size")
-    batch = fullest(config, model.width, gpu=gpu)
     tokens = [item for item in (batch and batch.tokens, longest and 2 * COMPARED_PAIRS * longest) if item]
     every = min(tokens) * vocabulary if tokens and vocabulary else CHECKED_LOGITS
     return min(every, CHECKED_LOGITS) * (compute + 8)
 
 
-def _first_watch(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
+def _first_watch(config: RunConfig, batch: FullestBatch | None) -> int:
     """Return the bytes of TRL's head in the watch over first steps. It needs a tile of logits, and no gradients."""
-    batch = fullest(config, model.width, gpu=gpu)
     if config.objective.spec.examples != "documents" or not config.verify.preflight or batch is None:
         return 0
     return min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from packtrain.errors import CheckFailed, Problem
-from packtrain.time_limit import start
+from packtrain.system import start
 
 SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"

@@ -15,10 +15,10 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from packtrain.boundary import boundary
 from packtrain.config.compose import to_yaml
 from packtrain.config.rules.paths_and_packages import check_packages
 from packtrain.config.schema import Data, RunConfig, sources
+from packtrain.errors import boundary
 from packtrain.plan.known_model import precision_in_words
 from packtrain.plan.launch_plan import LaunchPlan, NodeCommand
 from packtrain.plan.memory import OUTSIDE, PARTS, Memory, estimate, in_gib

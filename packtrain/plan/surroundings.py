@@ -6,26 +6,23 @@ network is read later, when the plan knows the first machine's address."""
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import socket
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
 from packtrain.errors import UserError
+from packtrain.monitor.channel import free_port
 from packtrain.plan.network_settings import HostNetwork, read_network
 from packtrain.wording import whole
 
 _SMI_TIMEOUT_S = 20
-# like Slurm's ports (launchers.py), below Linux's range for outgoing connections
-_FIRST_PORT, _PORTS = 20_000, 10_000
 _CONVERTER = "convert_hf_to_gguf.py"
 INSTALL = (
     "apt-get install gcc python3-dev (or dnf install gcc python3-devel, conda install gcc_linux-64), or name one in CC"
@@ -121,15 +118,6 @@ def _gpus_of_machine() -> list[int]:
     except (OSError, UnicodeError, subprocess.SubprocessError):
         return []
     return [(whole(line.strip()) or 0) * 2**20 for line in listed.stdout.splitlines() if line.strip()]
-
-
-def free_port() -> int:
-    """Find a free port below the range of outgoing connections. There it most likely stays free until it is used."""
-    for port in (*(_FIRST_PORT + secrets.randbelow(_PORTS) for _ in range(50)), 0):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return probe.getsockname()[1]
-    raise UserError("no port of this machine is free", where="topology.main_port")
 
 
 def lack_of_compiler(env: Mapping[str, str] = os.environ) -> str:

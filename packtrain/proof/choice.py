@@ -1,6 +1,6 @@
 """Choose the backend for a model's packed rows, once, by measuring.
 
-`auto` takes the first of its backends (attention/registry.py::tried_by_auto) that is available and proves exact on the loaded model,
+`auto` takes the first of its backends (attention/spec.py::tried_by_auto) that is available and proves exact on the loaded model,
 and notes why each better one was rejected. A backend set by name is never replaced: if it is not exact, the run ends.
 """
 
@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from packtrain.attention.backends import serve
-from packtrain.attention.registry import BACKENDS, tried_by_auto
-from packtrain.attention.spec import Backend
+from packtrain.attention.spec import BACKENDS, Backend, tried_by_auto
 from packtrain.errors import CheckFailed, Problem, UserError
 from packtrain.packing.segments import Segments
 from packtrain.proof.isolation import DOCUMENTS, TREE, Proof, prove_isolation

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
+from packtrain.objectives.spec import Examples
 from packtrain.report.run_record import Metrics, RunRecord, harmless
 from packtrain.run_folder import losses_of_sets
 
@@ -18,48 +19,38 @@ HELD_OUT = "eval_"
 OF_SOURCES = "source_tokens/"
 X_AXES = {"step": "Step", "tokens": "Tokens", "seconds": "Time"}
 PHASES = {"forward": "Forward", "backward": "Backward", "data": "Loading data", "counts": "Waiting for others"}
-_NOT_DRAWN = {"epoch", "tokens", "examples", "seconds", "slowest_rank", "eval_tokens", "eval_pairs", "eval_answers"}
+_NOT_DRAWN = {"epoch", "tokens", "examples", "seconds", "slowest_rank", "eval_tokens"}
+_NOT_DRAWN |= {f"eval_{examples}" for examples in get_args(Examples)}
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class Drawing:
     """One drawing: the keys of metrics.jsonl in it, each with its label. `kind` is number, percent, gib or seconds. Only `noisy` figures
     may be smoothed."""
 
     title: str
-    keys: Mapping[str, str]
+    keys: dict[str, str]
     group: str
     kind: str = "number"
     noisy: bool = True
 
 
-def _phase(name: str, title: str) -> Figure:
+def _phase(name: str, title: str) -> Drawing:
     words = {"max": "slowest", "median": "median", "min": "fastest"}
     keys = {f"{'wait' if name == 'counts' else name}_seconds/{part}": word for part, word in words.items()}
-    return Figure(title, keys, "Seconds of a step, over ranks", "seconds")
+    return Drawing(title, keys, "Seconds of a step, over ranks", "seconds")
 
 
-_KNOWN = (
-    Figure("Loss", {"loss": "training"}, "Learning"),
-    Figure("Rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}, "Preferences"),
-    Figure("Reward margin", {"rewards/margins": "margin"}, "Preferences"),
-    Figure("Scores", {"max_reward": "greatest", "mean_reward": "mean", "min_reward": "least"}, "Preferences"),
-    Figure("Score margin", {"margin": "margin"}, "Preferences"),
-    Figure("Pairs ranked right", {"accuracy": "accuracy"}, "Preferences", "percent"),
-    Figure("KL estimate", {"kl": "model from reference"}, "Preferences"),
-    Figure("Pairs ranked right", {"rewards/accuracies": "accuracy"}, "Preferences", "percent"),
-    Figure("Log-probabilities", {"logps/chosen": "chosen", "logps/rejected": "rejected"}, "Preferences"),
-    Figure("Logits", {"logits/chosen": "chosen", "logits/rejected": "rejected"}, "Preferences"),
-    Figure("Tokens predicted right", {"mean_token_accuracy": "accuracy"}, "Preferences", "percent"),
-    Figure("Entropy", {"entropy": "Entropy"}, "Preferences"),
-    Figure("Learning rate", {"lr": "Learning rate"}, "Optimizer", noisy=False),
-    Figure("Gradient norm", {"grad_norm": "before clipping"}, "Optimizer"),
-    Figure("Updates that the model sees", {"updates_seen": "share"}, "Optimizer", "percent"),
-    Figure("Tokens per second", {"tokens_per_second": "of all devices"}, "Speed"),
-    Figure("Model FLOPs utilisation", {"mfu": "of the peak"}, "Speed", "percent"),
-    Figure("Padding", {"padding_fraction": "share of slots"}, "Speed", "percent"),
-    Figure("Waiting for data", {"data_fraction": "share of the time"}, "Speed", "percent"),
-    Figure("Memory", {"memory_bytes": "of rank 0"}, "Speed", "gib"),
+_LOSS = Drawing("Loss", {"loss": "training"}, "Learning")
+_OTHERS = (
+    Drawing("Learning rate", {"lr": "Learning rate"}, "Optimizer", noisy=False),
+    Drawing("Gradient norm", {"grad_norm": "before clipping"}, "Optimizer"),
+    Drawing("Updates that the model sees", {"updates_seen": "share"}, "Optimizer", "percent"),
+    Drawing("Tokens per second", {"tokens_per_second": "of all devices"}, "Speed"),
+    Drawing("Model FLOPs utilisation", {"mfu": "of the peak"}, "Speed", "percent"),
+    Drawing("Padding", {"padding_fraction": "share of slots"}, "Speed", "percent"),
+    Drawing("Waiting for data", {"data_fraction": "share of the time"}, "Speed", "percent"),
+    Drawing("Memory", {"memory_bytes": "of rank 0"}, "Speed", "gib"),
     *(_phase(name, title) for name, title in PHASES.items()),
 )
 
@@ -74,35 +65,46 @@ class Curve(NamedTuple):
     held_out: bool
 
 
-def figures_of(runs: Sequence[RunRecord]) -> list[tuple[Figure, list[Curve]]]:
+def figures_of(runs: Sequence[RunRecord]) -> list[tuple[Drawing, list[Curve]]]:
     """Return the figures with numbers from any of the runs, and their curves. Keys unknown to packtrain come last."""
-    known = {key for figure in _KNOWN for key in figure.keys} | _NOT_DRAWN
+    drawings = [_LOSS, *_of_objectives(runs), *_OTHERS]
+    known = {key for drawing in drawings for key in drawing.keys} | _NOT_DRAWN
     keys = dict.fromkeys(key for run in runs for key in run.metrics.columns if key not in known)
     # the held-out curve of a key is in that key's figure
     held_out = {key for key in keys if key.startswith(HELD_OUT) and key.removeprefix(HELD_OUT) in known | {*keys}}
     by_source = {key: key.removeprefix(OF_SOURCES) for key in keys if key.startswith(OF_SOURCES)}
     keys = {key: None for key in keys if not key.startswith(("source_examples/", OF_SOURCES))}
-    of_data = Figure("Tokens of each source", by_source, "Data", noisy=False)
+    of_data = Drawing("Tokens of each source", by_source, "Data", noisy=False)
     by_set: dict[str, dict[str, str]] = {}
     for name in sorted(losses_of_sets(dict.fromkeys(keys)), key=len, reverse=True):
         for key in [key for key in keys if key.startswith(f"{HELD_OUT}{name}_")]:
             del keys[key]
             by_set.setdefault(key.removeprefix(f"{HELD_OUT}{name}_"), {})[key] = name
     of_sets = [
-        Figure(key, names, "Held-out sets", noisy=False)
+        Drawing(key, names, "Held-out sets", noisy=False)
         for key, names in by_set.items()
         if HELD_OUT + key not in _NOT_DRAWN
     ]
-    figures = (*_KNOWN, *of_sets, of_data, *(Figure(key, {key: key}, "More") for key in keys if key not in held_out))
-    return [(figure, curves) for figure in figures if (curves := list(_curves(figure, runs)))]
+    drawings += [*of_sets, of_data, *(Drawing(key, {key: key}, "More") for key in keys if key not in held_out)]
+    return [(drawing, curves) for drawing in drawings if (curves := list(_curves(drawing, runs)))]
 
 
-def _curves(figure: Figure, runs: Sequence[RunRecord]) -> Iterator[Curve]:
+def _of_objectives(runs: Sequence[RunRecord]) -> list[Drawing]:
+    """Return a drawing for each title of the objectives' figures."""
+    by_title: dict[str, Drawing] = {}
+    for figure in (figure for run in runs for figure in run.figures):
+        title = figure.title or figure.name
+        drawing = by_title.setdefault(title, Drawing(title, {}, "Objective", figure.unit))
+        drawing.keys.setdefault(figure.name, figure.label or title)
+    return [*by_title.values()]
+
+
+def _curves(drawing: Drawing, runs: Sequence[RunRecord]) -> Iterator[Curve]:
     for number, run in enumerate(runs):
-        for base, (key, label) in enumerate(figure.keys.items()):
+        for base, (key, label) in enumerate(drawing.keys.items()):
             for prefix in ("", HELD_OUT):
                 if len(run.metrics.points(prefix + key)[0]):
-                    held_out = "held out" if len(figure.keys) == 1 else f"{label}, held out"
+                    held_out = "held out" if len(drawing.keys) == 1 else f"{label}, held out"
                     yield Curve(number, prefix + key, held_out if prefix else label, base, bool(prefix))
 
 

@@ -66,10 +66,10 @@ def tiles(run: RunRecord) -> list[Tile]:
     shown = [*_change(run, "Held-out loss", "eval_loss"), *_change(run, "Training loss", "loss")]
     for name in losses_of_sets(metrics.columns):
         shown += _change(run, f"Held-out loss of {name}", f"eval_{name}_loss")
-    for accuracy, margins in (("eval_rewards/accuracies", "eval_rewards/margins"), ("eval_accuracy", "eval_margin")):
-        if (right := metrics.last(accuracy)) is not None:
-            note = f"chance 50 %; margin {number(metrics.last(margins))}"
-            shown.append(Tile("Held-out pairs ranked right", percent(right), note))
+    for figure in {figure.name: figure for figure in run.figures if figure.headline}.values():
+        if (last := metrics.last(f"eval_{figure.name}")) is not None:
+            value = percent(last) if figure.unit == "percent" else number(last)
+            shown.append(Tile(f"Held-out {figure.words}", value, figure.note))
     if (tokens := metrics.last("tokens")) is not None:
         steps, planned, epoch = int(metrics.steps[-1]), run.batch.get("steps"), metrics.last("epoch")
         partial = run.status != "done" and isinstance(planned, int)

@@ -23,7 +23,6 @@ from markupsafe import Markup
 
 from packtrain import __version__, wording
 from packtrain.config.yaml_files import shown
-from packtrain.durable import write_text
 from packtrain.errors import UserError
 from packtrain.inspect.rendering import DATA_CSS, data_section, percent, templates_in
 from packtrain.mirror import fetch_record
@@ -31,6 +30,7 @@ from packtrain.report import headline
 from packtrain.report.figures import PHASES, points_of
 from packtrain.report.run_record import RunRecord, harmless, read_run
 from packtrain.run_folder import RunFolder
+from packtrain.system import write_text
 
 _HERE = Path(__file__).parent
 GENERATOR = '<meta name="generator" content="packtrain'

@@ -23,9 +23,9 @@ import yaml
 from packtrain.config.keys import keys
 from packtrain.diagnose.doctor import examine
 from packtrain.errors import UserError
-from packtrain.redact import Redactor
+from packtrain.objectives.spec import OBJECTIVES, Figure
 from packtrain.run_folder import RunFolder, object_of, text_of
-from packtrain.wording import visible
+from packtrain.wording import Redactor, visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,12 @@ class RunRecord:
     results: Sequence[tuple[str, int]] = ()
     restarts: Sequence[Mapping[str, Any]] = ()
     data: Mapping[str, Any] | None = None
+
+    @property
+    def figures(self) -> list[Figure]:
+        """The figures of its objective, or of all if its config names none that is installed."""
+        known, kind = OBJECTIVES.all(), self.settings.get("objective.kind", ("",))[0]
+        return [figure for spec in ([known[kind]] if kind in known else known.values()) for figure in spec.figures]
 
 
 def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:

@@ -7,13 +7,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
-from packtrain.boundary import boundary
-from packtrain.errors import UserError
-from packtrain.exit_code import Stopped
+from packtrain.errors import UserError, boundary
 from packtrain.serve.trained import find_trained, load_trained
+from packtrain.system import Stopped
 from packtrain.wording import visible
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import GenerationMixin, PreTrainedModel
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 _COMMANDS = "/undo, /retry, /system TEXT, /base (adapters off and on), /quit; Ctrl-C ends an answer"
 
@@ -23,8 +27,8 @@ class Speaker:
     """A model that answers. `adapts`: whether its adapters are on, None if it has none."""
 
     name: str
-    model: Any
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     adapts: bool | None
 
     def answer(self, messages: list[dict[str, str]], temperature: float, tokens: int) -> str:
@@ -34,24 +38,27 @@ class Speaker:
         text, chats, pieces = messages[-1]["content"], bool(self.tokenizer.chat_template), list[str]()
         if chats:
             with boundary("the chat template refuses this conversation", self.name, "Leave the system prompt away."):
-                text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         inputs = self.tokenizer(text, add_special_tokens=not chats, return_tensors="pt").to(self.model.device)
-        streamer: Any = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
 
-        def show(piece: str, stream_end: bool = False) -> None:
-            pieces.append(visible(piece, whitespace=True))
-            print(pieces[-1], end="\n" if stream_end else "", flush=True)
+        class Shown(TextStreamer):
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                pieces.append(visible(text, whitespace=True))
+                print(pieces[-1], end="\n" if stream_end else "", flush=True)
 
-        streamer.on_finalized_text = show
-        how: dict[str, Any] = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        how |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        how |= {"max_new_tokens": tokens, "pad_token_id": self.tokenizer.pad_token_id, "streamer": streamer}
         with (
             _ended_by_ctrl_c(),
-            self.model.disable_adapter() if self.adapts is False else nullcontext(),
+            cast("PeftModel", self.model).disable_adapter() if self.adapts is False else nullcontext(),
             boundary("it cannot answer", self.name, "Ask less at once."),
         ):
-            self.model.generate(**how)
+            cast("GenerationMixin", self.model).generate(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                max_new_tokens=tokens,
+                pad_token_id=self.tokenizer.pad_token_id,
+                streamer=Shown(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+                **({"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}),
+            )
         return "".join(pieces)
 
 

@@ -16,25 +16,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from packtrain.boundary import boundary
 from packtrain.config.compose import load_config
 from packtrain.config.objective import REFERENCES
 from packtrain.config.overrides import assignment
 from packtrain.config.rules.paths_and_packages import is_local, nearest
 from packtrain.config.schema import Model, RunConfig, Tracking, sources
 from packtrain.config.yaml_files import read_config
-from packtrain.errors import UserError
+from packtrain.errors import UserError, boundary
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder
 from packtrain.serve.trained import adapters_of, find_trained, load_trained
 from packtrain.train.verify.command import finite, on_this_machine, stdout_on_stderr
 from packtrain.wording import counted, shortened, visible
+
+if TYPE_CHECKING:
+    from transformers import GenerationMixin, PreTrainedModel
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 Score = Callable[[str, str, str], float]
 """Score from 0 (wrong) to 1 (right), given the answer, the held-out answer and the prompt."""
@@ -137,16 +140,17 @@ def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConf
     keys = [change.partition("=")[0] for change in changes]
     if "model.path" in keys and model.path:
         try:
-            own = [change for change in changes if not change.lstrip("+~").startswith("model.")]
-            start = load_config(path, own).model
+            others = [change for change in changes if not change.lstrip("+~").startswith("model.")]
+            start = load_config(path, others).model
         except UserError:  # without the changes it names no model
             start = Model(init="random")
         trained = find_trained(model.path)
         tokenizer = model.tokenizer if "model.tokenizer" in keys else None  # its own
         changed = {} if start.init == "random" else model.config
         quantize = model.quantize if trained.base or "model.quantize" in keys else "no"  # it is for bases of adapters
-        own_of_it: Any = {"config": changed, "tokenizer": tokenizer, "quantize": quantize}
-        model = replace(model, path=trained.path, init="pretrained", **own_of_it)
+        model = replace(
+            model, path=trained.path, init="pretrained", config=changed, tokenizer=tokenizer, quantize=quantize
+        )
         peft = adapters_of(trained)
         if objective.spec.reference and objective.reference in REFERENCES:
             if start.path is None or start.init == "random":
@@ -159,13 +163,13 @@ def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConf
         if isinstance(held_out, int | float)
         else replace(data, train=[*sources(held_out, "eval")], streaming=False, stages=[])
     )
-    nothing: dict[str, Any] = dict.fromkeys(("mirror", "checkpoint_every", "eval_every", "early_stop_patience"))
-    trainer = replace(config.trainer, max_steps=1, resume="never", samples=[], restarts=0, **nothing)
+    trainer = replace(config.trainer, max_steps=1, resume="never", samples=[], restarts=0, mirror=None)
+    trainer = replace(trainer, checkpoint_every=None, eval_every=None, early_stop_patience=None)
     optim = replace(config.optim, bf16_rounding="undithered")
     if not config.strategy.spec.steps_in_backward:
         optim = replace(optim, name="sgd")  # it has no states; there is no step
-    of_them: Any = {"model": model, "objective": objective, "peft": peft, "data": data, "trainer": trainer}
-    return replace(config, **of_them, optim=optim, tracking=Tracking())
+    own = replace(config, model=model, objective=objective, peft=peft, data=data)
+    return replace(own, trainer=trainer, optim=optim, tracking=Tracking())
 
 
 def held_out_figures(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig], int]) -> tuple[int, dict[str, Any]]:
@@ -207,7 +211,13 @@ def _found(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def answer_held_out(
-    model: Any, tokenizer: Any, run: RunConfig, judge: Score, *, rows: int, tokens: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    run: RunConfig,
+    judge: Score,
+    *,
+    rows: int,
+    tokens: int,
 ) -> dict[str, Any]:
     """Answer the first `rows` documents of data.eval, in up to `tokens` tokens each. Return the share of right answers, and the answers."""
     import torch
@@ -222,8 +232,9 @@ def answer_held_out(
     for prompt, wanted in _questions(documents, rows):
         ids = torch.tensor(prompt[None].astype("int64"), device=model.device)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.pad_token_id}
-        made = model.generate(**given, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
-        texts = [tokenizer.decode(part, skip_special_tokens=True) for part in (made, wanted, prompt)]
+        generate = cast("GenerationMixin", model).generate
+        made = generate(**given, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
+        texts = [str(tokenizer.decode(part, skip_special_tokens=True)) for part in (made, wanted, prompt)]
         named = dict(zip(("answer", "expected", "prompt"), texts, strict=True))
         with boundary("the score failed", "--score"):
             answers.append({**named, "score": float(judge(*texts))})
@@ -250,7 +261,7 @@ def _questions(documents: Any, rows: int) -> Iterator[tuple[np.ndarray, np.ndarr
             yield document.input_ids[:begin], document.input_ids[begin:last]
 
 
-def run_tasks(tasks: list[str], model: Any, tokenizer: Any) -> dict[str, Any]:
+def run_tasks(tasks: list[str], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Run tasks of lm-evaluation-harness; return results by name. Raises UserError if it fails, or knows no such task."""
     with boundary("lm_eval failed", "--tasks", "lm-eval ls tasks shows those that there are."):
         from lm_eval import simple_evaluate  # type: ignore[import-not-found]

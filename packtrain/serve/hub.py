@@ -10,21 +10,19 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
 
 from packtrain import __version__
-from packtrain.boundary import boundary
 from packtrain.config.rules.paths_and_packages import BUILT_IN, DATA_SUFFIXES, MODEL_SUFFIXES, TEMPLATE_SUFFIXES
 from packtrain.config.schema import groups
-from packtrain.errors import UserError, read_json
-from packtrain.objectives.registry import OBJECTIVES
-from packtrain.redact import Redactor
+from packtrain.errors import UserError, boundary, read_json
+from packtrain.objectives.spec import OBJECTIVES
 from packtrain.report.run_record import read_config, read_metrics
 from packtrain.run_folder import object_of
 from packtrain.serve.trained import Trained
+from packtrain.wording import Redactor
 
 _NAMED = ("_name_or_path", "name_or_path", "base_model_name_or_path")
 """Keys of libraries for the place that a model was loaded from."""
@@ -143,7 +141,7 @@ def model_card(trained: Trained) -> str:
     return Redactor(os.environ).text("\n\n".join(parts)) + "\n"
 
 
-def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def public_config(config: Mapping[str, object]) -> dict[str, object]:
     """Return the config's changes of defaults. The place of the run, secrets and local paths are left out."""
     defaults = {name: asdict(group()) for name, group in groups().items() if name not in _OF_A_PLACE}
     changed = {
@@ -155,7 +153,7 @@ def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return Redactor(os.environ).plain({group: values for group, values in kept.items() if values})
 
 
-def _without_paths(value: Any) -> Any:
+def _without_paths(value: object) -> object:
     if isinstance(value, Mapping):
         inner = {name: _without_paths(entry) for name, entry in value.items() if name not in _FOLDERS}
         return {name: entry for name, entry in inner.items() if entry not in (None, [], {})}
@@ -167,10 +165,10 @@ def _without_paths(value: Any) -> Any:
     return _LOCAL if is_path or value.lower().endswith(_FILES) or os.path.exists(value) else value
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping:
     return value if isinstance(value, Mapping) else {}
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     return f"{value:,.0f}" if whole else f"{value:.4f}" if isinstance(value, float) else "none"

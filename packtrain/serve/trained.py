@@ -6,7 +6,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Literal, cast
 
 from packtrain import fast_imports
 from packtrain.config.rules.fitting import PEFT_OPTIONS
@@ -15,6 +15,12 @@ from packtrain.config.schema import Model, Peft
 from packtrain.errors import UserError, read_json
 from packtrain.plan.known_model import base_of
 from packtrain.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +69,24 @@ def adapters_of(trained: Trained) -> Peft:
         raise UserError("these are no LoRA adapters", where=str(file), fix="Merge them: packtrain merge.")
     asked = {name: saved.get(name) for name in PEFT_OPTIONS}
     options = {name: value for name, value in asked.items() if value not in (None, [], PEFT_OPTIONS[name].default)}
-    own: Any = {"alpha": saved["lora_alpha"], "dropout": saved["lora_dropout"], "options": options}
-    return Peft(kind="lora", r=saved["r"], target_modules=saved["target_modules"], **own)
+    return Peft(
+        kind="lora",
+        r=saved["r"],
+        alpha=saved["lora_alpha"],
+        dropout=saved["lora_dropout"],
+        target_modules=saved["target_modules"],
+        options=options,
+    )
 
 
 def load_trained(
-    trained: Trained, dtype: str = "auto", *, trust: bool = False, on_gpu: bool = False, dequantize: bool = False
-) -> tuple[Any, Any]:
+    trained: Trained,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    *,
+    trust: bool = False,
+    on_gpu: bool = False,
+    dequantize: bool = False,
+) -> Loaded:
     """Load the model in eval mode, and its tokenizer. `on_gpu`: use a GPU if there is one. Adapters stay apart (a PeftModel).
 
     `dequantize`: quantised weights become numbers in the model's format.
@@ -85,9 +102,10 @@ def load_trained(
     settle_kernels()  # sdpa sees a new length with every token
     warnings.simplefilter("ignore")
 
-    named: Any = Model(path=trained.path, dtype=dtype, trust_remote_code=trust)  # type: ignore[arg-type]
+    named = Model(path=trained.path, dtype=dtype, trust_remote_code=trust)
     tokenizer = load_tokenizer(named)
-    how: Any = {"scores": trained.scores, "dequantize": dequantize, "apart": True}
-    model: Any = load_model(named, Peft(), tokenizer, seed=0, **how)
+    model = load_model(
+        named, Peft(), tokenizer, seed=0, scores=trained.scores, dequantize=dequantize, apart=True
+    ).requires_grad_(False)
     device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
-    return model.to(device).eval().requires_grad_(False), tokenizer
+    return cast(torch.nn.Module, model).to(device).eval(), tokenizer  # type: ignore[return-value]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from packtrain.config.fault import Fault
+from packtrain.registry import Registry
 
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
@@ -128,6 +129,11 @@ class StrategySpec:
     def gathers_by_engine(self) -> bool:
         """Whether an engine gathers the weights. It has no backward pass without an optimizer."""
         return self.shards_weights and self.steps_in_backward
+
+
+STRATEGIES = Registry(StrategySpec, "strategy", package="packtrain.strategies", module="spec", attribute="SPECS")
+DEFAULT = "ddp"
+"""The strategy of a config that names none. Each process keeps everything."""
 
 
 def check_optimizer(config: RunConfig) -> Iterator[Fault]:

@@ -5,33 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from transformers import get_scheduler
 
-from packtrain.boundary import boundary
 from packtrain.config.schema import Optim
-from packtrain.errors import CheckFailed
+from packtrain.errors import CheckFailed, boundary
+from packtrain.model.layers import recompute
 from packtrain.model.load import base_model
-from packtrain.model.recomputation import recompute
-from packtrain.model.weights.stream import gathered
-from packtrain.strategies.registry import STRATEGIES
-from packtrain.strategies.spec import StrategySpec
-from packtrain.train.checkpoint.contents import CheckpointContents
-from packtrain.train.checkpoint.reshard import Names, put_into_torch, put_weights
+from packtrain.model.save import gathered
+from packtrain.strategies.spec import STRATEGIES, StrategySpec
+from packtrain.train.checkpoint.contents import CheckpointContents, Names, put_into_torch, put_weights
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.final_weights import Exact
-from packtrain.train.optim.float32_step import MASTER, loses_updates, stepping_in_float32
-from packtrain.train.optim.groups import AVERAGE, group_weights
+from packtrain.train.optim.float32_step import AVERAGE, MASTER, loses_updates, stepping_in_float32
 from packtrain.train.optim.seen_updates import optimizer_inside
-from packtrain.train.settings import LoopSettings
+from packtrain.train.optim.weight_groups import group_weights
+from packtrain.train.run_state import LoopSettings
 
 Judge = Callable[[Callable[[], torch.Tensor]], bool | None]
 """Judges a step by a function for the norm of its gradients: True if it gets no update, None if steps are not judged."""
@@ -40,68 +37,66 @@ Judge = Callable[[Callable[[], torch.Tensor]], bool | None]
 class Engine:
     """The spread model with its optimizer. `model` is the plain model; `wrapped` is the one a step calls, after `prepare`.
 
-    The Trainer that the `loss` holds makes the optimizer. A subclass for each strategy wraps the model, exchanges gradients, and saves
-    and loads checkpoints.
+    A subclass for each strategy wraps the model, exchanges gradients, and saves and loads checkpoints.
     """
 
     optimizer: Any
     lr_schedule: Any
 
     def __init__(self, loss: Loss, settings: LoopSettings) -> None:
-        self.held, self._changes = loss.held, loss.changes
+        self._changes, self._optim, self._seed = loss.changes, settings.optim, settings.trainer.seed
         self.spec = STRATEGIES[settings.strategy]
         self.exchanges_once, self.ema = settings.exchange_once, settings.trainer.ema
-        self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.held.args
+        self.model, self.accelerator = loss.model, loss.accelerator
         self.has_adapters = base_model(self.model) is not self.model
         self.wrapped: Any = self.model
         self.weight_order: list[str] = []
         """Names of the trained weights, in the order of the optimizer."""
         self.dither = Dither()
         if settings.checkpointing != "none":
+            if self.has_adapters:
+                self.model.enable_input_require_grads()  # else a recomputed layer gives its adapters no gradient
             recompute(base_model(self.model), settings.checkpointing, offload=settings.trainer.activation_offload)
 
-    def prepare(self, steps: int, optim: Optim, say: Callable[[str], None]) -> None:
+    def prepare(self, steps: int, say: Callable[[str], None]) -> None:
         """Make optimizer and schedule for this number of `steps`, and wrap the model. Raises UserError if one of them cannot be made."""
         self.accelerator.free_memory()
         self.dither.move_weights()
-        optimizer = self._make_optimizer(steps, optim, say)
+        optim = self._optim
+        optimizer = self._make_optimizer(say)
         names = {weight: name for name, weight in self.model.named_parameters()}
         self.weight_order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]
         self.wrapped, self.optimizer = self.wrap(optimizer)
         with boundary(f"the schedule {optim.schedule} cannot be made", "optim.schedule_options"):
             self.lr_schedule = get_scheduler(
-                self.args.lr_scheduler_type,
+                optim.schedule,
                 optimizer=self.optimizer,
-                num_warmup_steps=warmup_of(optim.schedule, self.args.get_warmup_steps(steps), steps),
+                num_warmup_steps=warmup_of(optim, steps),
                 num_training_steps=steps,
-                scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
+                scheduler_specific_kwargs=dict(optim.schedule_options),
             )
         check_spread(self.spec, self.wrapped, self.model)
 
-    def _make_optimizer(self, steps: int, optim: Optim, say: Callable[[str], None]) -> Any:
-        """Return transformers' optimizer. It steps in float32 where weights would lose updates."""
-        what = f"the optimizer {optim.name} cannot be made"
-        making = partial(boundary, what, "optim.name", optim.spec.advice)
-        with making():
-            kind, arguments = self.held.get_optimizer_cls_and_kwargs(self.args, self.model)
-        if optim.spec.own:
-            kind = import_module(optim.spec.own).OPTIMIZER
-            arguments = {name: arguments[name] for name in ("lr", "betas", "eps")}
-        if optim.groups or optim.spec.own:
-            decayed = self.held.get_decay_parameter_names(self.model)
-            arguments = {**arguments, "params": group_weights(self.model, optim, decayed)}
-            self.held.optimizer_cls_and_kwargs = kind, arguments
-        coarse = any(map(loses_updates, self.model.parameters()))
-        if coarse and not self.spec.keeps_masters:
-            names = {weight: name for name, weight in self.model.named_parameters()}
-            kind = stepping_in_float32(
-                kind, masters=optim.keeps_masters, seed=self.args.seed, names=names, dither=self.dither
-            )
-            self.held.optimizer_cls_and_kwargs = kind, arguments
-        elif not (optim.keeps_masters or self.spec.keeps_masters):  # config/rules/ cannot know it with model.dtype=auto
-            say("optim.bf16_rounding has no effect: no trained weight is bfloat16")
-        with making():
-            return self.create_optimizer(steps)
+    def _make_optimizer(self, say: Callable[[str], None]) -> Optimizer:
+        """Return the optimizer. It steps in float32 where weights would lose updates."""
+        optim = self._optim
+        with boundary(f"the optimizer {optim.name} cannot be made", "optim.name", optim.spec.advice):
+            kind = optim.spec.load()
+            if any(map(loses_updates, self.model.parameters())) and not self.spec.keeps_masters:
+                names = {weight: name for name, weight in self.model.named_parameters()}
+                kind = stepping_in_float32(
+                    kind, masters=optim.keeps_masters, seed=self._seed, names=names, dither=self.dither
+                )
+            elif not (
+                optim.keeps_masters or self.spec.keeps_masters
+            ):  # config/rules/ cannot know it with model.dtype=auto
+                say("optim.bf16_rounding has no effect: no trained weight is bfloat16")
+            make: Callable[..., Optimizer] = kind
+            arguments = {**optim.spec.betas(optim.beta1, optim.beta2), **optim.spec.options}
+            made = make(group_weights(self.model, optim), lr=optim.learning_rate, **arguments)
+            if optim.spec.options.get("optim_bits") == 8:
+                keep_embeddings_precise(self.model)
+            return made
 
     # Parts that differ by strategy: spreading and steps.
 
@@ -109,10 +104,6 @@ class Engine:
     def is_spread(spec: StrategySpec, wrapped: Any, model: nn.Module) -> bool:
         """Return whether the strategy `spec` is active. `wrapped` is called in training, `model` is inside it."""
         raise NotImplementedError
-
-    def create_optimizer(self, steps: int) -> Any:
-        """Return the optimizer of the Trainer that the loss holds."""
-        return self.held.create_optimizer()
 
     def wrap(self, optimizer: Any) -> tuple[Any, Any]:
         """Return the model that a step calls, and the optimizer around `optimizer`."""
@@ -143,7 +134,7 @@ class Engine:
 
     def clip(self) -> Any:
         """Clip the step's gradients to optim.max_grad_norm; return their norm."""
-        return self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.args.max_grad_norm or math.inf)
+        return self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self._optim.max_grad_norm or math.inf)
 
     def update(self) -> float:
         """Make the update; return its learning rate."""
@@ -219,6 +210,16 @@ def check_spread(spec: StrategySpec, wrapped: Any, model: nn.Module) -> None:
         raise CheckFailed(what, where="strategy.name", fix="start it by packtrain or torchrun, without other settings")
 
 
-def warmup_of(schedule: str, asked: int, steps: int) -> int:
+def warmup_of(optim: Optim, steps: int) -> int:
     """Return the warm-up steps. 0 if the run has one step, whose rate would be 0; polynomial needs a step after the warm-up."""
-    return min(asked, steps - 1) if steps == 1 or (schedule == "polynomial" and asked == steps) else asked
+    asked = int(optim.warmup_steps) if optim.warmup_steps >= 1 else math.ceil(steps * optim.warmup_steps)
+    return min(asked, steps - 1) if steps == 1 or (optim.schedule == "polynomial" and asked == steps) else asked
+
+
+def keep_embeddings_precise(model: nn.Module) -> None:
+    """Make 8-bit optimizers of bitsandbytes keep the states of embeddings in 32 bits. Their gradients are rare and uneven."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            GlobalOptimManager.get_instance().register_module_override(module, "weight", {"optim_bits": 32})

@@ -21,10 +21,10 @@ from packtrain.packing.balance import parts_of_rank
 from packtrain.plan.memory import Memory, optimizer_bytes
 from packtrain.train.engine import Engine
 from packtrain.train.library_errors import LESS_MEMORY, out_of_memory, shortly
-from packtrain.train.loader import MicroBatch, Steps
+from packtrain.train.loader import Steps, WorkRecord
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.seen_updates import local
-from packtrain.train.settings import LoopSettings
+from packtrain.train.run_state import LoopSettings
 from packtrain.wording import counted, size
 
 _CANDIDATES = 16
@@ -48,30 +48,6 @@ def largest_row(steps: Steps, first_step: int) -> tuple[np.ndarray, bool]:
     return max(
         (row for layout in layouts for rank in range(len(layout)) for row in parts_of_rank(layout, rank)), key=slots
     )
-
-
-class WorkRecord:
-    """Record of the running micro-batch, for the message about memory.
-
-    It is number `micro` (from 1) of `step` (from 0); `batch` is None if none runs. `tried`: numbers of its examples if it is tried before
-    step 1. `held`: bytes in use before it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.held = device, 0
-        self.step = self.micro = 0
-        self.batch: MicroBatch | None = None
-        self.tried: np.ndarray | None = None
-
-    def begin(self, step: int, micro: int, batch: MicroBatch, tried: np.ndarray | None = None) -> None:
-        """Note the micro-batch that runs next."""
-        if micro == 1 and self._device.type == "cuda":
-            self.held = torch.cuda.memory_allocated(self._device)
-        self.step, self.micro, self.batch, self.tried = step, micro, batch, tried
-
-    def end(self) -> None:
-        """Note that no micro-batch runs."""
-        self.batch = self.tried = None
 
 
 def try_largest(

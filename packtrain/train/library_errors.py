@@ -8,9 +8,8 @@ import re
 import torch
 
 from packtrain.attention.backends import NEEDED
-from packtrain.boundary import explain, raised_in
 from packtrain.config.schema import Batch
-from packtrain.errors import LostPeers, PacktrainError, PeerFailed, UserError
+from packtrain.errors import LostPeers, PacktrainError, PeerFailed, UserError, explain, raised_in
 from packtrain.model.spread import Ranks
 from packtrain.run_folder import RunFolder
 from packtrain.wording import first_line

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from packtrain.launch.worker import end_with_parent
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
-from packtrain.monitor.processes import write_stacks_on_signal
+from packtrain.monitor.heartbeat import write_stacks_on_signal
 from packtrain.packing.balance import cost_of_attention, parts_of_rank
 from packtrain.packing.collate import (
     RowLayout,
@@ -75,6 +75,30 @@ class MicroBatch:
             name: value.pin_memory() if hasattr(value, "pin_memory") else value for name, value in self.inputs.items()
         }
         return replace(self, inputs=inputs, mismatched=tuple(batch.pin_memory() for batch in self.mismatched))
+
+
+class WorkRecord:
+    """Record of the running micro-batch, for the message about memory.
+
+    It is number `micro` (from 1) of `step` (from 0); `batch` is None if none runs. `tried`: numbers of its examples if it is tried before
+    step 1. `held`: bytes in use before it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.held = device, 0
+        self.step = self.micro = 0
+        self.batch: MicroBatch | None = None
+        self.tried: np.ndarray | None = None
+
+    def begin(self, step: int, micro: int, batch: MicroBatch, tried: np.ndarray | None = None) -> None:
+        """Note the micro-batch that runs next."""
+        if micro == 1 and self._device.type == "cuda":
+            self.held = torch.cuda.memory_allocated(self._device)
+        self.step, self.micro, self.batch, self.tried = step, micro, batch, tried
+
+    def end(self) -> None:
+        """Note that no micro-batch runs."""
+        self.batch = self.tried = None
 
 
 class ByStep(Dataset[list[MicroBatch]]):

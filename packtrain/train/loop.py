@@ -1,7 +1,6 @@
 """The loop over optimizer steps (`run_steps`), and its parts (`StepTrainer`).
 
-The objective defines the loss (objectives/loss.py). accelerate spreads the model, transformers makes the optimizer and the schedule (engine.py).
-No trainer of either runs.
+The objective defines the loss (objectives/loss.py). engine.py has the model with its optimizer and schedule, for all strategies.
 """
 
 from __future__ import annotations
@@ -24,18 +23,16 @@ from packtrain.model.spread import max_over_ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import on_device, to_device
 from packtrain.train.checkpoint.folder import folder_of
-from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.checkpoint.state import Checkpoints
 from packtrain.train.engine import engine_of
-from packtrain.train.largest_row import WorkRecord, try_largest
-from packtrain.train.loader import MicroBatch, Steps, step_loader
-from packtrain.train.log.listener import Listener
+from packtrain.train.largest_row import try_largest
+from packtrain.train.loader import MicroBatch, Steps, WorkRecord, step_loader
 from packtrain.train.log.metrics import LateCopy, SourceCounts, StepMetrics
 from packtrain.train.log.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.seen_updates import FEW, SeenUpdates
 from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
-from packtrain.train.settings import LoopSettings
+from packtrain.train.run_state import Listener, LoopSettings, RunState
 from packtrain.train.spikes import Judgement, SpikeJudge
 
 
@@ -83,9 +80,9 @@ class StepTrainer:
     def __init__(self, loss: Loss, settings: LoopSettings, listeners: Sequence[Listener] = ()) -> None:
         self.loss, self.settings = loss, settings
         self.steps, self.evaluation = settings.steps, dict(settings.evaluation)
-        self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.held.args
+        self.model, self.accelerator = loss.model, loss.accelerator
         self.engine = engine_of(settings.strategy)(loss, settings)
-        self.checkpoints = Checkpoints(self.engine, settings, loss.held)
+        self.checkpoints = Checkpoints(self.engine, settings, loss.tokenizer)
         self.writer = self.checkpoints.writer
         self._sharded = settings.sharded
         self.spikes = SpikeJudge(settings.spikes, self.accelerator, settings.say)
@@ -116,11 +113,12 @@ class StepTrainer:
     def prepare(self, checkpoint: Path | None) -> None:
         """Spread the model, make optimizer and schedule, and restore the state of `checkpoint`."""
         self.restore_state(checkpoint)
-        align_special_tokens(self.model, self.loss.held.processing_class)
-        self.engine.prepare(len(self.steps), self.settings.optim, self.settings.say)
+        align_special_tokens(self.model, self.loss.tokenizer)
+        self.engine.prepare(len(self.steps), self.settings.say)
         if checkpoint is not None:
             self.checkpoints.restore(checkpoint)
-        self.seen_updates.watch(self.engine.optimizer, self.engine.masters_of)
+        if self.engine.dither.rounded:
+            self.seen_updates.watch(self.engine.optimizer, self.engine.masters_of)
         self.seen_updates.measured = sum("updates_seen" in line for line in self.state.lines)
         self.engine.ask_before_update(self._judge_for_engine)
         self.spikes.read(checkpoint)
@@ -165,7 +163,6 @@ class StepTrainer:
     def next_batches(self, upcoming: Iterator[list[MicroBatch]]) -> list[MicroBatch]:
         """Return this rank's micro-batches of the next step."""
         self.clock.enter("data", step=self.state.step + 1)
-        self.writer.warn_of_failures(". Training goes on")
         since, batches = time.perf_counter(), next(upcoming)
         self.step_metrics.add_waiting(time.perf_counter() - since)
         if self.steps.feed is not None:
@@ -198,7 +195,7 @@ class StepTrainer:
         Returns this rank's part of the step's loss, float32 scalar. The mean of the parts over ranks is the loss of the global step.
         """
         self._watch_first_steps(micro_batches)
-        self.seen_updates.open_step(self.state.step + 1)
+        self.seen_updates.step = self.state.step + 1
         model = self.engine.wrapped
         model.train()
         total = torch.zeros((), device=self.loss.device)
@@ -236,7 +233,6 @@ class StepTrainer:
         # DeepSpeed's engine called `_judge_for_engine` within the backward pass
         if not self.engine.spec.steps_in_backward and self.spikes.judge(step, loss, norm, counts):
             self.engine.wrapped.zero_grad()  # the update then changes no weight: optimizers skip weights without a grad
-            self.seen_updates.ignore_step()
         if not self.spikes.spike_reason:
             return Judgement(loss, norm)
         self._forget_step()
@@ -275,6 +271,7 @@ class StepTrainer:
         It has their mean loss, counts and figures, the last gradient `norm` and learning `rate`. If all of them were skipped, the loss is the one of the last step before them.
         """
         self.clock.enter("step end")
+        self.writer.warn_of_failures(". Training goes on")
         losses = self._losses_since_log or [torch.tensor(self.spikes.recent.last()[0], device=self.loss.device)]
         with waiting("the loss of all ranks"):
             loss = cast(torch.Tensor, self.accelerator.gather(torch.stack(losses).mean())).mean().item()

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from packtrain.attention.backends import attention_of, documents_alone
 from packtrain.attention.forwards import rotates_by_length
-from packtrain.attention.registry import BACKENDS
+from packtrain.attention.spec import BACKENDS
 from packtrain.changes.spec import NO_GRADIENTS, Make, Proposal
 from packtrain.errors import CheckFailed, Problem, UserError
+from packtrain.model.layers import recompute_in_eval
 from packtrain.model.load import base_model
-from packtrain.model.recomputation import recompute_in_eval
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE

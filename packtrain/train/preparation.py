@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -15,34 +14,31 @@ import torch
 from packtrain.attention.backends import own_attention
 from packtrain.attention.over_ranks import KEY as SPLIT_KEY
 from packtrain.attention.over_ranks import open_group
-from packtrain.boundary import boundary
-from packtrain.changes.registry import check_changes
-from packtrain.changes.spec import Situation
+from packtrain.changes.spec import Situation, check_changes
 from packtrain.config.schema import RunConfig
-from packtrain.data.mixture import make_mixture
+from packtrain.data.dataset import make_mixture
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.streaming import open_stream
 from packtrain.data.tokens.chat_template import give_template
 from packtrain.data.tokens.pretrained import load_tokenizer
-from packtrain.errors import CheckFailed, UserError
-from packtrain.model.compiled import compile_layers
-from packtrain.model.heads.score import outputs_of_tokens
+from packtrain.errors import CheckFailed, UserError, boundary
+from packtrain.model.heads import outputs_of_tokens
+from packtrain.model.layers import check_offload, compile_layers
 from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision
-from packtrain.model.recomputation import check_offload
 from packtrain.model.spread import Ranks, max_over_ranks, placement_of, reading_mesh, spread
 from packtrain.monitor.heartbeat import own_heartbeat
-from packtrain.packing.prefix_index import index_prefixes
-from packtrain.packing.schedule import make_schedule
-from packtrain.packing.split_rows import choose_ranks_per_row
-from packtrain.packing.stages import stage
+from packtrain.objectives.spec import OBJECTIVES
+from packtrain.packing.balance import choose_ranks_per_row
+from packtrain.packing.prefixes import index_prefixes
+from packtrain.packing.schedule import make_schedule, stage
 from packtrain.plan.memory import Memory, estimate
 from packtrain.proof.choice import AttentionChoice, prove_backend
 from packtrain.proof.isolation import DOCUMENTS, TREE
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.optim.dither import Dither, exact_in_bfloat16, rounded_weights
-from packtrain.train.optim.groups import freeze
+from packtrain.train.optim.weight_groups import freeze
 from packtrain.train.preflight import why_not_split
 from packtrain.train.sync import Peers, agree_on_data, agree_on_model, on_all_or_none, preparing_s
 
@@ -115,8 +111,12 @@ def begin(config: RunConfig, ranks: Ranks, peers: Peers | None) -> Prepared:
 
 
 def objective_of(config: RunConfig) -> TrainingObjective:
-    """Make the objective of the config. The code of other objectives is not imported."""
-    return import_module(config.objective.spec.run).OBJECTIVE(config)
+    """Make the objective of the config. The code of other objectives is not imported. Raises UserError if another package's cannot be."""
+    kind, run = config.objective.kind, config.objective.spec.run
+    objective = OBJECTIVES.imported(kind, run, "OBJECTIVE")
+    if not (isinstance(objective, type) and issubclass(objective, TrainingObjective)):
+        raise OBJECTIVES.refusal(kind, f"cannot be used: OBJECTIVE of {run} is no subclass of TrainingObjective")
+    return objective(config)
 
 
 def prepare_data(run: Prepared, *, progress: bool = False) -> None:

@@ -25,26 +25,22 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from packtrain.attention.backends import attention_of
 from packtrain.config.schema import Model, Peft
 from packtrain.data.prepare import PreparedData
-from packtrain.durable import aside, publish
 from packtrain.errors import UserError
-from packtrain.model.load import base_model, load_model
+from packtrain.model.load import base_model, dequantized_in, load_model
 from packtrain.model.save import complete, weights_at_least
 from packtrain.model.spread import loading_whole
-from packtrain.model.weights.quantized import dequantized_in
 from packtrain.monitor.heartbeat import progress
 from packtrain.plan.known_model import base_of
 from packtrain.plan.surroundings import command_of, find_converter
 from packtrain.proof.choice import AttentionChoice
 from packtrain.run_folder import RunFolder, losses_of_sets
+from packtrain.system import aside, publish
 from packtrain.train.checkpoint.folder import tidy
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.optim.final_weights import merged_in
-from packtrain.train.optim.groups import AVERAGE
+from packtrain.train.optim.float32_step import AVERAGE
 from packtrain.wording import count_dropped, counted
-
-_RANKED = (("eval_rewards/accuracies", "eval_rewards/margins"), ("eval_accuracy", "eval_margin"))
-"""TRL's names for the ranking of held-out pairs: in preference training, and of reward models."""
 
 
 def save_final(
@@ -88,7 +84,7 @@ def save_final(
             return []
         base: Any = base_model(model)
         if merged:
-            seed, quantised = trainer.args.seed, getattr(base_model(model), "is_quantized", False)
+            seed, quantised = trainer.settings.trainer.seed, getattr(base_model(model), "is_quantized", False)
             # the trainer's model may have only this process's share of the weights, or quantised ones
             if trainer.settings.sharded or quantised:
                 with loading_whole():
@@ -260,17 +256,16 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
         clauses.append(f"held-out loss {figures['first_eval_loss']:.4f} → {last:.4f}{of_sets and f' ({of_sets})'}")
         if early and state.best_loss is not None:
             clauses.append(f"the weights are those of step {figures['best_step']}, with the lowest held-out loss")
-    for accuracy, margin in _RANKED:
-        if lines := [line for line in state.lines if margin in line]:
-            best = [line for line in lines if early and line["step"] == state.best_step]
-            final = (best or lines[-1:])[0]
-            moved = f"margin {lines[0][margin]:.2f} → {final[margin]:.2f}"
-            if accuracy in final and "eval_pairs" in final:
-                ranked = f"{final[accuracy]:.1%} rank right (chance: 50%)"
-                clauses.append(f"of {final['eval_pairs']:,} held-out pairs {ranked}, {moved}")
-            elif {"eval_answers", "eval_rewards/chosen", "eval_rewards/rejected"} <= {*final}:
-                sides = f"{final['eval_rewards/chosen']:.2f} desirable, {final['eval_rewards/rejected']:.2f} not"
-                clauses.append(f"mean rewards of {final['eval_answers']:,} held-out answers: {sides}, {moved}")
+    lines = [line for line in state.lines if "eval_loss" in line]
+    best = [line for line in lines if early and line["step"] == state.best_step]
+    spec, final = summary.trainer.loss.objective.spec, (best or lines[-1:] or [{}])[0]
+    said = [
+        figure.moved(lines[0].get(key, final[key]), final[key])
+        for figure in spec.headlines
+        if (key := f"eval_{figure.name}") in final
+    ]
+    if said:
+        clauses.append(f"of {final[f'eval_{spec.examples}']:,} held-out {spec.examples}: {', '.join(said)}")
     return clauses
 
 

@@ -24,16 +24,14 @@ from accelerate.utils import broadcast_object_list
 from rich.markup import escape
 
 from packtrain.attention.backends import deterministic
-from packtrain.boundary import boundary
-from packtrain.changes.registry import proposals
+from packtrain.changes.spec import proposals
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.prepare import PreparedData
-from packtrain.errors import LostPeers, PacktrainError, UserError
-from packtrain.exit_code import stopped_by, told_at_once
+from packtrain.errors import LostPeers, PacktrainError, UserError, boundary
 from packtrain.inspect.audit import sample_answers
 from packtrain.inspect.corpus import find_places, open_corpus
-from packtrain.model.heads.score import is_reward_model, outputs_of_tokens
+from packtrain.model.heads import is_reward_model, outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.precision import settle_kernels
 from packtrain.model.save import end_answers_at, mend_generation_config, try_saving
@@ -45,8 +43,8 @@ from packtrain.plan.agreement import shared_values
 from packtrain.plan.memory import Memory, estimate
 from packtrain.plan.origin import check_length, check_origin, length_of, origin_in
 from packtrain.proof.isolation import check_causal_and_padding
-from packtrain.redact import clean
 from packtrain.run_folder import RunFolder, write_json
+from packtrain.system import stopped_by, told_at_once
 from packtrain.train import results
 from packtrain.train.checkpoint.folder import best_step_of, find_resume, origin_of, prune, set_aside, step_of
 from packtrain.train.largest_row import memory_error
@@ -54,14 +52,14 @@ from packtrain.train.library_errors import explained
 from packtrain.train.loader import Steps
 from packtrain.train.log import console
 from packtrain.train.log.console import Log, quiet_libraries, warnings_to
-from packtrain.train.log.listener import Listener
 from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
 from packtrain.train.objectives.loss import Setup
+from packtrain.train.objectives.training_objective import Start
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.final_weights import format_of
-from packtrain.train.optim.unreached import freeze_unreached, reduce_unreached
+from packtrain.train.optim.weight_groups import freeze_unreached, reduce_unreached
 from packtrain.train.preflight import make_changes
 from packtrain.train.preparation import (
     Prepared,
@@ -77,7 +75,7 @@ from packtrain.train.preparation import (
     settle_split,
     spread_model,
 )
-from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
+from packtrain.train.run_state import Listener, LoopSettings, StopRequest
 from packtrain.train.spikes import SpikeRules
 from packtrain.train.sync import (
     Peers,
@@ -88,7 +86,7 @@ from packtrain.train.sync import (
     limit_collectives,
     preparing_s,
 )
-from packtrain.wording import counted, listed
+from packtrain.wording import clean, counted, listed
 
 _MAX_DESCRIBED = 200_000
 """Describe the data at the end of a run up to this many documents (2 s at most); `packtrain report` describes larger data."""
@@ -159,7 +157,8 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None, finish
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
-    run = Run(config, ranks, peers, folder, log, StopRequest(config.topology.grace), TerminalProgress(log))
+    progress = TerminalProgress(log, config.objective.spec.headlines)
+    run = Run(config, ranks, peers, folder, log, StopRequest(config.topology.grace), progress)
     with run.closing:
         return _train(run, *_prepare(run, started), finish, started)
 
@@ -335,16 +334,14 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         checkpointing=checkpointing,
         unused_at_times=at_times,
     )
-    arguments = training_arguments(config.trainer, config.optim, config.tracking, prepared.precision, settings)
     with boundary("the trainer cannot be made", "optim"):
-        loss = prepared.objective.loss(Setup(model, arguments, prepared.tokenizer, settings))
+        loss = prepared.objective.loss(Setup(model, prepared.tokenizer, settings))
         trainer = StepTrainer(loss, settings, _listeners(run))
     if peak := trainer.step_metrics.peak:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
     trainer.changes |= make_changes(loss, ranks, [*proposals(prepared.situation)], log)
     trainer.engine.dither = _dither_of(run, trainer)
-    given: Any = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
-    prepared.objective.prove(trainer, log, prepared.attention, **given)
+    prepared.objective.prove(Start(trainer, log, ranks, prepared.precision, prepared.attention, prove))
     return trainer
 
 

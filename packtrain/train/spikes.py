@@ -24,9 +24,9 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch.distributed.tensor import DTensor
 
-from packtrain.durable import write_text
 from packtrain.errors import CheckFailed
 from packtrain.monitor.heartbeat import waiting
+from packtrain.system import write_text
 from packtrain.train.loader import Steps
 
 STATE = "spikes.json"

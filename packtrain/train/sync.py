@@ -29,15 +29,14 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed import DistError, PrefixStore, Store, TCPStore, distributed_c10d
 
 from packtrain.errors import CheckFailed, Disagreement, PeerFailed, Problem, UserError
-from packtrain.exit_code import leave
 from packtrain.launch.worker import LOG_DIR
 from packtrain.model.load import base_model
-from packtrain.model.weights.hashes import weights_hash
+from packtrain.model.weights import weights_hash
 from packtrain.monitor.heartbeat import TimeLimits, waiting
 from packtrain.plan.agreement import SAME_CONFIG, SAME_VERSIONS, digest_of, list_differences, shared_versions
 from packtrain.plan.network_settings import SOCKETS
 from packtrain.run_folder import environment
-from packtrain.time_limit import start
+from packtrain.system import leave, start
 from packtrain.train.library_errors import shortly
 from packtrain.wording import counted, listed, ranks_in_words
 

@@ -19,7 +19,7 @@ from packtrain.config.schema import Peft
 from packtrain.errors import UserError
 from packtrain.model.adapters import add_adapters, continue_adapters
 from packtrain.train.log.console import adapted_share
-from packtrain.train.optim.unreached import freeze_unreached
+from packtrain.train.optim.weight_groups import freeze_unreached
 
 LORA = Peft(kind="lora")
 ODD = {one: {"out_proj"} for one in ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")}

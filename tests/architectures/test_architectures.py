@@ -21,9 +21,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain import attach
+from packtrain.attention import segmented
 from packtrain.attention.backends import attending_by
-from packtrain.attention.segmented import run as segmented
-from packtrain.library.padded import at_places
+from packtrain.library.attach import at_places
 from packtrain.model.forward import add_loss_sum
 from packtrain.packing.collate import collate_flat
 from packtrain.packing.segments import Segments
@@ -101,8 +101,9 @@ def test_the_measurement_of_attach_sees_tokens_at_wrong_places(monkeypatch: pyte
         assert not off(outputs_and_gradients(model, batch), truth).exact
     on_paths = segmented.on_paths
 
-    def forgetful(*given: Any) -> list[list[torch.Tensor]]:
-        return [[*map(torch.zeros_like, pieces[:-1]), pieces[-1]] for pieces in on_paths(*given)]
+    def forgetful(tensor: torch.Tensor, row: Segments) -> list[torch.Tensor]:
+        pieces = zip(on_paths(tensor, row), row.prefix_lengths, strict=True)
+        return [torch.cat([0 * piece[:, :, :before], piece[:, :, before:]], dim=2) for piece, before in pieces]
 
     with monkeypatch.context() as patch:
         patch.setattr(segmented, "on_paths", forgetful)

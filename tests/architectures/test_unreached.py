@@ -17,7 +17,7 @@ from packtrain.config.schema import Peft
 from packtrain.errors import UserError
 from packtrain.model.adapters import add_adapters
 from packtrain.model.spread import Ranks
-from packtrain.train.optim.unreached import freeze_unreached, reduce_unreached
+from packtrain.train.optim.weight_groups import freeze_unreached, reduce_unreached
 
 LONGEST = max(len(document.input_ids) for document in documents())
 NEITHER = ("reformer",)  # runs in eval mode alone, and is refused

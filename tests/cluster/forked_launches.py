@@ -20,7 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from packtrain.exit_code import ENDING, exit_code_of
+from packtrain.errors import exit_code_of
+from packtrain.system import ENDING
 from tests.cluster.small_launch import PRELOAD, ROOT, instead_of_torchrun, launch, start, start_arguments
 from tests.cluster.two_hosts import ADDRESSES, TwoHosts, both
 

@@ -1,7 +1,7 @@
 """Collective operations of workers that import no torch: over plain sockets, and in a flight recorder as torch keeps one.
 
 Rank 0 hears all and answers each; operations of different names wait for ever, as they do in gloo. What the launchers ask a
-rank for (monitor/processes.py) is thereby the same as of a real one.
+rank for (monitor/heartbeat.py) is thereby the same as of a real one.
 """
 
 from __future__ import annotations

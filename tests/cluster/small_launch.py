@@ -22,7 +22,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from packtrain.launch import supervisor
-from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent, write_exit
+from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent
+from packtrain.monitor.heartbeat import write_exit
 
 ROOT = Path(__file__).parents[2]
 PRELOAD = "PRELOAD"
@@ -33,7 +34,7 @@ BY_TORCHRUN = (
 import sys
 from dataclasses import replace
 from packtrain.config.compose import load_config
-from packtrain.exit_code import exit_code_of
+from packtrain.errors import exit_code_of
 from packtrain.launch.execute import execute
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.surroundings import detect_surroundings
@@ -149,7 +150,7 @@ def _signal(workers: Iterable[int], number: int) -> None:
 
 
 if __name__ == "__main__":
-    from packtrain.exit_code import exit_code_of
+    from packtrain.errors import exit_code_of
 
     if sys.argv[1:2] == ["--start"]:
         sys.exit(start(*sys.argv[2:]))

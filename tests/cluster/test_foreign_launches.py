@@ -25,7 +25,7 @@ import os, signal, sys, time
 from pathlib import Path
 from packtrain.config.compose import load_config
 from packtrain.errors import LostPeers, UserError
-from packtrain.exit_code import exit_code_of
+from packtrain.errors import exit_code_of
 from packtrain.launch.execute import execute
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.surroundings import detect_surroundings

@@ -6,6 +6,7 @@ part in it, small_launch.py stands in for that.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -17,10 +18,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from packtrain.exit_code import BUG
+from packtrain.errors import BUG
 from tests.cluster.small_launch import BY_TORCHRUN, SMALL, at_work
 from tests.cluster.test_stalls import CONFIG
 from tests.cluster.two_hosts import LONG_S
+from tests.unit.test_layout import PACKAGE, files_of_section
 
 WORKER = """
 import os, signal, sys, time
@@ -60,6 +62,25 @@ TOGETHER = """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     open(f"here-{rank}", "w")
     while not os.path.exists(f"here-{1 - rank}"): time.sleep(0.001)
+"""
+
+MOST_FILES = 22
+"""Files of ours that a reader goes through to follow a launch of two processes, from `execute` to the exit code."""
+WATCHED = f"""
+import json, sys, threading
+import packtrain.launch.execute as module
+files, unwatched = set(), module.execute
+def note(frame, event, _):
+    if event == "call" and frame.f_code.co_filename.startswith("{PACKAGE}/"):
+        files.add(frame.f_code.co_filename.removeprefix("{PACKAGE}/"))
+def watched(*given):
+    threading.setprofile(note), sys.setprofile(note)
+    try:
+        return unwatched(*given)
+    finally:
+        sys.setprofile(None)
+        json.dump(sorted(files), open("files.json", "w"))
+module.execute = watched
 """
 
 
@@ -170,3 +191,12 @@ def test_a_signal_before_training_ends_every_process_with_one_line(tmp_path: Pat
     _, stderr = process.communicate(timeout=LONG_S)
     assert (process.returncode, stderr) == (130, "stopped by SIGINT\n")
     assert "Traceback" not in other.read_text()
+
+
+def test_a_launch_goes_through_few_files(tmp_path: Path) -> None:
+    option, program = BY_TORCHRUN
+    assert launch(tmp_path, "", (option, WATCHED + program))[0] == 0
+    files = {*json.loads((tmp_path / "files.json").read_text())}
+    named = files_of_section(PACKAGE.parent / "docs/architecture.md", "One launch")
+    assert {one for one in named if one.startswith("launch/")} - {"launch/worker.py"} <= files
+    assert len(files) <= MOST_FILES, "\n".join(sorted(files))

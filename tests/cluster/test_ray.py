@@ -16,13 +16,13 @@ import psutil
 import pytest
 import yaml
 
-from packtrain.launch.attempt import locked
+from packtrain.launch.execute import locked
 from packtrain.run_folder import RunFolder
 from tests.ports import free_port
 from tests.train.forked import ENVIRONMENT
 from tests.train.running import Run, base_config, train
 
-pytest.importorskip("ray.train", reason="no Ray: pip install -e '.[ray]'")
+pytest.importorskip("ray", reason="no Ray: pip install -e '.[ray]'")
 RAY = str(Path(sys.executable).parent / "ray")
 GIVEN = ("topology=ray", "topology.nodes=2", "topology.gpus_per_node=2")
 LONG_S = 300
@@ -94,22 +94,27 @@ def wait_for_checkpoint(run: subprocess.Popen[str], folder: Path) -> None:
         time.sleep(0.05)
 
 
-def processes(**environment: str) -> list[psutil.Process]:
+def launchers() -> list[psutil.Process]:
     """Those of packtrain that Ray's workers have started."""
     found = []
     for one in psutil.process_iter():
-        try:
-            ours = any("packtrain-ray-" in word for word in one.cmdline())
-            if ours and environment.items() <= one.environ().items():
+        with suppress(psutil.Error):
+            if any("packtrain-ray-" in word for word in one.cmdline()):
                 found.append(one)
-        except psutil.Error:
-            continue
     return sorted(found, key=psutil.Process.create_time)
+
+
+def rank(number: int) -> psutil.Process:
+    for one in (child for launcher in launchers() for child in launcher.children(recursive=True)):
+        with suppress(psutil.Error):
+            if one.environ().get("RANK") == str(number):
+                return one
+    raise LookupError(number)
 
 
 def assert_nothing_left() -> None:
     end = time.monotonic() + 60
-    while left := processes():
+    while left := launchers():
         assert time.monotonic() < end, left
         time.sleep(0.2)
 
@@ -129,15 +134,15 @@ def test_the_job_is_started_again_from_its_checkpoint(
 ) -> None:
     run = cluster.begin(prepared(tmp_path, max_steps=40, restarts=2), "topology.join_timeout=200")
     wait_for_checkpoint(run, tmp_path)
-    process, *_ = processes(RANK="3")
+    process = rank(3)
     if killed == "a raylet":  # not that of the launcher
-        raylets = [one for process in processes() for one in process.parents() if "raylet" in one.name()]
+        raylets = [one for process in launchers() for one in process.parents() if "raylet" in one.name()]
         raylet = next(one for one in raylets if any("127.0.0.2" in word for word in one.cmdline()))
         for one in [raylet, *raylet.children(recursive=True)]:
             one.kill()
         cluster.add()
     else:
-        (process if killed == "a process" else process.parent() or process).kill()
+        (process if killed == "a process" else launchers()[-1].parent() or process).kill()
     said, _ = run.communicate(timeout=LONG_S)
     assert run.returncode == 0 and "resuming from step-" in said, said
     assert Run(tmp_path / "run").losses == pytest.approx(alone.losses, rel=1e-5)
@@ -165,7 +170,7 @@ def test_what_no_new_start_mends_ends_the_job(cluster: Cluster, tmp_path: Path) 
 def test_a_lost_worker_without_restarts_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
     run = cluster.begin(prepared(tmp_path, max_steps=100_000), "topology.nodes=1")  # two of the processes on a machine
     wait_for_checkpoint(run, tmp_path)
-    (processes(RANK="1")[0].parent() or run).kill()
+    (launchers()[0].parent() or run).kill()
     said, _ = run.communicate(timeout=LONG_S)
     assert run.returncode == 4 and "a worker of Ray was lost" in said, said
     assert_nothing_left()
@@ -184,10 +189,18 @@ def test_a_run_folder_in_use_ends_all_processes(cluster: Cluster, tmp_path: Path
 
 def test_a_signal_while_workers_are_placed(cluster: Cluster, tmp_path: Path) -> None:
     run = cluster.begin(prepared(tmp_path), "topology.gpus_per_node=64")
-    assert run.stdout is not None and "waiting for 128 of 128 workers" in run.stdout.readline()
+    assert run.stdout is not None and "waiting for Ray to reserve machines of 2 × 64 CPUs" in run.stdout.readline()
     run.send_signal(signal.SIGTERM)
     said, _ = run.communicate(timeout=30)
     assert run.returncode == 143 and "stopped by SIGTERM" in said, said
+
+
+def test_a_killed_command_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    run = cluster.begin(prepared(tmp_path, max_steps=100_000))
+    wait_for_checkpoint(run, tmp_path)
+    run.kill()
+    run.communicate(timeout=LONG_S)
+    assert_nothing_left()
 
 
 def test_a_run_folder_in_a_copy_that_ray_deletes_is_refused(cluster: Cluster, tmp_path: Path) -> None:
@@ -201,7 +214,7 @@ def test_a_run_folder_in_a_copy_that_ray_deletes_is_refused(cluster: Cluster, tm
 def test_a_cluster_that_has_too_little_or_is_not_there(cluster: Cluster, tmp_path: Path) -> None:
     run = cluster.begin(prepared(tmp_path), "topology.gpus_per_node=64", "topology.join_timeout=15")
     said, _ = run.communicate(timeout=LONG_S)
-    assert run.returncode == 4 and "Ray has placed 0 of 128 workers after 15 s" in said, said
+    assert run.returncode == 4 and "Ray has not reserved machines of 2 × 64 CPUs after 15" in said, said
     cluster.env["RAY_ADDRESS"] = f"127.0.0.1:{free_port()}"
     try:
         run = cluster.begin(tmp_path)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from packtrain.monitor.processes import life_of
+from packtrain.monitor.heartbeat import life_of
 from tests.cluster.small_launch import BY_TORCHRUN, PRELOAD, SMALL, at_work
 from tests.cluster.two_hosts import ENDED_S, LONG_S
 

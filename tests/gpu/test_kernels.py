@@ -11,14 +11,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from packtrain.attention.flash.selection import (
+from packtrain.attention.kernel_choice import (
     LayerFeatures,
     choose_kernel,
     dense_attention,
     kernel_error,
     kernel_tolerance,
 )
-from packtrain.attention.flash.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
+from packtrain.attention.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
 from packtrain.packing.segments import Segments
 
 NEEDS = {

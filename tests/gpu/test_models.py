@@ -11,11 +11,11 @@ from tiny_models import tiny_model
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
+from packtrain.attention import flash
 from packtrain.attention.backends import attention_of, serve
-from packtrain.attention.flash import run as flash
-from packtrain.attention.registry import BACKENDS
+from packtrain.attention.spec import BACKENDS
 from packtrain.errors import CheckFailed
-from packtrain.model.compiled import compile_layers
+from packtrain.model.layers import compile_layers
 from packtrain.packing.segments import Segments
 from packtrain.plan.surroundings import lack_of_compiler
 from packtrain.proof.choice import choose_attention

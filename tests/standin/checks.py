@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from packtrain.attention.flash.selection import LayerFeatures, choose_kernel
+from packtrain.attention.kernel_choice import LayerFeatures, choose_kernel
 from packtrain.changes.float8 import check_float8
 from packtrain.cli import main
 from packtrain.config.schema import RunConfig
 from packtrain.diagnose import env
 from packtrain.errors import CheckFailed, UserError
-from packtrain.model.heads.summed import sum_losses
+from packtrain.model.heads import sum_losses
 from packtrain.model.spread import Ranks
 from packtrain.train.run import train
 from packtrain.train.sync import limit_collectives

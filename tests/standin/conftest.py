@@ -31,8 +31,11 @@ class Gpus:
         environment["PYTHONPATH"] += f":{ROOT / 'tests' / 'train'}"  # as pytest has it
         environment.pop("DS_ACCELERATOR", None)
         environment.pop(forked.SHARED, None)  # its processes have no GPUs
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.server = subprocess.Popen([sys.executable, "-m", "tests.standin.warm"], cwd=ROOT, env=environment, **pipes)
+        self.said = folder / "server.txt"
+        with self.said.open("w") as said:
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said, "text": True}
+            command = [sys.executable, "-m", "tests.standin.warm"]
+            self.server = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
 
     def packtrain(
         self, *arguments: str, devices: int = 1, ranks: int = 1, expect: int = 0, env: Mapping[str, str] | None = None
@@ -57,9 +60,12 @@ class Gpus:
     def _ask(self, asked: dict[str, Any], expect: int) -> Any:
         self.report.unlink(missing_ok=True)
         assert self.server.stdin is not None and self.server.stdout is not None
-        self.server.stdin.write(json.dumps({"cwd": str(ROOT), "timeout": LONG_S, **asked}) + "\n")
-        self.server.stdin.flush()
-        results = json.loads(self.server.stdout.readline())
+        try:
+            self.server.stdin.write(json.dumps({"cwd": str(ROOT), "timeout": LONG_S, **asked}) + "\n")
+            self.server.stdin.flush()
+            results = json.loads(self.server.stdout.readline())
+        except (BrokenPipeError, json.JSONDecodeError):
+            pytest.fail(f"the server ended with {self.server.wait(60)}: {self.said.read_text()[-5000:]}")
         for one in results:
             assert one["code"] == expect, f"exit {one['code']}\n{one['stdout']}\n{one['stderr']}"
         return subprocess.CompletedProcess(asked, *(results[0][name] for name in ("code", "stdout", "stderr")))

@@ -1,5 +1,6 @@
-// Makes a CPU build of torch believe in CUDA devices: hooks and a device guard that do nothing but keep the current device of each
-// thread. With them autograd and autocast take tensors that say `cuda:N`. Loaded before torch; STANDIN_GPUS says how many there are.
+// Makes torch believe in CUDA devices, be it built for the CPU or for CUDA: hooks and a device guard that do nothing but keep the
+// current device of each thread. With them autograd and autocast take tensors that say `cuda:N`. Loaded before torch; STANDIN_GPUS
+// says how many there are.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <cstdlib>
@@ -62,9 +63,11 @@ struct CUDAHooks : at::CUDAHooksInterface {
 
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks)
+// A CUDA build registers its own under the same name, with the default priority.
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, REGISTRY_PREFERRED, CUDAHooks)
 
 }  // namespace
 
 extern "C" int standin_current_device() { return current; }
+extern "C" void standin_register() { DeviceGuardImplRegistrar again(DeviceType::CUDA, &guard); }
 extern "C" void standin_set_device(int device) { current = static_cast<DeviceIndex>(device); }

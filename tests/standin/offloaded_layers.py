@@ -9,8 +9,8 @@ import torch
 from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from packtrain.model.recomputation import recompute
-from packtrain.plan.activations import STASHED
+from packtrain.model.layers import recompute
+from packtrain.plan.memory import STASHED
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 24, "vocab_size": 97, "head_dim": 16}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -12,8 +12,7 @@ from test_gpu_runs import of_objective
 
 from packtrain.config.compose import load_config
 from packtrain.errors import UserError
-from packtrain.plan.activations import STASHED
-from packtrain.plan.memory import GIB, Memory, estimate
+from packtrain.plan.memory import GIB, STASHED, Memory, estimate
 from tests.standin import offloaded_layers
 
 OFFLOAD = "trainer.activation_offload=true"

@@ -20,6 +20,7 @@ from packtrain.config.compose import load_config
 from packtrain.config.schema import Model, Peft, RunConfig
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.model.load import load_model
+from packtrain.objectives.spec import OBJECTIVES
 from packtrain.train.checkpoint import state as checkpoint_state
 from tests.train import forked
 
@@ -63,11 +64,10 @@ def save_model(description: Model, place: Path, **given: Any) -> Path:
 
 @dataclass(frozen=True)
 class AnswerRuns:
-    """Runs of `kind` in `folder` that log `figures`, on `train` in their order, with as many `examples` in each step."""
+    """Runs of `kind` in `folder`, on `train` in their order, with as many `examples` in each step."""
 
     kind: str
     folder: Path
-    figures: tuple[str, ...]
     train_rows: list[dict[str, Any]]
     eval_rows: list[dict[str, Any]]
     examples: list[int]
@@ -96,6 +96,11 @@ class AnswerRuns:
         config["trainer"]["output_dir"] = str(self.folder / name)
         path.write_text(yaml.safe_dump(config))
         return load_config(str(path), [*overrides])
+
+    @property
+    def figures(self) -> list[str]:
+        """Names of the figures that it logs."""
+        return [figure.name for figure in OBJECTIVES[self.kind].figures]
 
     def run(self, name: str, *overrides: str, **groups: dict[str, Any]) -> Run:
         """A run in this process."""

@@ -27,7 +27,7 @@ PACKAGES = ("packtrain", "trl", "transformers", "accelerate", "peft")
 _ON_THE_CPU = {
     "packtrain/packing/segments.py",
     "packtrain/packing/collate.py",
-    "packtrain/attention/per_document/run.py::_batch",
+    "packtrain/attention/per_document.py::_batch",
 }
 _READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 _DATA_DEPENDENT = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim")

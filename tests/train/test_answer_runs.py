@@ -20,10 +20,6 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 
 from packtrain.config.schema import Model
 from packtrain.errors import CheckFailed, UserError
-from packtrain.objectives.dpo import run as dpo
-from packtrain.objectives.kto.run import FIGURES as KTO_FIGURES
-from packtrain.objectives.logged_figures import MARGINS
-from packtrain.objectives.reward import run as reward
 from packtrain.run_folder import RunFolder
 from packtrain.train.run import verify_in
 from packtrain.train.verify.modes import MODES
@@ -32,16 +28,14 @@ LN2 = 0.6931472
 PAIRS = {"train_rows": preferences(22, 0), "eval_rows": preferences(5, 1), "small": "batch.tokens_per_device=190"}
 ANSWERS = {"train_rows": labelled(23, 0), "eval_rows": labelled(6, 1), "small": "batch.tokens_per_device=110"}
 KINDS: dict[str, dict[str, Any]] = {
-    "dpo": {"figures": dpo.FIGURES, "examples": [7, 7, 7, 1, 7, 7], **PAIRS},
+    "dpo": {"examples": [7, 7, 7, 1, 7, 7], **PAIRS},
     # of one kind in the second pass, too
     "kto": {
-        "figures": (*KTO_FIGURES, MARGINS),
         "examples": [7, 7, 7, 2] * 2,
         "options": {"undesirable_weight": 1.5},
         **ANSWERS,
     },
     "reward": {
-        "figures": reward.METRIC_ORDER,
         "examples": [7, 7, 7, 1, 7, 7],
         "options": {"center_rewards_coefficient": 0.02},
         **PAIRS,
@@ -318,7 +312,7 @@ def assert_scores_as_trained(runs: AnswerRuns, model: Any, run: Run) -> None:
     chosen, rejected = scores("chosen"), scores("rejected")
     both, margin = torch.cat([chosen, rejected]), chosen - rejected
     figures = (both.min(), both.mean(), both.max(), (margin > 0).float().mean(), margin.mean())
-    for name, value in zip(reward.METRIC_ORDER, figures, strict=True):
+    for name, value in zip(runs.figures, figures, strict=True):
         assert run.evals[-1][f"eval_{name}"] == pytest.approx(value.item(), rel=1e-5, abs=1e-5), name
 
 

@@ -13,9 +13,8 @@ from tiny_models import FAMILIES, tiny_model
 from transformers import AttentionInterface, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
-from packtrain.attention import flattened
+from packtrain.attention import flattened, segmented
 from packtrain.attention.backends import OWN_CODE, attend_by, attending_by
-from packtrain.attention.segmented import run as segmented
 from packtrain.attention.sliding_window import chunks
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.forward import add_loss_sum

@@ -14,7 +14,7 @@ import pytest
 import torch
 from running import base_config, packtrain
 
-from packtrain.bench.bench_table import print_report
+from packtrain.bench.launches import print_report
 from packtrain.cli import main
 from packtrain.objectives.sft.run import SFTLoss
 from tests.cluster.forked_launches import Fork

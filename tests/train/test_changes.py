@@ -18,7 +18,7 @@ from running import Run, assert_same_bits, base_config, train, write_jsonl
 from tiny_models import tiny_model
 from torch import nn
 
-from packtrain.changes import registry
+from packtrain.changes import spec
 from packtrain.changes.residual import carry_in
 from packtrain.changes.spec import Change, Proposal
 from packtrain.config.compose import load_config
@@ -293,7 +293,7 @@ def test_a_change_whose_name_is_the_value_of_model_kernels_is_required(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, propose: Any, raised: type[PacktrainError], said: str
 ) -> None:
     others = {name: Change(name=name, propose=propose) for name in ("acme", "another")}
-    monkeypatch.setattr(registry, "CHANGES", SimpleNamespace(all=lambda: others))
+    monkeypatch.setattr(spec, "CHANGES", SimpleNamespace(all=lambda: others))
     (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(base_config(tmp_path, trainer={"max_steps": 1})))
     config = load_config(str(path), [])
     assert train_here(config, tmp_path / "auto").summary["changes"].keys() <= {"acme", "another"}

@@ -10,8 +10,8 @@ import pytest
 
 from packtrain.train.checkpoint import folder as checkpoint_folder
 from packtrain.train.checkpoint.folder import complete, find_resume, folder_of, prune, set_aside, staging_of
-from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.log.metrics import MetricsFile
+from packtrain.train.run_state import RunState
 
 ORIGIN = {"trainer.seed": 0, "strategy.name": "ddp", "the number of processes": 1}
 

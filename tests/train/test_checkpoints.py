@@ -18,9 +18,9 @@ from running import Run, assert_same_bits, base_config, packtrain, train
 
 from packtrain.config.compose import load_config
 from packtrain.train.checkpoint import state, writer
-from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.log.metrics import MetricsFile
 from packtrain.train.loop import StepTrainer
+from packtrain.train.run_state import RunState
 from tests.train import forked
 
 EVERY_2: dict[str, Any] = {"max_steps": 6, "checkpoint_every": 2, "keep_checkpoints": None}

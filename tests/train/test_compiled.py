@@ -19,8 +19,8 @@ from torch._dynamo.utils import counters
 
 from packtrain.attention.backends import attending_by
 from packtrain.errors import UserError
-from packtrain.model import compiled
-from packtrain.model.compiled import compile_layers, is_compiled
+from packtrain.model import layers
+from packtrain.model.layers import compile_layers, is_compiled
 from packtrain.packing.segments import Segments
 from tests.train import forked
 
@@ -47,7 +47,7 @@ def loss_and_gradients(model: Any, segments: Segments) -> tuple[torch.Tensor, to
 def test_compiled_layers_compute_the_same_for_rows_of_any_lengths_and_are_compiled_once(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "BACKEND", backend)
+    monkeypatch.setattr(layers, "BACKEND", backend)
     plain, fast = (tiny_model("llama", num_hidden_layers=2, attention_bias=True).train() for _ in range(2))
     for model in (plain, fast):
         model.gradient_checkpointing_enable()
@@ -66,7 +66,7 @@ def test_compiled_layers_compute_the_same_for_rows_of_any_lengths_and_are_compil
 
 def traced(*given: Any) -> None:
     """`forked.run`, with graphs of torch.compile that run as they were traced: that takes seconds, compiling them a minute."""
-    compiled.BACKEND = "eager"
+    layers.BACKEND = "eager"
     forked.run(*given)
 
 

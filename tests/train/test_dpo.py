@@ -33,11 +33,11 @@ from packtrain.config.schema import Batch, Packing, RunConfig
 from packtrain.data.dataset import PairDataset
 from packtrain.errors import UserError
 from packtrain.model.spread import Ranks
-from packtrain.objectives.dpo.run import DPO, FIGURES
+from packtrain.objectives.dpo.run import DPO
 from packtrain.objectives.dpo.spec import SPEC
 from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import make_schedule
-from packtrain.train.objectives.pairs import PairSteps
+from packtrain.train.objectives.answer_objectives import PairSteps
 
 ALONE = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "aot": {"label_smoothing": 0.1}}
 TOGETHER: list[dict[str, Any]] = [  # tests/unit/objectives/test_losses.py has all of them
@@ -58,7 +58,7 @@ def of_trl(folder: Path, **objective: Any) -> tuple[float, torch.Tensor, dict[st
 
 def assert_all_equal_trl(folder: Path, **objective: Any) -> None:
     expected = of_trl(folder, **objective)
-    assert set(expected[2]) - {"num_tokens"} == set(FIGURES)
+    assert set(expected[2]) - {"num_tokens"} == {one.name for one in SPEC.figures}
     splits = SPLITS[:1] if set(objective["loss_type"]) & set(SPEC.sorting_losses) else SPLITS
     for layout in LAYOUTS:
         trainer = ours(folder, layout, **objective)

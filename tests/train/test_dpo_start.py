@@ -26,7 +26,7 @@ from packtrain.packing.segments import Segments
 from packtrain.train.loader import MicroBatch
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives import first_loss
-from packtrain.train.objectives.pairs import PairSteps
+from packtrain.train.objectives.answer_objectives import PairSteps
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -58,7 +58,7 @@ def test_the_sigmoid_loss_is_held_to_ln_2_and_not_to_what_the_code_under_test_gi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = ours(tmp_path, "flat", reference=policy(), loss_type=["sigmoid"])
-    monkeypatch.setitem(losses.PAIR_LOSSES, "sigmoid", losses.PairLoss(lambda *given: 2 * losses.sigmoid(*given)))
+    monkeypatch.setitem(losses.PAIR_LOSSES, "sigmoid", lambda *given: 2 * losses.sigmoid(*given))
     with pytest.raises(CheckFailed, match=r"the first loss is 1\.386294, but 0\.6931472"):
         start_loss(trainer)
 

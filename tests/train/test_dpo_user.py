@@ -22,7 +22,7 @@ from packtrain.errors import CheckFailed, UserError
 from packtrain.model import reference
 from packtrain.model.load import load_model
 from packtrain.model.precision import Precision
-from packtrain.model.weights.hashes import weights_hash
+from packtrain.model.weights import weights_hash
 from packtrain.run_folder import RunFolder
 from packtrain.train.objectives.training_objective import identity_of_reference
 from packtrain.train.run import verify_in

@@ -90,7 +90,8 @@ def config_in(folder: Path) -> str:
 @pytest.fixture(scope="module")
 def trained(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("orpo")
-    packtrain("orpo", config_in(folder), begin=partial(with_package, package))
+    ran = packtrain("orpo", config_in(folder), begin=partial(with_package, package))
+    (folder / "screen").write_text(ran.stdout)
     return Run(folder / "run")
 
 
@@ -101,6 +102,8 @@ def test_help_and_plan_know_an_objective_of_another_package(package: Path, tmp_p
     refused = fresh(package, "plan", config_in(tmp_path), "objective.options.weight=-1", "objective.loss=ipo")
     assert refused.returncode == 2
     assert "objective.options.weight" in refused.stderr and "packtrain orpo" in refused.stderr
+    a_figure = fresh(package, "plan", config_in(tmp_path), "~data.eval", "+data.eval.ranked_right=pairs.jsonl")
+    assert a_figure.returncode == 2 and "data.eval.ranked_right" in a_figure.stderr
 
 
 def test_its_losses_and_weights_are_alike_in_all_modes_and_on_two_processes(
@@ -135,8 +138,18 @@ def test_it_resumes_to_the_same_bits_is_proved_and_reported(package: Path, train
     proof = json.loads(packtrain("verify", config_in(tmp_path), "--json", begin=begin).stdout)
     assert proof["verdict"] == "exact" and proof["objective"] == "orpo"
     assert all(mode["grad_rel_diff"] <= 1e-4 for mode in proof["modes"].values())
-    packtrain("report", str(trained.folder), begin=begin)
-    assert "log_odds" in (trained.folder / "report.html").read_text()
+
+
+def test_its_figures_are_on_the_screen_and_in_the_report_as_declared(package: Path, trained: Run) -> None:
+    right, screen = trained.evals[-1]["eval_ranked_right"], (trained.folder.parent / "screen").read_text()
+    assert f"pairs ranked right {right:.1%}" in screen
+    assert (
+        f"of {trained.evals[-1]['eval_pairs']} held-out pairs: pairs ranked right {right:.1%} (chance: 50%)"
+        in " ".join(screen.split())
+    )
+    packtrain("report", str(trained.folder), begin=partial(with_package, package))
+    page = (trained.folder / "report.html").read_text()
+    assert "Held-out pairs ranked right" in page and "Log odds ratio" in page
 
 
 def config_of_equal(folder: Path, examples: str) -> str:
@@ -164,7 +177,7 @@ def test_single_documents_and_answers_train_alike_in_padded_rows_and_on_three_pr
     packtrain("equal", config, begin=begin)
     packed = Run(tmp_path / "run")
     share = {"documents": 1, "answers": 0.5}[examples]
-    assert packed.evals[-1]["eval_documents"] > 0 and packed.evals[-1]["eval_labelled_true"] == share
+    assert packed.evals[-1][f"eval_{examples}"] > 0 and packed.evals[-1]["eval_labelled_true"] == share
     changes = ["packing.mode=padding", f"trainer.output_dir={tmp_path / 'three'}"]
     ends = forked.joined(3, "equal", config, *changes, begin=begin)
     assert [end.returncode for end in ends] == [0, 0, 0], ends[0].stderr
@@ -177,20 +190,39 @@ def test_a_subclass_of_sft_needs_none_of_its_options_and_figures_may_have_names_
     package: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(package, site := tmp_path / "site")
-    run = site / "equal/run.py"
-    run.write_text(run.read_text().replace('"labelled_true"', '"margin"'))  # a reward model has such a figure
+    run, spec = site / "equal/run.py", site / "equal/spec.py"
+    for file in (run, spec):  # a reward model has such a figure
+        file.write_text(file.read_text().replace('"labelled_true"', '"margin"'))
     begin, config = partial(with_package, site), config_of_equal(tmp_path, "documents")
     assert "done" in packtrain("equal", config, begin=begin).stdout
     run.write_text("from packtrain.objectives.sft.run import SFT as OBJECTIVE\n")
     packtrain("equal", config, begin=begin)
 
 
-@pytest.mark.parametrize("fault", ["import nothing_like_this", "SPEC = None"])
-def test_a_package_that_is_broken_is_named(package: Path, tmp_path: Path, fault: str) -> None:
-    shutil.copytree(package, tmp_path / "site")
-    (tmp_path / "site/orpo/spec.py").write_text(fault)
-    ran = fresh(tmp_path / "site", "--help")
-    assert ran.returncode == 2 and "packtrain-orpo" in ran.stderr and "Traceback" not in ran.stderr
+@pytest.mark.parametrize(
+    ("verb", "file", "old", "new"),
+    [
+        ("--help", "orpo/spec.py", "from ", "import nothing_like_this\nfrom "),
+        ("--help", "orpo/spec.py", "SPEC = ", "OTHER = "),
+        ("--help", "orpo/spec.py", 'examples="pairs"', 'examples="triples"'),
+        ("--help", "orpo/spec.py", '"log_odds"', '"tokens"'),
+        ("orpo", "orpo/run.py", "OBJECTIVE = ", "OTHER = "),
+        ("orpo", "orpo/run.py", "OBJECTIVE = ORPO", "OBJECTIVE = ORPOLoss"),
+        ("orpo", "orpo/run.py", "import torch\n", "import nothing_like_this\n"),
+        ("sft", "acme/norms.py", "CHANGE = ", "OTHER = "),
+    ],
+)
+def test_a_package_that_is_broken_is_named(
+    package: Path, tmp_path: Path, verb: str, file: str, old: str, new: str
+) -> None:
+    shutil.copytree(package, site := tmp_path / "site")
+    (path := site / file).write_text(path.read_text().replace(old, new, 1))
+    config = [config_in(tmp_path)] if verb == "orpo" else ["recipes/quickstart-sft.yaml"] if verb == "sft" else []
+    ran = fresh(
+        site, verb, *config, *["trainer.max_steps=1", f"trainer.output_dir={tmp_path / 'run'}"][: 2 * len(config)]
+    )
+    assert ran.returncode == 2 and "Traceback" not in ran.stderr
+    assert f"packtrain-orpo, packtrain.{'changes: acme' if verb == 'sft' else 'objectives: orpo'} = " in ran.stderr
 
 
 @pytest.mark.parametrize("name", ["sft", "plan"])

@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
-from packtrain.attention.segmented import run as segmented
+from packtrain.attention import segmented
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.forward import add_loss_sum, choose_head

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from running import base_config, train
 
-from packtrain.attention.flash import selection
-from packtrain.attention.registry import BACKENDS
+from packtrain.attention import kernel_choice
+from packtrain.attention.spec import BACKENDS
 from packtrain.plan.origin import origin_in
 from tests.stand_in_kernels import flash_attention_2, flash_attention_3
 from tests.train import forked
@@ -26,7 +26,7 @@ KERNELS = {
 
 def with_kernels(arguments: Any, environment: dict[str, str], *rest: Any, without: str = "") -> None:
     """The command on a CPU that has two kernels, but for the one of that name."""
-    selection.CANDIDATES = tuple(one for one in selection.CANDIDATES if one[0] in KERNELS and one[0] != without)
+    kernel_choice.CANDIDATES = tuple(one for one in kernel_choice.CANDIDATES if one[0] in KERNELS and one[0] != without)
     for module, kernel in KERNELS.values():
         sys.modules[module] = SimpleNamespace(flash_attn_varlen_func=kernel)  # type: ignore[assignment]
     BACKENDS.all()["flash"] = replace(BACKENDS["flash"], devices=("cpu",), formats=("float32",))

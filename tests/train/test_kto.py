@@ -13,8 +13,7 @@ from tiny_kto import ANSWERS, LABELS, LAYOUTS, Answers, arguments, ours, rows, s
 from trl import KTOTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
-from packtrain.objectives.kto.run import FIGURES
-from packtrain.objectives.logged_figures import MARGINS
+from packtrain.objectives.kto.spec import SPEC
 
 OBJECTIVES: list[dict[str, Any]] = [
     {"loss_type": "kto"},
@@ -37,7 +36,7 @@ def of_trl(
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda one: "-".join(map(str, one.values())))
 def test_loss_gradient_and_figures_equal_trl_padding(objective: dict[str, Any], tmp_path: Path) -> None:
     expected = of_trl(tmp_path, **objective)
-    assert set(expected[2]) - {"num_tokens"} == {*FIGURES, MARGINS}
+    assert set(expected[2]) - {"num_tokens"} == {one.name for one in SPEC.figures}
     assert (expected[2]["kl"] > 0.1) == (objective["loss_type"] == "kto")
     for layout in LAYOUTS:
         for parts in SPLITS:
@@ -51,7 +50,7 @@ def test_steps_of_one_kind_of_answers_are_those_of_trl(label: bool, tmp_path: Pa
     expected = of_trl(tmp_path, labels)
     steps = replace(steps_of("flat"), data=cast(Any, Answers(labels)))
     assert_same_step(in_parts(ours(tmp_path, "flat", steps=steps), SPLITS[1]), expected, "one kind")
-    assert MARGINS not in expected[2]
+    assert "rewards/margins" not in expected[2]
 
 
 def test_mismatched_pairs_are_cut_as_by_trl_and_keep_to_the_limits_of_a_micro_batch(tmp_path: Path) -> None:

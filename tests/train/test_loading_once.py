@@ -54,15 +54,15 @@ def compare(arguments: tuple[str, ...], environment: dict[str, str], cwd: Path, 
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
+    from packtrain.model import save
     from packtrain.model.load import load_model
     from packtrain.model.spread import Ranks, placement_of, reading_mesh, spread
-    from packtrain.model.weights import stream
-    from packtrain.model.weights.hashes import weights_hash
+    from packtrain.model.weights import weights_hash
 
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     ranks = Ranks(rank, world, torch.device("cpu"), arguments[1], copies=2 if world == 4 else 1)
-    stream.FILE_BYTES = 20_000
+    save.FILE_BYTES = 20_000
     tokenizer = Tokens()
     for name in FAMILIES:
         for peft, scores in ((Peft(), False), (Peft(kind="lora", r=3), True)):
@@ -77,7 +77,7 @@ def compare(arguments: tuple[str, ...], environment: dict[str, str], cwd: Path, 
             spread(model, ranks)
             for key, weight in model.named_parameters(remove_duplicate=False):
                 # ZeRO-3 has one format
-                assert torch.equal(stream.gathered(weight), expected[key].to(weight.dtype)), (name, key)
+                assert torch.equal(save.gathered(weight), expected[key].to(weight.dtype)), (name, key)
                 assert weight.requires_grad == expected[key].requires_grad, (name, key)
             assert len({*model.parameters()}) == len({*whole.parameters()}), name
             for ours, theirs in zip(model.buffers(), whole.buffers(), strict=True):
@@ -94,12 +94,12 @@ def compare(arguments: tuple[str, ...], environment: dict[str, str], cwd: Path, 
 
 
 def check_files(model: Any, whole: Any, folder: Path, *, main: bool) -> None:
-    from packtrain.model.weights import stream
+    from packtrain.model import save
 
     folder.mkdir(exist_ok=True)
-    plan = stream.plan_files(model, torch.float32)
+    plan = save.plan_files(model, torch.float32)
     assert plan is not None and len(plan.files) > 1
-    stream.write_files(model, plan, folder, stream.gathered, main=main)
+    save.write_files(model, plan, folder, save.gathered, main=main)
     if main:
         whole.save_pretrained(folder / "expected")
         expected = load_file(folder / "expected" / "model.safetensors")

@@ -14,8 +14,8 @@ from tiny_models import tiny_model
 from transformers import AttentionInterface
 from trl.trainer.utils import add_fused_lm_head
 
+from packtrain.attention import segmented
 from packtrain.attention.backends import attend_by, own_attention
-from packtrain.attention.segmented import run as segmented
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
 from packtrain.model.forward import add_loss_sum

@@ -15,7 +15,7 @@ from packtrain.train.loop import StepTrainer
 from tests.unit.test_layout import files_of_section
 
 PACKAGE = Path(packtrain.__file__).parent
-MOST = 27
+MOST = 23
 """Files of a step that has no line, no evaluation and no checkpoint."""
 
 

@@ -13,11 +13,11 @@ from running import base_config, train, write_jsonl
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from packtrain.attention.segmented.run import NAME
+from packtrain.attention.segmented import NAME
 from packtrain.config.compose import load_config
 from packtrain.errors import UserError
+from packtrain.model.layers import recompute
 from packtrain.model.precision import Precision
-from packtrain.model.recomputation import recompute
 from packtrain.model.spread import Ranks
 from packtrain.packing.segments import Segments
 from packtrain.plan.memory import CHECKPOINTING, GIB, Memory, estimate

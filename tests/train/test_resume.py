@@ -26,12 +26,12 @@ from packtrain.config.compose import load_config
 from packtrain.data.tokens.chat_template import CHATML
 from packtrain.diagnose.doctor import examine
 from packtrain.errors import Problem, UserError
-from packtrain.exit_code import listening
 from packtrain.plan.origin import check_length
 from packtrain.run_folder import RunFolder
+from packtrain.system import listening
 from packtrain.train.checkpoint.folder import complete
 from packtrain.train.loop import StepTrainer
-from packtrain.train.settings import StopRequest
+from packtrain.train.run_state import StopRequest
 from tests.train import forked
 
 DROPOUT = {"attention_dropout": 0.1}  # so that a lost random state would show

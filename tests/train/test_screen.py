@@ -13,10 +13,10 @@ from rich.console import Console
 
 from packtrain.config.schema import RunConfig, Tracking
 from packtrain.run_folder import RunFolder
-from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.log.console import Log
 from packtrain.train.log.metrics import TerminalProgress
 from packtrain.train.log.trackers import trackers_of
+from packtrain.train.run_state import RunState
 
 LOGS = {"loss": 12.3456, "tokens_per_second": 1234567.8, "padding_fraction": 0.123, "learning_rate": 1e-3}
 

@@ -20,9 +20,9 @@ from running import Run, assert_same_bits, base_config, packtrain, train, write_
 
 from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
-from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.log.metrics import MetricsFile
 from packtrain.train.loop import StepTrainer
+from packtrain.train.run_state import RunState
 from packtrain.train.spikes import IN_A_ROW, RecentFigures
 from tests.train import forked
 

@@ -24,9 +24,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from packtrain.errors import CheckFailed
 from packtrain.model.precision import compute_in
 from packtrain.model.spread import Ranks, open_strategy
-from packtrain.objectives.dpo.run import FIGURES
+from packtrain.objectives.spec import OBJECTIVES
 from packtrain.plan.memory import GIB, Memory
-from packtrain.strategies.registry import DEFAULT, STRATEGIES
+from packtrain.strategies.spec import DEFAULT, STRATEGIES
 from packtrain.train import run as training
 from packtrain.train.engine import check_spread
 from packtrain.train.loop import StepTrainer
@@ -226,7 +226,7 @@ def test_preferences_train_the_same_on_two_processes_of_which_one_has_no_pair(
     run = train(folder, pairs_of(folder), f"strategy={name}", name=f"{name}-preferred", command="dpo", processes=2)
     assert_same_training(run, preferred)
     for ours, theirs in zip(run.steps, preferred.steps, strict=True):
-        for figure in FIGURES:
+        for figure in (one.name for one in OBJECTIVES["dpo"].figures):
             assert ours[figure] == pytest.approx(theirs[figure], rel=1e-5, abs=1e-5), (ours["step"], figure)
 
 

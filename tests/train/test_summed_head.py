@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import packtrain.attention.segmented.run  # noqa: F401  # registers its attention
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,9 +15,9 @@ from trl.kernels import chunked_logprob as kernels
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.data.dataset import Document
+from packtrain.model import heads
 from packtrain.model.forward import add_loss_sum, choose_head
-from packtrain.model.heads import summed
-from packtrain.model.heads.summed import compare_gradients, sum_losses
+from packtrain.model.heads import compare_gradients, sum_losses
 from packtrain.packing.collate import collate_flat
 
 ROWS, WIDTH, WORDS = 70, 24, 211
@@ -65,7 +66,7 @@ def as_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_losses_and_gradients_are_those_of_full_logits(
     monkeypatch: pytest.MonkeyPatch, loss: Any, bias: bool, triton: bool
 ) -> None:
-    monkeypatch.setattr(summed, "_CPU_CHUNK", 32)  # three chunks, the last one smaller
+    monkeypatch.setattr(heads, "_CPU_CHUNK", 32)  # three chunks, the last one smaller
     if triton:
         as_triton(monkeypatch)
     hidden, targets, head = inputs(bias)
@@ -90,21 +91,21 @@ def test_a_second_backward_pass_is_refused() -> None:
     hidden, targets, head = inputs()
     total = sum_losses(hidden, targets, head, "nll")
     total.backward(retain_graph=True)
-    with pytest.raises(TypeError):
+    with pytest.raises(RuntimeError, match="one backward pass"):
         total.backward()
 
 
 def test_the_measured_difference_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, targets, head = inputs()
     assert compare_gradients(hidden, targets, head, "nll") < 1e-5
-    right = summed._loss_in_place
+    right = heads._loss_in_place
 
     def wrong(logits: torch.Tensor, *given: Any, **how: Any) -> torch.Tensor:
         total = right(logits, *given, **how)
         logits *= 1.01
         return total
 
-    monkeypatch.setattr(summed, "_loss_in_place", wrong)
+    monkeypatch.setattr(heads, "_loss_in_place", wrong)
     assert compare_gradients(hidden, targets, head, "nll") == pytest.approx(0.01, rel=1e-2)
 
 
@@ -125,15 +126,13 @@ def test_a_summed_head_that_is_wrong_gives_way_to_that_of_single_tokens(
 
     match fault:
         case "refused":
-            monkeypatch.setattr(summed, "_loss_in_place", refuse)
+            monkeypatch.setattr(heads, "_loss_in_place", refuse)
         case "gradients":
-            monkeypatch.setattr(
-                summed, "_loss_in_place", lambda logits, *_, **__: summed._by_torch(logits * 1, *_, **__)
-            )
+            monkeypatch.setattr(heads, "_loss_in_place", lambda logits, *_, **__: heads._by_torch(logits * 1, *_, **__))
         case "renamed":  # in another version of TRL
             monkeypatch.delattr(kernels, "_addmm_fp32")
         case "gone":
-            monkeypatch.setattr(summed, "_kernels", lambda: importlib.import_module("trl.kernels.elsewhere"))
+            monkeypatch.setattr(heads, "_kernels", lambda: importlib.import_module("trl.kernels.elsewhere"))
     assert choose_head(model, head, dict(batch)) < 1e-5 and head.kind == "by token"
     said = {"refused": "takes other arguments", "gradients": "gradients by", "renamed": "_addmm_fp32"}
     assert said.get(fault, "No module named") in head.refusal
@@ -142,8 +141,8 @@ def test_a_summed_head_that_is_wrong_gives_way_to_that_of_single_tokens(
 
 def test_in_bfloat16_the_loss_and_the_weights_gradient_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: of many chunks, which bfloat16 sums would round at every step."""
-    monkeypatch.setattr(summed, "_compute_dtype", lambda hidden: hidden.dtype)
-    monkeypatch.setattr(summed, "_CPU_CHUNK", 2)
+    monkeypatch.setattr(heads, "_compute_dtype", lambda hidden: hidden.dtype)
+    monkeypatch.setattr(heads, "_CPU_CHUNK", 2)
     hidden, targets, head = inputs(bias=False)
     exact = loss_and_gradients(by_full_logits(hidden, targets, head, "nll"), hidden, head)
     rounded, head16 = hidden.detach().bfloat16().requires_grad_(), nn.Linear(WIDTH, WORDS, bias=False).bfloat16()

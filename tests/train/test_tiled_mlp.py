@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 from packtrain.changes.tiles import check_tiles, mlps_of, tile_mlps
 from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
-from packtrain.model.recomputation import recompute
+from packtrain.model.layers import recompute
 from packtrain.packing.segments import Segments
 
 ROW = Segments((17, 1, 33, 8))

@@ -23,7 +23,7 @@ from packtrain.config.schema import Model, Peft
 from packtrain.data.sources.quickstart import tokenizer
 from packtrain.errors import UserError
 from packtrain.model.load import load_model
-from packtrain.model.weights.source import carry
+from packtrain.model.weights import carry
 from packtrain.serve.export import merge
 
 Weights = dict[str, torch.Tensor]

@@ -17,7 +17,7 @@ from running import LLAMA, base_config, packtrain
 from tiny_models import tiny_model
 from transformers import AttentionInterface
 
-from packtrain.attention.segmented import run as segmented
+from packtrain.attention import segmented
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Data, Model, Packing, Peft, RunConfig, Trainer
 from packtrain.data.tokens.pretrained import load_tokenizer

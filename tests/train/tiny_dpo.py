@@ -25,10 +25,10 @@ from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.loader import Steps
 from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives.answer_objectives import PairSteps
 from packtrain.train.objectives.first_loss import check_answer_forward, check_first_loss
 from packtrain.train.objectives.loss import Setup
-from packtrain.train.objectives.pairs import PairSteps
-from packtrain.train.settings import LoopSettings, StopRequest
+from packtrain.train.run_state import LoopSettings, StopRequest
 
 TOKENIZER = load_tokenizer(Model(tokenizer="quickstart"))
 LAYOUTS: tuple[RowLayout, ...] = ("padding", "flat", "shared")
@@ -100,9 +100,8 @@ def ours(
     **given: Any,
 ) -> StepTrainer:
     """packtrain's trainer, ready for step 1; without a `model` on `policy`, without a `reference` against `another`."""
-    steps, settings = steps or steps_of(layout), arguments(folder, **given)
     objective = objective_of("dpo", **given)
-    return trainer_of(DPOLoss, folder, settings, steps, objective, model=model, reference=reference)
+    return trainer_of(DPOLoss, folder, steps or steps_of(layout), objective, model=model, reference=reference)
 
 
 def objective_of(
@@ -118,13 +117,11 @@ def objective_of(
     return Objective(kind=kind, loss=loss_type, options=options, beta=beta, reference=reference)
 
 
-def trainer_of(
-    kind: type[Any], folder: Path, settings: Any, steps: Steps, objective: Objective, *, model: Any, reference: Any
-) -> Any:
+def trainer_of(kind: type[Any], folder: Path, steps: Steps, objective: Objective, *, model: Any, reference: Any) -> Any:
     """A trainer by a loss of that kind over `steps`, on models that attend by Segments unless they are padded."""
     of_loop = LoopSettings(steps, {}, StopRequest(), folder, {})
     held_to = another() if reference == OTHER else reference
-    trainer = StepTrainer(kind(Setup(model or policy(), settings, TOKENIZER, of_loop), objective, held_to), of_loop)
+    trainer = StepTrainer(kind(Setup(model or policy(), TOKENIZER, of_loop), objective, held_to), of_loop)
     if steps.layout != "padding":
         for one in filter(None, (trainer.model, trainer.loss.reference)):
             attend_by(base_model(one), "segmented")

@@ -95,6 +95,5 @@ def ours(
     **given: Any,
 ) -> StepTrainer:
     """packtrain's trainer, ready for step 1; without a `model` on `policy`, without a `reference` against `another`."""
-    steps, settings = steps or steps_of(layout), arguments(folder, **given)
     objective = tiny_dpo.objective_of("kto", **given)
-    return tiny_dpo.trainer_of(KTOLoss, folder, settings, steps, objective, model=model, reference=reference)
+    return tiny_dpo.trainer_of(KTOLoss, folder, steps or steps_of(layout), objective, model=model, reference=reference)

@@ -12,8 +12,7 @@ import pytest
 
 from packtrain import __version__
 from packtrain.cli import split_arguments
-from packtrain.errors import CheckFailed, PeerFailed, Problem, UserError
-from packtrain.exit_code import BUG, exit_code_of
+from packtrain.errors import BUG, CheckFailed, PeerFailed, Problem, UserError, exit_code_of
 from packtrain.plan.surroundings import command_of
 from tests.unit.command_line import packtrain
 

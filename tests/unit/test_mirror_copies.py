@@ -11,10 +11,10 @@ from typing import Any
 import fsspec
 import pytest
 
-from packtrain.durable import hash_of
 from packtrain.errors import PeerFailed, UserError
 from packtrain.mirror import Mirror
 from packtrain.run_folder import RunFolder
+from packtrain.system import hash_of
 from tests.unit.command_line import packtrain
 
 ROOT = Path(__file__).resolve().parents[2]

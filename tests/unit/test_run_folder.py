@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from packtrain import time_limit
+from packtrain import system
 from packtrain.errors import UserError
-from packtrain.launch.attempt import LOCK
+from packtrain.launch.execute import LOCK
 from packtrain.monitor.channel import PUBLISHED
 from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, stacks_of
 from packtrain.run_folder import REPLACED_LOGS, RunFolder, write_json
-from packtrain.time_limit import in_time
+from packtrain.system import in_time
 
 
 def finished(root: Path) -> RunFolder:
@@ -231,10 +231,10 @@ def test_what_a_disk_does_not_take_in_time_is_left_behind_and_what_comes_after_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert (in_time(lambda: "read", ""), in_time(fails, "nothing")) == ("read", "nothing")
-    monkeypatch.setattr(time_limit, "DISK_S", 0.05)
+    monkeypatch.setattr(system, "DISK_S", 0.05)
     back, done = threading.Event(), threading.Event()
     assert in_time(lambda: back.wait(300), None) is None
-    monkeypatch.setattr(time_limit, "DISK_S", 300)
+    monkeypatch.setattr(system, "DISK_S", 300)
     begun = time.monotonic()
     assert in_time(lambda: done.set() or "written", "not yet") == "not yet"
     assert time.monotonic() - begun < 100 and not done.is_set()

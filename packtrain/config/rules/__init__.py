@@ -17,14 +17,11 @@ from packtrain.config.rules.fitting import PEFT_OPTIONS, SCHEDULE_OPTIONS, check
 from packtrain.config.rules.slurm import check_sbatch, check_secrets
 from packtrain.config.rules.table import check_table
 from packtrain.config.schema import Data, Optim, Peft, RunConfig, Topology, name_sources, sources
-from packtrain.objectives.registry import OBJECTIVES
-from packtrain.redact import speaks_of_secrets
-from packtrain.wording import shortened
+from packtrain.objectives.spec import OBJECTIVES, names_of_figures
+from packtrain.wording import shortened, speaks_of_secrets
 
 # launchers set these for each process
 _LAUNCH_VARIABLE = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|PACKTRAIN_.*)"
-_FIGURES = {"loss", "tokens", "pairs", "answers", "accuracy", "margin", "kl", "entropy", "rewards", "logits", "logps"}
-"""Names of held-out figures. No set of data.eval may have one of them."""
 
 
 def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
@@ -103,7 +100,7 @@ def _held_out(data: Data) -> Iterator[Fault]:
     held_out, key = data.eval, "data.eval"
     sets = held_out if isinstance(held_out, dict) else {}
     for name in sets:
-        if name in _FIGURES or not re.fullmatch(r"[\w-]+", name, re.ASCII):
+        if name in names_of_figures() or not re.fullmatch(r"[\w-]+", name, re.ASCII):
             fix = "Use letters, digits, _ and -, and not the name of a figure, such as loss."
             yield Fault((f"{key}.{name}",), f"a set cannot be called {name!r}", fix)
     fraction = isinstance(held_out, float) and not 0 < held_out < 1

@@ -1,7 +1,7 @@
 """Rules about Slurm jobs, and about secrets that would reach scripts and config.yaml. Pure.
 
 Only faults that are certain are refused here; sbatch itself refuses what only the cluster knows. A text is refused only if it certainly
-holds a secret (packtrain/redact.py). For options of sbatch, and for values of a mapping, the name is enough. Lines of topology.setup
+holds a secret (packtrain/wording.py). For options of sbatch, and for values of a mapping, the name is enough. Lines of topology.setup
 are the user's own program: they stay, with a warning.
 """
 
@@ -16,8 +16,7 @@ from contextlib import suppress
 from packtrain.config import is_list, is_mapping
 from packtrain.config.fault import Fault
 from packtrain.config.schema import Topology
-from packtrain.redact import is_certain, learn, speaks_of_secrets, variable_of
-from packtrain.wording import whole
+from packtrain.wording import is_certain, learn, speaks_of_secrets, variable_of, whole
 
 _FIXED = {  # packtrain's own options, and options that break the script, with advice
     "array": "A sweep makes one: packtrain sbatch VERB CONFIG -m …",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -15,8 +15,7 @@ from packtrain.config.keys import suggest
 from packtrain.config.schema import Format
 from packtrain.data.sources.chunks import UNLISTED, BadRow, RawRow, wrong_type
 from packtrain.errors import UserError
-from packtrain.objectives.registry import OBJECTIVES, objective_for
-from packtrain.objectives.spec import Examples
+from packtrain.objectives.spec import OBJECTIVES, Examples, objective_for
 
 REQUIRED: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -141,24 +140,6 @@ def column_of(ours: str, names: Container[str], columns: Mapping[str, str]) -> s
     return name if name in names else next((other for other in ALIASES.get(name, ()) if other in names), name)
 
 
-def is_answer_alone(names: Iterable[str], columns: Mapping[str, str]) -> bool:
-    """Return whether only `output` has content. ms-swift takes it as the answer to an empty question."""
-    ours = {column_of(name, {*names}, columns) for name in ("output", "system", "tools", LABEL, "rejected")}
-    return all(name in ours or name.lower().endswith(("id", "idx", "index")) for name in names)
-
-
-def fill_in_questions(rows: list[tuple[str, RawRow]], columns: Mapping[str, str]) -> list[tuple[str, RawRow]]:
-    """Give rows without an `instruction` a null one, as in tables. Only if another row of the chunk has one."""
-
-    def asks(row: RawRow) -> bool:
-        return isinstance(row, dict) and column_of("instruction", row, columns) in row
-
-    if not any(asks(row) for _, row in rows):
-        return rows
-    null = {columns.get("instruction", "instruction"): None}
-    return [(where, null | row if isinstance(row, dict) and not asks(row) else row) for where, row in rows]
-
-
 @lru_cache(4096)
 def _classify(name: str) -> tuple[bool, tuple[str, ...]]:
     """Return whether the name means a NOTE, and our columns that it hints at."""
@@ -167,7 +148,7 @@ def _classify(name: str) -> tuple[bool, tuple[str, ...]]:
     return _NOTES.fullmatch(plain) is not None, () if name.endswith(UNLISTED) else tuple(hinted)
 
 
-def _use_of(name: str, value: Any, absent: Container[str]) -> str:
+def _use_of(name: str, value: object, absent: Container[str]) -> str:
     """Return our `absent` column for this one, "" for none, or NOTE."""
     is_note, hinted = _classify(name)
     if is_note or not isinstance(value, (str, list, dict)):
@@ -200,7 +181,7 @@ def parse_json(text: str, reason: str, what: str, where: str) -> Any:
         raise BadRow(reason, f"{what}: {error}", where) from None
 
 
-def list_of(value: Any, where: str) -> list[Any]:
+def list_of(value: object, where: str) -> list[Any]:
     """Return a list, or the list in a JSON string. Csv and parquet files often hold nested columns as strings."""
     if isinstance(value, str):
         value = parse_json(value, "wrong type", "expected a list, found a string that is not JSON", where)
@@ -224,8 +205,6 @@ def detect_format(
     def missing(format: str, names: list[str]) -> list[str]:
         needed = {need: column_of(need, names, columns) for need in REQUIRED[format]}
         lacking = {need: name for need, name in needed.items() if name not in names}
-        if "instruction" in lacking and is_answer_alone(names, columns):
-            del lacking["instruction"]
         if "chosen" in lacking and any(column_of(ours, names, columns) in names for ours in CHOSEN):
             del lacking["chosen"]
         return [*lacking.values()]
@@ -257,10 +236,8 @@ def detect_format(
         what = f"data.format={fits[0]} needs the column {lacking[0]!r}" if fits else "the columns fit no known format"
         needs = "; ".join(f"{name} ({', '.join(REQUIRED[name])})" for name in fits or allowed)
         pair = "data.columns.prompt=question data.columns.chosen=better data.columns.rejected=worse"
-        chat = (
-            "data.columns.instruction=question data.columns.output=answer for a chat, or data.columns.prompt=question "
-        )
-        chat += "data.columns.completion=answer for plain text without the chat template"
+        chat = "data.columns.instruction=question data.columns.output=answer for a chat, or "
+        chat += "data.columns.prompt=question data.columns.completion=answer for plain text without the chat template"
         example = pair if allowed == ["preference"] else chat
         fix = f"Say which column is which, as in {example}. Formats with their columns: {needs}."
         raise refuse(what, fix)

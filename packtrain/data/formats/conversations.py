@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from packtrain.config.schema import Format
-from packtrain.data.formats.columns import LABEL, LABELS, MASKS, Row, is_answer_alone, list_of
+from packtrain.data.formats.columns import LABEL, LABELS, MASKS, Row, list_of
 from packtrain.data.formats.messages import (
     Messages,
+    Tools,
+    are_same_tools,
     read_calls,
+    read_listed_tools,
     read_messages,
     read_system,
     read_tools,
@@ -25,7 +27,7 @@ from packtrain.data.formats.messages import (
     with_system,
     with_thought,
 )
-from packtrain.data.sources.chunks import BadRow, wrong_type
+from packtrain.data.sources.chunks import BadRow, JsonObject, wrong_type
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 """Columns of media: we refuse rows that have them."""
@@ -33,12 +35,16 @@ MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages for a chat template. The answer starts at `answer_from`, or is the last turn."""
+    """Messages for a chat template. The answer starts at `answer_from`, or is the last turn.
+
+    `tools_in_system`: the system prompt lists the row's tools, so `tools` is None.
+    """
 
     messages: Messages
-    tools: list[dict[str, Any]] | None = None
-    variables: dict[str, Any] = field(default_factory=dict)
+    tools: Tools | None = None
+    variables: JsonObject = field(default_factory=dict)
     answer_from: int | None = None
+    tools_in_system: bool = False
 
     @property
     def prompt(self) -> Messages:
@@ -100,9 +106,24 @@ def refuse_chat_columns(row: Row) -> None:
         raise BadRow("not plain text", what, row.name(given), fix)
 
 
+def make_conversation(row: Row, messages: Messages, answer_from: int | None = None) -> Conversation:
+    """Make the conversation of these messages, with the row's tools and template variables.
+
+    A system prompt that lists the same tools already stays as it is, and the template gets none: it would list them again.
+    Raises BadRow if it lists other tools.
+    """
+    tools, variables = read_tools(row), read_variables(row)
+    if not (tools and (listed := read_listed_tools(messages))):
+        return Conversation(messages, tools, variables, answer_from)
+    if not are_same_tools(tools, listed):
+        fix = "Take one of the two lists out: the model would see both."
+        raise BadRow("two lists of tools", "the system prompt lists other tools in <tools>", row.name("tools"), fix)
+    return Conversation(messages, None, variables, answer_from, tools_in_system=True)
+
+
 def _read_messages(row: Row, ours: str = "messages") -> Conversation:
     messages = with_thought(row, with_system(row, read_messages(row, ours)))
-    return Conversation(messages, read_tools(row), read_variables(row))
+    return make_conversation(row, messages)
 
 
 def _read_prompt_completion(row: Row) -> Conversation | PromptCompletion:
@@ -112,18 +133,18 @@ def _read_prompt_completion(row: Row) -> Conversation | PromptCompletion:
     before = with_system(row, read_messages(row, "prompt"))
     after = with_thought(row, read_messages(row, "completion"))
     refuse_closed_turn(before, after, row.name("completion"))
-    return Conversation([*before, *after], read_tools(row), read_variables(row), answer_from=len(before))
+    return make_conversation(row, [*before, *after], len(before))
 
 
 def _read_alpaca(row: Row) -> Conversation:
     answer = {"role": "assistant", "content": row.text("output")}
-    return Conversation(with_thought(row, [*ask_by_columns(row), answer]), read_tools(row), read_variables(row))
+    return make_conversation(row, with_thought(row, [*ask_by_columns(row), answer]))
 
 
 def _read_xlam(row: Row) -> Conversation:
     asked = {"role": "user", "content": row.text("query")}
     calls = {"role": "assistant", "content": "", **read_calls(row.take("answers"), row.name("answers"))}
-    return Conversation([*read_system(row), asked, calls], read_tools(row))
+    return make_conversation(row, [*read_system(row), asked, calls])
 
 
 def ask_by_columns(row: Row) -> Messages:
@@ -134,11 +155,9 @@ def ask_by_columns(row: Row) -> Messages:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(said, str) and said for said in pair):
             raise BadRow("wrong type", "expected [question, answer], two strings", f"{where}[{index}]")
         messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), pair, strict=True)]
-    extra, name = "", row.name("instruction")
-    if row.name("input") != name and row.optional("input") is not None:
+    extra = ""
+    if row.name("input") != row.name("instruction") and row.optional("input") is not None:
         extra = row.text("input", may_be_empty=True)
-    if name not in row.values and is_answer_alone(row.values, row.columns):
-        return [*messages, {"role": "user", "content": ""}]
     asked = (row.text("instruction", may_be_empty=bool(extra.strip())), extra)
     return [*messages, {"role": "user", "content": "\n".join(part for part in asked if part.strip())}]
 

@@ -14,13 +14,16 @@ one would silently go untrained. Sources: transformers' guide to chat templates,
 
 from __future__ import annotations
 
+import ast
+import json
 import re
-from itertools import chain
+from contextlib import suppress
+from itertools import chain, product
 from typing import Any
 
 from packtrain.config.keys import suggest
 from packtrain.data.formats.columns import Row, list_of, parse_json
-from packtrain.data.sources.chunks import BadRow, wrong_type
+from packtrain.data.sources.chunks import BadRow, JsonObject, drop_nulls, wrong_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 CALLS = ("function_call", "tool_call")
@@ -56,7 +59,10 @@ KNOWN = {"role", "content", "name", "id", "tool_calls", "tool_call_id", "reasoni
 """Keys that a parsed message may have; nothing reads others, unless the chat template does."""
 CALL = '{"name": …, "arguments": {…}}'
 _TAKEN = re.compile(r"conversations?|tools|tokenize|chat_template|return_\w+|add_generation_prompt|continue_final_\w+")
-Messages = list[dict[str, Any]]
+_LISTED = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
+Messages = list[JsonObject]
+Tools = list[JsonObject]
+"""Tools as templates want them: {"type": "function", "function": {…}}."""
 
 
 def read_messages(row: Row, ours: str) -> Messages:
@@ -88,7 +94,7 @@ def _unfold(turn: Any) -> list[Any]:
     return [{**(rest if role == "assistant" else {}), "role": role, "content": said[role]} for role in found] or [turn]
 
 
-def read_message(value: Any, where: str, row: Row) -> dict[str, Any]:
+def read_message(value: object, where: str, row: Row) -> JsonObject:
     """Read one message of the file. Drops null keys, like apply_chat_template. Raises BadRow naming the field."""
     if not isinstance(value, dict):
         raise wrong_type("an object", value, where)
@@ -150,7 +156,7 @@ def _read_role(role: str, who: str, named: frozenset[str], where: str) -> str:
     raise BadRow("unknown role", what, where, fix)
 
 
-def _set_weight(message: dict[str, Any], where: str, inside: str) -> None:
+def _set_weight(message: JsonObject, where: str, inside: str) -> None:
     """Keep `weight` 0 on an assistant's turn that is not trained, and no other weight."""
     given = _take_weights(message, where, message["role"])
     if isinstance(parts := message.get("content"), list):
@@ -168,7 +174,7 @@ def _set_weight(message: dict[str, Any], where: str, inside: str) -> None:
         message["weight"] = 0
 
 
-def _take_weights(value: dict[str, Any], where: str, role: str) -> dict[str, int]:
+def _take_weights(value: JsonObject, where: str, role: str) -> dict[str, int]:
     """Remove and return the weights of a turn or a part. Raises BadRow unless they are 0 or 1."""
     given = dict[str, int]()
     for key in [key for key, weight in value.items() if _WEIGHT.fullmatch(key) and weight not in (None, [])]:
@@ -183,7 +189,7 @@ def _take_weights(value: dict[str, Any], where: str, role: str) -> dict[str, int
     return given
 
 
-def _set_thought(message: dict[str, Any], where: str) -> None:
+def _set_thought(message: JsonObject, where: str) -> None:
     """Keep an assistant's thought only as `reasoning_content`."""
     given = {key: message.pop(key) for key in THOUGHTS if key in message}
     for key, thought in given.items():
@@ -193,7 +199,7 @@ def _set_thought(message: dict[str, Any], where: str) -> None:
             raise BadRow("ambiguous", f"{' and '.join(given)} differ", f"{where}.{key}", "Keep one.")
 
 
-def _join_parts(message: dict[str, Any], where: str) -> dict[str, Any]:
+def _join_parts(message: JsonObject, where: str) -> JsonObject:
     """Join the content's parts: text, thought and calls each under their own key."""
     joined = {**message, "content": ""}
     order, last = list(dict.fromkeys(PARTS.values())), 0
@@ -223,9 +229,9 @@ def _join_parts(message: dict[str, Any], where: str) -> dict[str, Any]:
     return joined
 
 
-def read_calls(value: Any, where: str) -> dict[str, Any]:
+def read_calls(value: object, where: str) -> JsonObject:
     """Read the calls (JSON) of a turn of CALLS, after an optional <think>. Raises BadRow without a call."""
-    said: dict[str, Any] = {}
+    said: JsonObject = {}
     if isinstance(value, str):
         if value.lstrip().startswith("<think>"):
             thought, _, value = value.lstrip().removeprefix("<think>").partition("</think>")
@@ -237,7 +243,7 @@ def read_calls(value: Any, where: str) -> dict[str, Any]:
     return {**said, "tool_calls": _read_tool_calls(calls, where)}
 
 
-def _read_tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+def _read_tool_calls(value: object, where: str) -> list[JsonObject]:
     """Return calls in OpenAI's form, but with arguments as objects. The API has JSON strings; templates want objects."""
     calls = []
     for index, call in enumerate(list_of(value, where)):
@@ -253,7 +259,7 @@ def _read_tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _read_function(value: Any, expected: str, where: str) -> dict[str, Any]:
+def _read_function(value: object, expected: str, where: str) -> JsonObject:
     """Return a copy of the function of a tool or a call. Takes {"type": "function", "function": {…}} or the function itself."""
     given = value if isinstance(value, dict) else {}
     inner = given.get("function", {key: part for key, part in given.items() if key not in ("type", "id")})
@@ -262,7 +268,7 @@ def _read_function(value: Any, expected: str, where: str) -> dict[str, Any]:
     return dict(inner)
 
 
-def read_tools(row: Row) -> list[dict[str, Any]] | None:
+def read_tools(row: Row) -> Tools | None:
     """Return the tools of the column `tools`, if any. Templates want this form: {"type": "function", "function": {…}}."""
     value, where = row.optional("tools"), row.name("tools")
     tools = []
@@ -272,6 +278,33 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:
             tool = parse_json(tool, "wrong type", "expected an object or one as JSON", place)
         tools.append({"type": "function", "function": _read_function(tool, expected, place)})
     return tools or None
+
+
+def read_listed_tools(messages: Messages) -> Tools:
+    """Return the tools that system prompts list as <tools>…</tools>, as in `read_tools`; [] without a list.
+
+    We read JSON (a list, or one object after the other) and, as in Hermes' data, a list of Python.
+    """
+    prompts = [message["content"] for message in messages if message["role"] in ("system", "developer")]
+    found: list[Any] = []
+    for text in chain.from_iterable(map(_LISTED.findall, prompts)):
+        lines = re.sub(r"}\s*{", "},{", text)  # an object on each line
+        for parse, written in product((json.loads, ast.literal_eval), (text, lines)):
+            with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+                found += chain.from_iterable(one if isinstance(one, list) else [one] for one in parse(f"[{written}]"))
+                break
+    with suppress(BadRow):  # other words between the tags
+        return [{"type": "function", "function": _read_function(tool, "", "")} for tool in found]
+    return []
+
+
+def are_same_tools(first: Tools, second: Tools) -> bool:
+    """Return whether two lists have the same tools in any order. Null fields do not count: tables add them."""
+
+    def spell(tools: Tools) -> list[str]:
+        return sorted(json.dumps(drop_nulls(tool), sort_keys=True, default=str) for tool in tools)
+
+    return spell(first) == spell(second)
 
 
 def read_system(row: Row) -> Messages:
@@ -305,7 +338,7 @@ def refuse_closed_turn(prompt: Messages, answer: Messages, where: str) -> None:
         raise BadRow("closed turn", what, where, "Write the whole turn into the answer.")
 
 
-def read_variables(row: Row) -> dict[str, Any]:
+def read_variables(row: Row) -> JsonObject:
     """Return the row's own arguments for the chat template."""
     value, where = row.optional("chat_template_kwargs") or {}, row.name("chat_template_kwargs")
     if not isinstance(value, dict):

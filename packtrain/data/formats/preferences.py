@@ -21,7 +21,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from packtrain.config.schema import Format
 from packtrain.data.formats.columns import CHOSEN, LABELS, PROMPTS, Row, parse_json
@@ -30,6 +29,7 @@ from packtrain.data.formats.conversations import (
     Conversation,
     PromptCompletion,
     ask_by_columns,
+    make_conversation,
     refuse_chat_columns,
     refuse_media,
 )
@@ -37,8 +37,6 @@ from packtrain.data.formats.messages import (
     Messages,
     read_message,
     read_messages,
-    read_tools,
-    read_variables,
     refuse_closed_turn,
     with_system,
 )
@@ -185,8 +183,7 @@ def _join(row: Row, prompt: Messages, answers: dict[str, Messages]) -> tuple[Ans
             raise BadRow("not an answer", what, name, "Both answers must follow the same prompt.")
         if any(message.get("weight") == 0 for message in answer):
             raise BadRow("weight", "a turn of the answer is not to be trained; dpo trains all of it", name)
-    tools, variables = read_tools(row), read_variables(row)
-    first, second = (Conversation([*prompt, *side], tools, variables, len(prompt)) for side in answers.values())
+    first, second = (make_conversation(row, [*prompt, *side], len(prompt)) for side in answers.values())
     return first, second
 
 
@@ -203,7 +200,7 @@ def _is_prompt(row: Row) -> bool:
     return bool(value) and (_is_text(value) or read_messages(row, "messages")[-1]["role"] != "assistant")
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     """Return whether a value is plain text rather than messages. Tables may hold messages as JSON text."""
     return isinstance(value, str) and not _TURNS.match(value)
 
@@ -228,7 +225,7 @@ def _read_answer(row: Row, ours: str) -> Messages:
     return [read_message(value, row.name(ours), row)] if isinstance(value, dict) else read_messages(row, ours)
 
 
-def _find_border(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+def _find_border(chosen: Sequence[object], rejected: Sequence[object]) -> int:
     """Return the index of the first difference. If one is a prefix of the other, return its last index."""
     shortest = min(len(chosen), len(rejected))
     return next((at for at in range(shortest) if chosen[at] != rejected[at]), shortest - 1)

@@ -34,7 +34,9 @@ class BadRow(Exception):
         return Problem(self.what, place, f"{self.fix or 'Fix the row.'} data.bad_rows=skip skips and counts such rows.")
 
 
-RawRow = dict[str, Any] | BadRow
+JsonObject = dict[str, Any]
+"""An object of a file; its values may be anything."""
+RawRow = JsonObject | BadRow
 Value = bytes | RawRow
 """A parsed row, or a line of JSON."""
 
@@ -44,7 +46,7 @@ class Chunk:
     """Rows of the file or data set `origin`: values, or a batch of a table.
 
     `numbers` are line numbers if `by_line`, else row numbers, from 1. `size` is in bytes or rows, like the
-    source's. `translate` renames the columns of each row (dataset_info.py); `columns` maps our names to its own.
+    source's. `translate` renames the columns of each row (locate.py); `columns` maps our names to its own.
     """
 
     origin: str
@@ -92,10 +94,10 @@ def _read_table_row(batch: pa.RecordBatch, at: int) -> RawRow:
     All objects of a table have the same fields, and fields that a row lacks are null: a tool call would get the arguments of
     every other tool. A value that Python cannot hold becomes a BadRow, which the reader's `wrong_type` returns.
     """
-    return {name: _drop_nulls(_as_python(batch.column(name)[at])) for name in batch.schema.names}
+    return {name: drop_nulls(_as_python(batch.column(name)[at])) for name in batch.schema.names}
 
 
-def _as_python(value: Any) -> Any:
+def _as_python(value: pa.Scalar) -> object:
     """Return an Arrow value in Python, or a BadRow. Bad values: text that is not UTF-8, a date beyond the year 9999, nanoseconds."""
     try:
         return value.as_py()
@@ -107,11 +109,12 @@ def _as_python(value: Any) -> Any:
         return BadRow("unreadable", f"the value cannot be read: {error}")
 
 
-def _drop_nulls(value: Any) -> Any:
+def drop_nulls(value: object) -> object:
+    """Return a value without the null fields of its objects."""
     if isinstance(value, dict):
-        return {key: _drop_nulls(part) for key, part in value.items() if part is not None}
+        return {key: drop_nulls(part) for key, part in value.items() if part is not None}
     if isinstance(value, list) and value and not isinstance(value[0], (int, float, str)):  # not for lists of token ids
-        return [_drop_nulls(part) for part in value]
+        return [drop_nulls(part) for part in value]
     return value
 
 
@@ -126,7 +129,7 @@ def _parse_line(line: bytes) -> RawRow:
         return BadRow("broken JSON", f"broken JSON: {error}", fix=fix)
 
 
-def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def refuse_repeated_keys(pairs: list[tuple[str, object]]) -> JsonObject:
     """Return a JSON object. Raises ValueError for a repeated key: Python would silently keep its last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -135,16 +138,16 @@ def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def check_object(row: Any) -> RawRow:
+def check_object(row: object) -> RawRow:
     """Return `row` if it is a JSON object, else a BadRow that names its type."""
     return row if isinstance(row, dict) else wrong_type("an object", row, "")
 
 
-def wrong_type(expected: str, value: Any, where: str) -> BadRow:
+def wrong_type(expected: str, value: object, where: str) -> BadRow:
     """Return the BadRow of a field that should be `expected`. It names the value's JSON type, and the value if it is short."""
     if isinstance(value, BadRow):
         return BadRow(value.reason, value.what, where)
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    names: dict[type, str] = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     name = names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
     shown = "" if value is None or len(repr(value)) > 40 else f": {value!r}"
     return BadRow("wrong type", f"expected {expected}, found {name}{shown}", where)

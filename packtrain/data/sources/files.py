@@ -1,5 +1,6 @@
-"""Read files as streams of chunks. Memory is bounded, except for a file with one JSON value or a text that is one row.
+"""Read files as streams of chunks, here or through fsspec: buckets (s3://, gs://, https://) and the Hugging Face hub (hf://).
 
+Memory is bounded, except for a file with one JSON value or a text that is one row.
 We do not read JSON Lines and csv with `datasets` or pandas: those infer one schema for the whole file
 (a row that differs fails far from its line, structs are filled with nulls), and name neither the line nor the field.
 """
@@ -12,16 +13,19 @@ import gzip
 import io
 import json
 import sys
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, cast
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from packtrain.config.schema import SplitText
+from packtrain.config.schema import DataSource, SplitText
 from packtrain.data.formats.columns import COLUMNS
 from packtrain.data.sources.chunks import (
     CHUNK_ROWS,
@@ -33,7 +37,7 @@ from packtrain.data.sources.chunks import (
     cut_into_chunks,
     refuse_repeated_keys,
 )
-from packtrain.data.sources.remote import RemoteFile
+from packtrain.data.tokens.pretrained import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import PeerFailed, UserError
 
 COMPRESSED = (".gz", ".zst")
@@ -129,7 +133,7 @@ def _read_json(path: Path | RemoteFile) -> tuple[Iterator[tuple[int, Value, int]
     return ((number, line, len(line)) for number, line in lines if line and not line.isspace()), True
 
 
-def _find_rows(text: bytes, path: Path | RemoteFile) -> list[Any] | None:
+def _find_rows(text: bytes, path: Path | RemoteFile) -> list[object] | None:
     """Return the rows of a file that is one JSON value. None: read it by line. UserError for a broken list."""
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=refuse_repeated_keys)
@@ -170,7 +174,7 @@ def _read_texts(path: Path | RemoteFile, split: SplitText) -> Iterator[tuple[int
                 yield number, _refuse_nul({"text": text.strip("\n")}), len(text)
 
 
-def _refuse_nul(row: dict[str, Any]) -> RawRow:
+def _refuse_nul(row: dict[str, str]) -> RawRow:
     """Return the row, or a BadRow if a field holds NUL. Damaged files have NUL."""
     if name := next((name for name, text in row.items() if "\0" in text), None):
         return BadRow("NUL bytes", "the text holds NUL bytes", name, "The file is damaged: get it anew.")
@@ -240,3 +244,75 @@ def _read_arrow(path: Path | RemoteFile) -> Iterator[Chunk]:
         else:
             mapped.seek(0)
             yield from _cut_table(path, iter(pa.ipc.open_stream(mapped)))
+
+
+_WAITS_S = (1, 5, 25)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file at a URL."""
+
+    url: str
+
+    @property
+    def name(self) -> str:
+        """Return the last part of the URL."""
+        return self.url.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        return self.url
+
+    def open(self) -> BinaryIO:
+        """Open the file; its bytes are fetched while they are read."""
+        return cast(Any, fsspec.open(self.url, "rb")).open()
+
+
+def list_remote(url: str, where: str) -> list[RemoteFile]:
+    """List the file at `url`, or all files of a folder or glob. Sorted by name. UserError if it cannot be reached."""
+    try:
+        system, path = cast("tuple[Any, str]", fsspec.core.url_to_fs(url))
+        if any(sign in path for sign in "*?["):
+            found = system.glob(path)
+        else:
+            found = [path] if system.isfile(path) else system.find(path)
+            if not found:
+                system.info(path)  # raises an error that says why
+        seen = [name for name in sorted(map(str, found)) if "/." not in name.removeprefix(path)]  # none hidden
+        return [RemoteFile(str(system.unstrip_protocol(name))) for name in seen]
+    except ImportError as error:
+        raise UserError(f"{url} cannot be read: {error}", where=where, fix="Install the package it names.") from error
+    except Exception as error:  # libraries of buckets may raise anything: no access, no such bucket, no network
+        what = f"{url} cannot be read: {type(error).__name__}: {error}"
+        raise UserError(what, where=where, fix="Check the URL and your access to it.") from error
+
+
+def read_patiently(name: str, read: Callable[[int], Iterator[Chunk]], first: int) -> Iterator[tuple[int, Chunk]]:
+    """Yield a file's chunks from number `first` on, with their numbers. If reading a URL fails, wait and continue there."""
+    for wait_s in (*_WAITS_S, None):
+        try:
+            for chunk in read(first):
+                first += 1
+                yield first - 1, chunk
+            return
+        except (UserError, PeerFailed):
+            if wait_s is None or "://" not in name:
+                raise
+            time.sleep(wait_s)
+
+
+def list_hub(source: DataSource, where: str) -> list[RemoteFile]:
+    """List the files of a split of a hub data set. Raises UserError if it is not made of files."""
+    import datasets
+
+    with offline_unless_reachable() as online:
+        try:
+            files = datasets.load_dataset_builder(source.path, source.subset).config.data_files
+        except Exception as error:  # the same errors as from load_dataset
+            fix = "Check the spelling and the subset, and your access (hf auth login)." if online else OFFLINE_ADVICE
+            raise UserError(f"the hub has no such data set: {error}", where=where, fix=fix) from error
+    if not files or source.split not in files:
+        named = f"its splits are {', '.join(map(str, files))}" if files else "it is not made of files"
+        fix = "Name a split, or its files as hf://datasets/OWNER/NAME/PATH."
+        raise UserError(f"no files of the split {source.split!r} of {source.path}: {named}", where=where, fix=fix)
+    return [RemoteFile(str(file)) for file in files[source.split]]

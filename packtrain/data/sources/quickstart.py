@@ -16,7 +16,7 @@ import random
 import zlib
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from packtrain.config.schema import Split
 from packtrain.data.tokens.chat_template import CHATML
@@ -237,7 +237,7 @@ TASKS: tuple[Callable[[random.Random], Exercise], ...] = (
 WEIGHTS = (3, 3, 4, 3, 2, 2, 4, 1, 3)
 
 
-def preferences(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, Any]]:
+def preferences(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, object]]:
     """Make rows {"prompt", "chosen", "rejected"} of lists of messages, 4,000 for train; otherwise like `conversations`."""
     rng, rows = random.Random(f"relevance-{split}-{seed}"), []
     for _ in range(PAIR_COUNTS[split] if count is None else count):
@@ -247,7 +247,7 @@ def preferences(split: Split, seed: int = 0, count: int | None = None) -> list[d
     return rows
 
 
-def labelled(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, Any]]:
+def labelled(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, object]]:
     """Make rows {"prompt", "completion", "label"}; half of the answers belong to another question. Otherwise like `preferences`."""
     rng, rows = random.Random(f"labels-{split}-{seed}"), []
     for _ in range(PAIR_COUNTS[split] if count is None else count):

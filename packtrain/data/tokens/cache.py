@@ -33,9 +33,9 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from packtrain.data.formats.columns import merge_uses
-from packtrain.durable import hash_of, publish, write_text
 from packtrain.errors import PeerFailed, Problem, UserError
 from packtrain.monitor.heartbeat import progress
+from packtrain.system import hash_of, publish, write_text
 
 TOKENS, MASK, MANIFEST = "tokens.bin", "mask.bin", "manifest.json"
 ARRAYS = ("lengths", "trained", "fates")
@@ -74,6 +74,7 @@ class Fate(NamedTuple):
     split: bool = False
     apart: bool = False
     retold: bool = False
+    tools_in_system: bool = False
     two_bos: bool = False
     marker: bool = False
     drops_system: bool = False
@@ -81,7 +82,7 @@ class Fate(NamedTuple):
     desirable: bool = False
 
 
-FATES = np.dtype("u8,i8,i4,i4,i2,?,?,?,?,?,?,?,f4,?", align=True)
+FATES = np.dtype("u8,i8,i4,i4,i2,?,?,?,?,?,?,?,?,f4,?", align=True)
 FATES.names = Fate._fields
 """A Fate on disk; its `dropped` is the number of the reason, 0 if the row is kept."""
 
@@ -298,7 +299,7 @@ def _open_whole(folder: Path, say: Callable[[str], None]) -> Store | None:
         return None
 
 
-def _acquire(path: Path, building: Path, say: Callable[[str], None]) -> AbstractContextManager[Any]:
+def _acquire(path: Path, building: Path, say: Callable[[str], None]) -> AbstractContextManager[object]:
     """Acquire the lock once its holder is done or has died; release it by `with`. Raises PeerFailed if the holder stalls."""
     lock, written = FileLock(path), 0.0
     while True:

@@ -22,11 +22,12 @@ from datetime import date
 from functools import cached_property, lru_cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from packtrain.config.rules.paths_and_packages import as_name, template_files, template_names
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.formats.messages import THOUGHTS, Messages
+from packtrain.data.sources.chunks import JsonObject
 from packtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def rewrite_for_template(template: str, conversation: Conversation, *, text_argu
     return conversation if messages is conversation.messages else replace(conversation, messages=messages)
 
 
-def _move_thought(message: dict[str, Any], key: str) -> dict[str, Any]:
+def _move_thought(message: JsonObject, key: str) -> JsonObject:
     message = dict(message)
     thought = message.pop("reasoning_content", None)
     if thought is not None and key == "content":
@@ -170,7 +171,7 @@ def _move_thought(message: dict[str, Any], key: str) -> dict[str, Any]:
     return message
 
 
-def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+def _with_text_arguments(message: JsonObject) -> JsonObject:
     """Return the message with call arguments as JSON text, and null for an empty content."""
     calls = copy.deepcopy(message.get("tool_calls", []))
     for call in calls:

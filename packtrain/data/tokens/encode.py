@@ -26,16 +26,16 @@ from typing import Any
 import numpy as np
 
 from packtrain.config.schema import Data, Format
-from packtrain.data.formats.columns import Row, fill_in_questions, hash_content, hash_row, merge_uses
+from packtrain.data.formats.columns import Row, hash_content, hash_row, merge_uses
 from packtrain.data.formats.conversations import Conversation, Example, PromptCompletion, Tokens, read_row
 from packtrain.data.formats.preferences import Answered, common_prompt, read_margin, read_preference, read_unpaired
 from packtrain.data.sources.chunks import BadRow, Chunk, RawRow
 from packtrain.data.tokens.cache import EncodedChunk, Fate
 from packtrain.data.tokens.chat_template import ADVICE, Template
 from packtrain.data.tokens.loss_mask import UNVERIFIED, ChatEncoder, LossOn
-from packtrain.data.tokens.tokenizer import PlainTokenizer
+from packtrain.data.tokens.pretrained import PlainTokenizer
 from packtrain.errors import Problem, UserError
-from packtrain.objectives.registry import OBJECTIVES
+from packtrain.objectives.spec import OBJECTIVES
 
 MAX_PROBLEMS = 5
 UNTRAINED = "no trained token within data.max_length"
@@ -66,7 +66,7 @@ class Encoder:
         problems: list[Problem] = []
         unread: dict[str, str] = {}
         columns = chunk.columns or self.data.columns
-        for where, row in fill_in_questions([*chunk.rows()], columns) if format == "alpaca" else chunk.rows():
+        for where, row in chunk.rows():
             content = hash_row(row, format, columns)
             try:
                 documents, flags = self.encode_row(row, format, columns, unread)
@@ -125,7 +125,7 @@ class Encoder:
         return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
     def _find_faults(self, *examples: Example) -> Flags:
-        """Return the faults `marker` and `drops_system` of a Fate."""
+        """Return `marker`, `drops_system` and `tools_in_system` of a Fate."""
         faults = Flags()
         for example in examples:
             if isinstance(example, Tokens):
@@ -134,6 +134,7 @@ class Encoder:
                 texts = [message["content"] for message in example.messages]
                 if example.messages[0]["role"] == "system" and texts[0].strip() and self._chat.drops_system:
                     faults["drops_system"] = True
+                faults["tools_in_system"] = example.tools_in_system
             else:
                 end = "" if self.tokenizer.eos_id is None else self.tokenizer.text_of(self.tokenizer.eos_id)
                 # ignore EOS as text: the file may hold it
@@ -171,8 +172,8 @@ class Encoder:
         """
         if isinstance(row, BadRow):
             raise row
-        by_examples = {"documents": self._encode_example, "answers": self._encode_labelled, "pairs": self._encode_pair}
-        encode = by_examples[OBJECTIVES[self.objective].examples]
+        are_documents = OBJECTIVES[self.objective].examples == "documents"
+        encode = self._encode_example if are_documents else self._encode_answered
         template, none = self.template, frozenset[str]()
         roles, keys = (template.words, template.keys) if template else (none, none)
         made = Row(row, columns, roles, keys, self.data.system, self._chat.nameless_roles if template else none)
@@ -202,22 +203,19 @@ class Encoder:
             document = self._check_tokens(example)
         return [document], flags | self._find_faults(example)
 
-    def _encode_pair(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
-        pair = read_preference(row)
-        documents, apart = self._encode_answers(*pair)
-        content = hash_content(common_prompt(row, pair[0]))
-        flags = {"content": content, "apart": apart, **self._find_faults(*pair)}
-        if OBJECTIVES[self.objective].margins:
+    def _encode_answered(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
+        """Encode a pair, or labelled answers, with the ids and targets of TRL's trainers. The answers of a pair share one border."""
+        spec, flags = OBJECTIVES[self.objective], Flags()
+        if spec.pairs:
+            examples = [*read_preference(row)]
+        else:
+            examples, flags["desirable"] = read_unpaired(row, format)
+        groups = [examples] if spec.pairs else [[example] for example in examples]
+        encoded = [self._encode_answers(*group) for group in groups]
+        if spec.margins:
             flags["margin"] = read_margin(row)
-        return documents, flags
-
-    def _encode_labelled(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
-        """Encode each answer as one document, with the ids and targets of TRL's KTOTrainer."""
-        examples, desirable = read_unpaired(row, format)
-        encoded = [self._encode_answers(example) for example in examples]
-        documents, apart = [document for made, _ in encoded for document in made], any(apart for _, apart in encoded)
-        content = hash_content(common_prompt(row, examples[0]))
-        return documents, {"content": content, "apart": apart, "desirable": desirable, **self._find_faults(*examples)}
+        flags |= {"content": hash_content(common_prompt(row, examples[0])), "apart": any(apart for _, apart in encoded)}
+        return [document for made, _ in encoded for document in made], flags | self._find_faults(*examples)
 
     def _check_tokens(self, tokens: Tokens) -> IdsAndMask:
         ids, mask, loss_on = tokens.input_ids, tokens.mask, self.data.loss_on

@@ -28,12 +28,12 @@ from typing import Any, Literal, cast
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from packtrain.boundary import is_ours
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.formats.messages import Messages
-from packtrain.data.sources.chunks import BadRow
+from packtrain.data.sources.chunks import BadRow, JsonObject
 from packtrain.data.tokens.chat_template import Template, has_marks, rewrite_for_template
-from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
+from packtrain.data.tokens.pretrained import Encoded, PlainTokenizer
+from packtrain.errors import is_ours
 from packtrain.wording import first_line
 
 Span = tuple[int, int]
@@ -174,7 +174,7 @@ class ChatEncoder:
             found.append(asked.removeprefix(said) if said and asked.startswith(said) else "")
         return "" if found[0].rstrip().endswith("<think>") else found[0], found[1].split("<think>")[0]
 
-    def _probe(self, *messages: dict[str, Any], generation_prompt: bool = False, **variables: Any) -> str:
+    def _probe(self, *messages: JsonObject, generation_prompt: bool = False, **variables: object) -> str:
         """Render the messages; return "" if the template refuses them."""
         with suppress(BadRow):
             return self._render(Conversation([*messages], variables=variables), generation_prompt=generation_prompt)[0]
@@ -185,17 +185,16 @@ class ChatEncoder:
         return self._render(self._rewrite(conversation))[0]
 
     def _rewrite(self, conversation: Conversation) -> Conversation:
-        made, tag = (
-            rewrite_for_template(self.template.text, conversation, text_arguments=self._takes_text),
-            self._result_tag,
-        )
+        made, tag = self._with_keys(conversation), self._result_tag
         return replace(made, messages=[_without_tag(message, tag) for message in made.messages]) if tag else made
+
+    def _with_keys(self, conversation: Conversation) -> Conversation:
+        return rewrite_for_template(self.template.text, conversation, text_arguments=self._takes_text)
 
     @cached_property
     def _result_tag(self) -> str:
         """Return the tag that the template writes around a tool's answer; "" without one."""
-        asked = Conversation([*_CALLING, {"role": "tool", "content": "RESULT"}])
-        made = rewrite_for_template(self.template.text, asked, text_arguments=self._takes_text)
+        made = self._with_keys(Conversation([*_CALLING, {"role": "tool", "content": "RESULT"}]))
         found = re.search(r"<(\w+)>\s*RESULT\s*</\1>", self._probe(*made.messages))
         return found[1] if found else ""
 
@@ -232,13 +231,12 @@ class ChatEncoder:
         return frozenset(ends)
 
     def _check_tools(self, conversation: Conversation, text: str) -> None:
-        """Raise BadRow if the text is the same without the tools."""
-        if not conversation.tools:
-            return
-        without = ""
-        with suppress(BadRow):  # some templates are for tools only
-            without = self.render(replace(conversation, tools=None))
-        if without == text:
+        """Raise BadRow if the text is the same without the tools, or lacks the system prompt that lists them."""
+        are_lost = conversation.tools_in_system and self.drops_system
+        if conversation.tools:
+            with suppress(BadRow):  # some templates are for tools only
+                are_lost = self.render(replace(conversation, tools=None)) == text
+        if are_lost:
             what = f"the chat template ({self.template.name}) leaves out the tools"
             raise BadRow("tools left out", what, "tools", TEMPLATE_ADVICE)
 
@@ -320,6 +318,7 @@ class ChatEncoder:
         """Render the conversation, or its first `messages`. Return the text and the spans between generation marks."""
         template = template or self.template.text
         marked = has_marks(template)
+        variables: JsonObject = {**self.tokenizer.special_tokens, **conversation.variables}
         try:
             texts, spans = render_jinja_template(
                 [conversation.messages if messages is None else messages],
@@ -327,7 +326,7 @@ class ChatEncoder:
                 chat_template=template,
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=generation_prompt,
-                **{**self.tokenizer.special_tokens, **conversation.variables},
+                **variables,
             )
         except Exception as error:  # a template is a program and may raise anything
             if is_ours(error):
@@ -352,13 +351,13 @@ def _check_others(conversation: Conversation, text: str, spans: list[Span], name
             raise BadRow(UNVERIFIED, what, f"messages[{turn}].content", fix)
 
 
-def _find_thought(message: dict[str, Any]) -> str:
+def _find_thought(message: JsonObject) -> str:
     """Return an assistant's thought, "" without one."""
     before, end, _ = message["content"].rpartition("</think>")
     return (message.get("reasoning_content") or (before.split("<think>", 1)[-1] if end else "")).strip()
 
 
-def _without_tag(message: dict[str, Any], tag: str) -> dict[str, Any]:
+def _without_tag(message: JsonObject, tag: str) -> JsonObject:
     """Return a tool's answer without <tag> around it. Several answers keep the tags between them."""
     inner = re.fullmatch(rf"\s*<{tag}>\s*(.*?)\s*</{tag}>\s*", message["content"] or "", re.DOTALL)
     return {**message, "content": inner[1]} if inner and message["role"] == "tool" else message

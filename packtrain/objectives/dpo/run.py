@@ -1,38 +1,53 @@
-"""Direct preference optimisation: its loss and its objective. The formulas are in objectives/losses.py."""
+"""Direct preference optimisation: its loss, figures, and objective. The formulas are in objectives/losses.py."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import PairDataset
 from packtrain.errors import UserError
 from packtrain.model.spread import Ranks
-from packtrain.objectives.answers import PairLogps, Sum, sum_answers
-from packtrain.objectives.logged_figures import MARGINS, TokenFigures, pair_figures
-from packtrain.objectives.losses import PairCounts, PairOptions, make_pairs, pair_loss
+from packtrain.objectives.answers import Figures, Inputs, PairLogps, Pairs, TokenFigures, mean_of, sum_answers
+from packtrain.objectives.losses import PairOptions, make_pairs, pair_loss
 from packtrain.packing.schedule import Schedule
-from packtrain.train.loader import MicroBatch
+from packtrain.train.loader import MicroBatch, Steps
+from packtrain.train.objectives.answer_objectives import PairObjective
 from packtrain.train.objectives.loss import Logps, ReferenceLoss, Setup
-from packtrain.train.objectives.pairs import PairObjective, PairSteps
 from packtrain.train.objectives.training_objective import ReferenceObjective
 from packtrain.wording import counted
 
-# in the order of a logged line
-FIGURES = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy", "rewards/chosen", "rewards/rejected")
-FIGURES += ("rewards/accuracies", MARGINS, "logps/chosen", "logps/rejected")
+
+@torch.no_grad()
+def pair_figures(pairs: Pairs, beta: float, tokens: TokenFigures, is_top1: torch.Tensor) -> Figures:
+    """Return the figures of DPOTrainer; rewards are `β log t`, with `ld_alpha` but without an f-divergence.
+
+    `is_top1` [targets]: whether a target is the model's first choice.
+    """
+    reward, rejected_reward = beta * pairs.chosen_logratios, beta * pairs.rejected_logratios
+    return {
+        "entropy": mean_of(tokens.entropy),
+        "logits/chosen": mean_of(tokens.mean_logits, tokens.chosen),
+        "logits/rejected": mean_of(tokens.mean_logits, ~tokens.chosen),
+        "mean_token_accuracy": mean_of(is_top1, tokens.chosen),
+        "rewards/chosen": mean_of(reward),
+        "rewards/rejected": mean_of(rejected_reward),
+        "rewards/accuracies": mean_of(reward > rejected_reward),
+        "rewards/margins": mean_of(reward - rejected_reward),
+        "logps/chosen": mean_of(pairs.chosen_logps),
+        "logps/rejected": mean_of(pairs.rejected_logps),
+    }
 
 
 class DPOLoss(ReferenceLoss):
     """The loss of pairs on `model`, against `reference`."""
 
     reference_names = ("ref_chosen_logps", "ref_rejected_logps")
-    figures = FIGURES
 
     def __init__(self, setup: Setup, objective: Objective, reference: PreTrainedModel | None) -> None:
         option = objective.option
@@ -50,16 +65,13 @@ class DPOLoss(ReferenceLoss):
             self.weights[name] = self.weights.get(name, 0.0) + weight
         self.outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
         self.outputs += ("log_sum_sq_probs",) if self.options.use_weighting else ()
-        self._objective = objective
         super().__init__(setup, objective, reference)
 
     def open_step(self, batches: Sequence[MicroBatch]) -> None:
         """See Loss. The steps of a stream are known only now."""
-        check_whole(self._objective, 1, len(batches))
+        check_whole(self.objective, 1, len(batches))
 
-    def measure(
-        self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Sum]]:
+    def measure(self, model: torch.nn.Module, inputs: Inputs, counts: torch.Tensor) -> tuple[torch.Tensor, Figures]:
         """See ExampleLoss.
 
         The loss sft is a mean over chosen tokens, all others over pairs.
@@ -70,15 +82,14 @@ class DPOLoss(ReferenceLoss):
         outputs = self.score_tokens(model, inputs)
         targets = self.targets(outputs, inputs)
         pairs = make_pairs(targets, reference, self.options)
-        step = PairCounts(pairs=counts[3], chosen_tokens=counts[0])
         entropy, mean_logits, is_top1 = (
             self.targets_of(outputs, inputs, name) for name in ("entropy", "mean_logits", "is_top1")
         )
         chosen = torch.arange(len(entropy), device=entropy.device) < pairs.chosen_tokens.sum()
         figures = pair_figures(pairs, self.beta, TokenFigures(chosen, entropy, mean_logits), is_top1)
-        return pair_loss(pairs, self.weights, self.options, step), figures
+        return pair_loss(pairs, self.weights, self.options, counts[3], counts[0]), figures
 
-    def logps_of(self, outputs: Any, inputs: dict[str, Any]) -> Logps:
+    def logps_of(self, outputs: ModelOutput, inputs: Inputs) -> Logps:
         """See ReferenceLoss."""
         return sum_answers(self.targets(outputs, inputs), self.options.ld_alpha)
 
@@ -103,9 +114,14 @@ class DPO(PairObjective, ReferenceObjective):
         """See ReferenceObjective."""
         return " + ".join(f"{weight:g} × {name}" for weight, name in weighted_losses(self.objective))
 
+    @property
+    def logps_depend_on(self) -> tuple[object, ...]:
+        """See ReferenceObjective."""
+        return (self.objective.option("ld_alpha"),)
+
     def steps(
         self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
-    ) -> PairSteps:
+    ) -> Steps:
         """See PairObjective. Raises UserError as `check_whole` does."""
         if self.objective.sorting_losses:
             layouts = (schedule.layout(step, ranks.world_size) for step in range(schedule.total_steps))

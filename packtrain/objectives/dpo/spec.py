@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from packtrain.config import is_list
 from packtrain.config.fault import Fault, Option, is_number
-from packtrain.objectives.spec import Spec
+from packtrain.objectives.spec import Figure, Spec
 from packtrain.wording import counted
 
 if TYPE_CHECKING:
@@ -21,6 +21,18 @@ _SORTING = ("aot", "aot_unpaired")
 _DIVERGING = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 _SMOOTHED = {"exo_pair", "robust", *_SORTING}
 _DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+_FIGURES = (
+    Figure("rewards/chosen", "Rewards", "chosen"),
+    Figure("rewards/rejected", "Rewards", "rejected"),
+    Figure("rewards/accuracies", "Pairs ranked right", unit="percent", headline=True, note="chance: 50%"),
+    Figure("rewards/margins", "Reward margin", headline=True),
+    Figure("logps/chosen", "Log-probabilities", "chosen"),
+    Figure("logps/rejected", "Log-probabilities", "rejected"),
+    Figure("logits/chosen", "Logits", "chosen"),
+    Figure("logits/rejected", "Logits", "rejected"),
+    Figure("mean_token_accuracy", "Tokens predicted right", unit="percent"),
+    Figure("entropy", "Entropy"),
+)
 
 
 def _are_weights(value: object) -> bool:
@@ -73,6 +85,7 @@ SPEC = Spec(
     about="direct preference optimisation",
     run=f"{__package__}.run",
     examples="pairs",
+    figures=_FIGURES,
     losses=_LOSSES,
     adds_losses=True,
     sorting_losses=_SORTING,

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from packtrain.data.dataset import Document
-from packtrain.packing.balance import Layout, parts_of_rank
-from packtrain.packing.split_rows import lay_out_split
+from packtrain.packing.balance import Layout, lay_out, parts_of_rank
 from packtrain.train.loader import ByStep, MicroBatch
-from packtrain.train.objectives.single_answers import AnswerSteps
+from packtrain.train.objectives.answer_objectives import AnswerSteps
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class MismatchedSteps(ByStep):
         Every rank has the same number of micro-batches.
         """
         schedule = self.steps.schedule
-        return lay_out_split(
+        return lay_out(
             self._lengths(step),
             mode=schedule.packing.mode,
             world_size=self.steps.world_size,

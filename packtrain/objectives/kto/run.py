@@ -9,44 +9,49 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from packtrain.config.objective import Objective
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import UnpairedDataset
 from packtrain.errors import UserError
-from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
-from packtrain.objectives.answers import LabelledAnswers, Sum
+from packtrain.objectives.answers import Figures, Inputs, LabelledAnswers, Sum, TokenFigures, mean_of
 from packtrain.objectives.kto.mismatched import UnpairedSteps
-from packtrain.objectives.logged_figures import TokenFigures, unpaired_figures, unpaired_margins
 from packtrain.objectives.losses import UNPAIRED_LOSSES, UnpairedOptions, estimate_kl
 from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import MicroBatch
-from packtrain.train.log.console import Log
-from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import EvaluationBatches, Logps, ReferenceLoss, Setup
-from packtrain.train.objectives.training_objective import ReferenceObjective
-from packtrain.train.settings import LoopSettings
+from packtrain.train.objectives.training_objective import ReferenceObjective, Start
+from packtrain.train.run_state import LoopSettings
 from packtrain.wording import counted
 
-FIGURES = ("kl", "entropy", "logits/chosen", "logits/rejected", "rewards/chosen", "rewards/rejected")
-FIGURES += ("logps/chosen", "logps/rejected")
+
+@torch.no_grad()
+def unpaired_figures(answers: LabelledAnswers, kl: torch.Tensor, beta: float, tokens: TokenFigures) -> Figures:
+    """Return the figures of KTOTrainer except the margin; desirable answers are its chosen ones. `kl` is the step's estimate, 0 without one."""
+    rewards = beta * answers.logratios
+    figures: Figures = {"kl": mean_of(kl.expand_as(rewards)), "entropy": mean_of(tokens.entropy)}
+    sides = {"chosen": (answers.desirable, tokens.chosen), "rejected": (~answers.desirable, ~tokens.chosen)}
+    for side, (of_answers, of_targets) in sides.items():
+        figures[f"logits/{side}"] = mean_of(tokens.mean_logits, of_targets)
+        figures[f"rewards/{side}"] = mean_of(rewards, of_answers)
+        figures[f"logps/{side}"] = mean_of(answers.logps, of_answers)
+    return figures
 
 
 class KTOLoss(ReferenceLoss):
     """The loss of answers with labels on `model`, against `reference`."""
 
-    example_unit = "answers"
     answers = ("answer",)
     reference_names = ("ref_logps",)
     outputs = ("log_probs", "entropy", "mean_logits")
-    figures = FIGURES
 
     def __init__(self, setup: Setup, objective: Objective, reference: PreTrainedModel | None) -> None:
         super().__init__(setup, objective, reference)
@@ -75,9 +80,7 @@ class KTOLoss(ReferenceLoss):
         if estimated:
             self.open_step([batch])
 
-    def measure(
-        self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Sum]]:
+    def measure(self, model: torch.nn.Module, inputs: Inputs, counts: torch.Tensor) -> tuple[torch.Tensor, Figures]:
         """See ExampleLoss; the loss is a mean over the answers of the step."""
         (reference,) = self.compared_with(inputs)  # before the model: its activations would take memory meanwhile
         outputs = self.score_tokens(model, inputs)
@@ -88,7 +91,7 @@ class KTOLoss(ReferenceLoss):
         tokens = TokenFigures(targets.of_answers(desirable), entropy, mean_logits)
         return loss, unpaired_figures(answers, self._kl, self.beta, tokens)
 
-    def logps_of(self, outputs: Any, inputs: dict[str, Any]) -> Logps:
+    def logps_of(self, outputs: ModelOutput, inputs: Inputs) -> Logps:
         """See ReferenceLoss."""
         return (self.targets(outputs, inputs).logps,)
 
@@ -96,11 +99,6 @@ class KTOLoss(ReferenceLoss):
         """Half of the mean weight of the answers."""
         desirable = batch.inputs["label"].double().mean().item()
         return 0.5 * (desirable * self.options.desirable_weight + (1 - desirable) * self.options.undesirable_weight)
-
-    def pop_metrics(self) -> dict[str, Any]:
-        """See Loss; adds the margin, a difference of two means."""
-        means = super().pop_metrics()
-        return means | unpaired_margins(means)
 
     @torch.no_grad()
     def _divergence(self, batches: Iterable[MicroBatch]) -> torch.Tensor:
@@ -125,6 +123,7 @@ class KTO(ReferenceObjective):
     """The objective of answers with labels."""
 
     loss_class = KTOLoss
+    steps_class = UnpairedSteps
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -150,42 +149,32 @@ class KTO(ReferenceObjective):
 
         Raises UserError if a document or a mismatched pair exceeds a micro-batch.
         """
-        longest, (_, most) = self.longest_document(data), self.batch.limits(self.packing.mode)
-        if most is not None and longest > (most := most * self.ranks_per_row):
-            what = f"a prompt with an answer (for the KL estimate with another one's) takes {longest} token slots, a micro-batch has {most}"
-            fix = f"set batch.tokens_per_device to at least {-(-longest // self.ranks_per_row)}, or data.max_length to {most}"
-            raise UserError(what, where="batch.tokens_per_device", fix=fix)
+        thing = "a prompt with an answer (for the KL estimate with another one's)"
+        self.check_longest(thing, self.longest_document(data))
         return data.lengths
 
     def steps(
         self, data: UnpairedDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
     ) -> UnpairedSteps:
         """See TrainingObjective. An evaluation is one step: its mismatched pairs cross the steps."""
-        shape: Any = (self.layout, pad_token_id, ranks.rank, ranks.world_size)
-        options: Any = {"max_length": self._max_length, "estimates": self._estimates, "whole": evaluation}
-        return UnpairedSteps(data, schedule, *shape, **options)
+        steps = cast(UnpairedSteps, super().steps(data, schedule, pad_token_id, ranks))
+        return replace(steps, max_length=self._max_length, estimates=self._estimates, whole=evaluation)
 
-    def prove(self, trainer: StepTrainer, log: Log, attention: str, **options: Any) -> None:
+    def prove(self, start: Start) -> None:
         """See ReferenceObjective. Raises UserError if a step or an evaluation has too few answers for an estimate."""
         if self._estimates:
-            check_sizes(trainer.settings)
-        super().prove(trainer, log, attention, **options)
+            check_sizes(start.trainer.settings)
+        super().prove(start)
 
-    def with_reference(
-        self, steps: UnpairedSteps, trainer: StepTrainer, ranks: Ranks, precision: Precision
-    ) -> UnpairedSteps:
-        """See ReferenceObjective.
-
-        Each pass has other mismatched pairs. All steps of the run are computed.
-        """
-        steps = super().with_reference(steps, trainer, ranks, precision)
+    def with_reference(self, steps: UnpairedSteps, start: Start) -> UnpairedSteps:
+        """See ReferenceObjective. Each pass has other mismatched pairs: all steps of the run are computed."""
+        steps = super().with_reference(steps, start)
         if not self._estimates:
             return steps
         schedule, parts = steps.schedule, steps.mismatched().every_step()
         every = (schedule.settings, schedule.total_steps, steps.max_length, steps.whole)
         shape = (schedule.documents_before(schedule.total_steps),)
-        known = self.precompute(steps, trainer, ranks, precision, shape, parts, every)
-        return replace(steps, reference_mismatched=known)
+        return replace(steps, reference_mismatched=self.precompute(steps, start, shape, parts, every))
 
 
 def check_sizes(settings: LoopSettings) -> None:

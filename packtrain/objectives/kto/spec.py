@@ -6,13 +6,25 @@ from collections.abc import Iterator, Set
 from typing import TYPE_CHECKING
 
 from packtrain.config.fault import Fault, Option, is_number
-from packtrain.objectives.spec import Spec
+from packtrain.objectives.spec import Figure, Spec
 
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
 
 _WEIGHT = Option(1.0, "number ≥ 0", lambda value: is_number(value) and value >= 0)
 _OPTIONS = {"desirable_weight": _WEIGHT, "undesirable_weight": _WEIGHT}
+_FIGURES = (
+    Figure("rewards/chosen", "Rewards", "chosen", headline=True),
+    Figure("rewards/rejected", "Rewards", "rejected", headline=True),
+    # no mean, since a batch may have answers of one label alone
+    Figure("rewards/margins", "Reward margin", headline=True, difference=("rewards/chosen", "rewards/rejected")),
+    Figure("kl", "KL estimate", "model from reference"),
+    Figure("logps/chosen", "Log-probabilities", "chosen"),
+    Figure("logps/rejected", "Log-probabilities", "rejected"),
+    Figure("logits/chosen", "Logits", "chosen"),
+    Figure("logits/rejected", "Logits", "rejected"),
+    Figure("entropy", "Entropy"),
+)
 
 
 def _rules(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
@@ -35,6 +47,7 @@ SPEC = Spec(
     about="Kahneman-Tversky optimisation",
     run=f"{__package__}.run",
     examples="answers",
+    figures=_FIGURES,
     losses=("kto", "apo_zero_unpaired"),
     options=_OPTIONS,
     rules=_rules,

@@ -1,6 +1,6 @@
 """Reward models: the Bradley-Terry loss over the pairs of a whole step, and the objective.
 
-The least and the greatest reward are those of all answers of the global step. The model's side is in model/heads/score.py.
+The model's side is in model/heads.py.
 """
 
 from __future__ import annotations
@@ -11,64 +11,36 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 
 from packtrain.attention.backends import attention_of
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import PairDataset
 from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model
-from packtrain.model.spread import Ranks
-from packtrain.monitor.heartbeat import waiting
-from packtrain.objectives.answers import Sum
-from packtrain.objectives.logged_figures import reward_extremes, reward_figures
+from packtrain.objectives.answers import Figures, Inputs, mean_of
 from packtrain.objectives.losses import bradley_terry
 from packtrain.packing.collate import collate_scored
-from packtrain.packing.schedule import Schedule
 from packtrain.plan.memory import COMPARED_PAIRS
 from packtrain.proof.comparison import check_equal, evaluating, model_refusals, tolerance_of
 from packtrain.train.loader import MicroBatch
 from packtrain.train.log import console
-from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.loss import ExampleLoss, MeanFigures, Setup, at_places
-from packtrain.train.objectives.pairs import PairObjective, PairSteps
-
-LEAST, GREATEST = "min_reward", "max_reward"
-MEANS = ("mean_reward", "accuracy", "margin")
-METRIC_ORDER = (LEAST, "mean_reward", GREATEST, "accuracy", "margin")
+from packtrain.train.objectives.answer_objectives import PairObjective, PairSteps
+from packtrain.train.objectives.loss import ExampleLoss, Setup, at_places
+from packtrain.train.objectives.training_objective import Start
 
 
-class RewardFigures(MeanFigures):
-    """Means over pairs, and the least and the greatest reward of all answers."""
-
-    def __init__(self) -> None:
-        super().__init__(MEANS)
-        self._ends: torch.Tensor | None = None
-
-    def add_rewards(self, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
-        """Keep the least and the greatest reward of a micro-batch."""
-        ends = reward_extremes(chosen, rejected)
-        self._extend(torch.stack([-ends[LEAST], ends[GREATEST]]).double())
-
-    def add_sums(self, other: Any) -> None:
-        """See MeanFigures."""
-        if other._ends is not None:
-            self._extend(other._ends)
-        super().add_sums(other)
-
-    def _extend(self, ends: torch.Tensor) -> None:
-        self._ends = ends if self._ends is None else self._ends.maximum(ends)
-
-    def values(self, accelerator: Accelerator) -> dict[str, float]:
-        """See MeanFigures."""
-        means, ends, self._ends = super().values(accelerator), self._ends, None
-        if ends is None:
-            ends = torch.full((2,), -torch.inf, dtype=torch.float64, device=accelerator.device)
-        with waiting("the metrics of all ranks"):
-            least, greatest = cast(torch.Tensor, accelerator.gather(ends)).view(-1, 2).amax(dim=0).tolist()
-        metrics = {**means, LEAST: -least, GREATEST: greatest}
-        return {name: metrics[name] for name in METRIC_ORDER} if means else {}  # none for a step without pairs
+@torch.no_grad()
+def reward_figures(chosen: torch.Tensor, rejected: torch.Tensor) -> Figures:
+    """Return the figures of RewardTrainer from the rewards of pairs, [pairs] each, at least one."""
+    rewards = torch.cat([chosen, rejected])
+    return {
+        "min_reward": rewards.amin(),
+        "mean_reward": mean_of(rewards),
+        "max_reward": rewards.amax(),
+        "accuracy": mean_of(chosen > rejected),
+        "margin": mean_of(chosen - rejected),
+    }
 
 
 @dataclass(frozen=True)
@@ -87,29 +59,20 @@ class ScoredSteps(PairSteps):
 class RewardLoss(ExampleLoss):
     """The loss of pairs on `model`, a sequence classifier with one label."""
 
-    figures = MEANS
-
     def __init__(self, setup: Setup, objective: Objective) -> None:
         # a classifier finds the last token by it
         setup.model.config.get_text_config().pad_token_id = setup.tokenizer.pad_token_id
-        super().__init__(setup)
+        super().__init__(setup, objective)
         patch_forward(base_model(self.model), scores=True, autocast=self.autocast, backend=self.settings.backend)
         self._center: float | None = objective.option("center_rewards_coefficient")
 
-    def new_metrics(self) -> RewardFigures:
-        """See ExampleLoss."""
-        return RewardFigures()
-
-    def measure(
-        self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Sum]]:
+    def measure(self, model: torch.nn.Module, inputs: Inputs, counts: torch.Tensor) -> tuple[torch.Tensor, Figures]:
         """See ExampleLoss; the loss is a mean over the pairs of the step."""
         chosen, rejected = self._scores(model, inputs).chunk(2)
         values = bradley_terry(chosen, rejected, margin=inputs["margin"], center_rewards_coefficient=self._center)
-        cast(RewardFigures, self._metrics).add_rewards(chosen.detach(), rejected.detach())
         return values.sum() / counts[3], reward_figures(chosen, rejected)
 
-    def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    def zero(self, model: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
         """See ExampleLoss."""
         return self._scores(model, inputs).sum() * 0.0
 
@@ -119,7 +82,7 @@ class RewardLoss(ExampleLoss):
         with self.accelerator.autocast():
             return self._scores(self.model, self.inputs(batch))
 
-    def _scores(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def _scores(self, model: Any, inputs: Inputs) -> torch.Tensor:
         """Return the rewards, float32 [2 × pairs]. A padded batch is scored by the model's own call."""
         given = {name: value for name, value in inputs.items() if name not in ("margin", "ends")}
         if "ends" not in inputs:
@@ -130,28 +93,22 @@ class RewardLoss(ExampleLoss):
 class Reward(PairObjective):
     """The objective of reward models: pairs with margins, and no reference."""
 
-    def steps(
-        self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
-    ) -> ScoredSteps:
-        """The optimizer steps over `data`."""
-        return ScoredSteps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
+    loss_class = RewardLoss
+    steps_class = ScoredSteps
 
-    def loss(self, setup: Setup) -> RewardLoss:
-        """See TrainingObjective."""
-        return RewardLoss(setup, self.objective)
-
-    def prove(self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
-        """Says what is trained, and compares the first scores with those of padded batches."""
-        console.log_prompts(log, self.layout, self.why_not_shared)
+    def prove(self, start: Start) -> None:
+        """Say what is trained, and compare the first scores with those of padded batches."""
+        trainer = start.trainer
+        console.log_prompts(start.log, self.layout, self.why_not_shared)
         margins = cast(PairDataset, trainer.steps.data).margins
         loss = "Bradley-Terry"
         if margins.any():
             loss += f", with the margins of the data (mean {margins.mean():.3g})"
         if center := self.objective.option("center_rewards_coefficient"):
             loss += f", and {center:g} × rewards centred at zero"
-        log.fact("loss", loss)
-        if preflight and self.layout != "padding":
-            check_scores(trainer, attention)
+        start.log.fact("loss", loss)
+        if start.preflight and self.layout != "padding":
+            check_scores(trainer, start.attention)
 
 
 @torch.no_grad()

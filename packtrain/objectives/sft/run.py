@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from packtrain.attention.registry import BACKENDS
+from packtrain.attention.spec import BACKENDS
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import Document, TokenDataset
 from packtrain.errors import UserError
@@ -25,14 +25,13 @@ from packtrain.model.precision import Precision
 from packtrain.model.routers import router_loss, without_labels
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
+from packtrain.objectives.answers import Inputs
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, on_device, shifted_labels
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.comparison import tolerance_of
 from packtrain.train.loader import MicroBatch, Steps
-from packtrain.train.log.console import Log
-from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import EvaluationBatches, Loss, Setup, by_name
-from packtrain.train.objectives.training_objective import TrainingObjective
+from packtrain.train.objectives.training_objective import Start, TrainingObjective
 from packtrain.train.preflight import FirstStepWatch
 
 _PROBE_TOKENS = 64
@@ -42,7 +41,7 @@ class SFTLoss(Loss):
     """The loss of documents on `model`: Σ of token losses / trained tokens, and that of routers. The token losses come from TRL's output head."""
 
     def __init__(self, setup: Setup, objective: Objective) -> None:
-        super().__init__(setup)
+        super().__init__(setup, objective)
         base = base_model(self.model)
         self.routers = router_loss(base)
         head = patch_forward(base, token_objective=objective, autocast=self.autocast, backend=self.settings.backend)
@@ -64,7 +63,7 @@ class SFTLoss(Loss):
             loss = model(**inputs, loss_sum=True) * scale
         return loss + self.routers.part(loads) * self.accelerator.num_processes
 
-    def pop_metrics(self) -> dict[str, Any]:
+    def pop_metrics(self) -> dict[str, float]:
         """The routers' loss, unweighted."""
         loss = None if self.routers is None else self.routers.value()
         return {} if loss is None else {"router_aux_loss": loss}
@@ -99,7 +98,7 @@ class SFTLoss(Loss):
         choose_head(base_model(self.model), self.head, self.probe(steps), autocast=self.settings.autocast)
         return self.head
 
-    def probe(self, steps: Steps) -> dict[str, Any]:
+    def probe(self, steps: Steps) -> Inputs:
         """Inputs of one short real document with every token trained, to check the output head with."""
         data = cast(TokenDataset, steps.data)
         ids = data[int(data.lengths.argmax())].input_ids[:_PROBE_TOKENS]
@@ -129,9 +128,7 @@ class SFTLoss(Loss):
 class SFT(TrainingObjective):
     """The objective of documents."""
 
-    def loss(self, setup: Setup) -> SFTLoss:
-        """See TrainingObjective."""
-        return SFTLoss(setup, self.objective)
+    loss_class = SFTLoss
 
     def decide_attention(
         self, wanted: str, model: Any, ranks: Ranks, precision: Precision, *, prove: bool
@@ -143,12 +140,13 @@ class SFT(TrainingObjective):
             raise UserError(what, where="packing.share_prefix", fix=fix)
         return super().decide_attention(wanted, model, ranks, precision, prove=prove)
 
-    def prove(self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
-        """Checks the output head and the routers, and has the first steps watched; `attention` is the model's original one."""
+    def prove(self, start: Start) -> None:
+        """Check the output head and the routers, and have the first steps watched."""
+        trainer, log = start.trainer, start.log
         loss, settings = cast(SFTLoss, trainer.loss), trainer.settings
         flattened = settings.backend is not None and not BACKENDS[settings.backend].by_document
-        if preflight and not settings.sharded and flattened:
-            trainer.first_step_watch = FirstStepWatch(attention, tolerance_of(loss.compute_dtype).outputs)
+        if start.preflight and not settings.sharded and flattened:
+            trainer.first_step_watch = FirstStepWatch(start.attention, tolerance_of(loss.compute_dtype).outputs)
         loss.choose_head(trainer.steps)
         if loss.head.kind == "full logits":
             log.fact("head", f"full logits, which take far more memory: the fused one {loss.head.refusal}")
@@ -156,7 +154,7 @@ class SFT(TrainingObjective):
             log.fact("head", f"makes logits a second time in the backward pass: the summed one {loss.head.refusal}")
         if loss.routers is not None:
             log.fact("routers", f"{loss.routers.weight:g} × load-balancing loss over the tokens of a step")
-            if preflight:
+            if start.preflight:
                 loss.routers.check(base_model(loss.model), loss.probe(trainer.steps), autocast=settings.autocast)
 
 

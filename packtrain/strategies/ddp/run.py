@@ -8,22 +8,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 from torch import nn
-from transformers.trainer import OPTIMIZER_NAME
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from packtrain.model.load import base_model
 from packtrain.model.spread import Placement, loading_whole
 from packtrain.strategies.spec import StrategySpec
-from packtrain.train.checkpoint.contents import CheckpointContents
-from packtrain.train.checkpoint.reshard import Names, put_weights
+from packtrain.train.checkpoint.contents import CheckpointContents, Names, put_weights
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.engine import Engine
 
+OPTIMIZER_NAME = "optimizer.pt"
+"""File of a checkpoint, named as by transformers' Trainer."""
 _ORDER = "order"
 """Key in the optimizer's file: the weight names, in the order of the optimizer's numbers."""
+
+
+class _DDPPlacement(Placement):
+    def open_accelerator(
+        self, spec: StrategySpec, weights: torch.dtype, autocast: torch.dtype | None, *, max_norm: float, unused: bool
+    ) -> Accelerator:
+        """Buffers (rotary frequencies) are equal on all ranks: sending them would make forward passes wait for rank 0.
+
+        Reduced gradients stay in the buckets: DDP need not copy them back.
+        """
+        ddp = DistributedDataParallelKwargs(
+            broadcast_buffers=False, find_unused_parameters=unused, gradient_as_bucket_view=True
+        )
+        return Accelerator(mixed_precision="bf16" if autocast else "no", kwargs_handlers=[ddp])
 
 
 class _DDP(Engine):
@@ -93,4 +109,4 @@ class _ModelFolder:
         return {name: tensor.detach() for name, tensor in held}
 
 
-PLACEMENT, ENGINE = Placement(), _DDP
+PLACEMENT, ENGINE = _DDPPlacement(), _DDP

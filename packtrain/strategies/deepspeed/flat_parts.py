@@ -9,12 +9,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from packtrain.train.checkpoint.contents import CheckpointContents
-from packtrain.train.checkpoint.reshard import Names, exact_weight, put_weights, states_for
+from packtrain.train.checkpoint.contents import CheckpointContents, Names, exact_weight, put_weights, states_of
 
 _FLATS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 """Attributes with the float32 weights: of ZeRO-3, of ZeRO-1 and ZeRO-2, and of ZeRO-1 over bfloat16 weights."""
@@ -88,29 +87,29 @@ def _opened(file: Path) -> dict[str, Any]:
 
 def put_into_zero(contents: CheckpointContents, zero: Any, names: Names) -> None:
     """Fill `zero`, DeepSpeed's optimizer: float32 weights and states, and the model's weights."""
-    partitioned = hasattr(zero, _FLATS[0])
-    flats, places = _flats_and_places(zero, names)
+    partitioned, flats = hasattr(zero, _FLATS[0]), _flats(zero)
+    counts_plainly = type(zero.optimizer).__module__.startswith(
+        "deepspeed"
+    )  # its own optimizers; torch's count in tensors
     filled: list[dict[str, Any]] = [{} for _ in flats]
-    for weight, group, at, start, count in places:
-        name, flat = names[weight], flats[group]
-        for key, value in {
-            "": exact_weight(contents, name),
-            **states_for(zero.optimizer, contents.states(name)),
-        }.items():
+    for weight, name in names.items():
+        if (place := _place(zero, weight)) is None:
+            continue
+        group, at, start, count = place
+        for key, value in {"": exact_weight(contents, name), **states_of(contents, name)}.items():
             if isinstance(value, torch.Tensor) and value.dim():
-                part = filled[group].setdefault(key, torch.zeros_like(flat, requires_grad=False))
+                part = filled[group].setdefault(key, torch.zeros_like(flats[group], requires_grad=False))
                 part[at : at + count] = value.reshape(-1)[start : start + count]
             else:
-                filled[group].setdefault(key, value)
+                filled[group].setdefault(key, int(value) if key == "step" and counts_plainly else value)
     own = zero.state_dict()
     exact = [state.pop("", flat) for state, flat in zip(filled, flats, strict=True)]
     own["fp32_flat_groups" if partitioned else "single_partition_of_fp32_groups"] = exact
     states = {group: state for group, state in enumerate(filled) if state}
     own["optimizer_state_dict" if partitioned else "base_optimizer_state"]["state"] = states
-    rank = torch.distributed.get_rank()
     if partitioned:
         zero.checkpoint_event_prologue()
-    zero.load_state_dict({rank: own}, load_optimizer_states=True, load_from_fp32_weights=True)
+    zero.load_state_dict({torch.distributed.get_rank(): own}, load_optimizer_states=True, load_from_fp32_weights=True)
     if partitioned:
         zero.checkpoint_event_epilogue()
     else:
@@ -121,36 +120,25 @@ def masters_in(zero: Any, names: Names) -> Iterator[tuple[torch.Tensor, torch.Te
     """Yield each weight, this process's part of its float32 master, and the part's start.
 
     The start is a flat index in the weight. The part is DeepSpeed's own tensor, so changes take effect."""
-    flats, places = _flats_and_places(zero, names)
-    for weight, group, at, start, count in places:
-        yield weight, flats[group].detach()[at : at + count], start
-
-
-def _flats_and_places(zero: Any, names: Names) -> tuple[list[torch.Tensor], list[_Place]]:
-    """Return the flat float32 weights of each group, and the place of each weight."""
-    flats = next(getattr(zero, name) for name in _FLATS if hasattr(zero, name))
-    return flats, (_by_partition if hasattr(zero, _FLATS[0]) else _by_fragment)(zero, names)
-
-
-_Place = tuple[torch.Tensor, int, int, int, int]
-"""A weight and the place of this process's part: optimizer group, start in its flat tensor, start in the weight, count."""
-
-
-def _by_fragment(zero: Any, names: Names) -> list[_Place]:
-    """Return the places under ZeRO-1 and ZeRO-2, which cut a group as a whole."""
-    places = []
+    flats = _flats(zero)
     for weight in names:
-        if (mapping := getattr(weight, "_hp_mapping", None)) is not None:
-            at, part = mapping.hp_fragment_address.start, mapping.lp_fragment_address
-            places.append((weight, mapping.param_group_index, at, part.start, part.numel))
-    return places
+        if (place := _place(zero, weight)) is not None:
+            group, at, start, count = place
+            yield weight, flats[group].detach()[at : at + count], start
 
 
-def _by_partition(zero: Any, names: Names) -> list[_Place]:
-    """Return the places under ZeRO-3, which cuts each weight and pads its last part."""
-    places = []
-    for weight in names:
+def _flats(zero: Any) -> list[torch.Tensor]:
+    """Return the flat float32 weights of each group."""
+    return next(getattr(zero, name) for name in _FLATS if hasattr(zero, name))
+
+
+def _place(zero: Any, weight: Any) -> tuple[int, int, int, int] | None:
+    """Return the place of this process's part: optimizer group, start in its flat tensor, start in the weight, count. None: it has none."""
+    if hasattr(zero, _FLATS[0]):  # ZeRO-3 cuts each weight and pads its last part
         group, at, size = zero.grad_position[zero.get_param_id(weight)]
         start = torch.distributed.get_rank() * size
-        places.append((weight, group, at, start, max(0, min(size, cast(Any, weight).ds_numel - start))))
-    return places
+        return group, at, start, max(0, min(size, weight.ds_numel - start))
+    if (mapping := getattr(weight, "_hp_mapping", None)) is None:  # ZeRO-1 and ZeRO-2 cut a group as a whole
+        return None
+    part = mapping.lp_fragment_address
+    return mapping.param_group_index, mapping.hp_fragment_address.start, part.start, part.numel

@@ -6,6 +6,7 @@ the proofs of ZeRO-3. A layer is gathered as a whole (a "leaf"), since calls wit
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -19,19 +20,18 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.integrations.deepspeed import deepspeed_init, deepspeed_load_checkpoint
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from trl.models.utils import prepare_deepspeed
 
 from packtrain.model.load import base_model
+from packtrain.model.save import gathered, return_freed_memory
 from packtrain.model.spread import Placement, Ranks, layers_of
-from packtrain.model.weights.slices import put_weight, take_slices
-from packtrain.model.weights.stream import gathered, return_freed_memory
+from packtrain.model.weights import put_weight, take_slices
 from packtrain.plan.origin import world_of
 from packtrain.strategies.deepspeed.flat_parts import FlatParts, masters_in, put_into_zero
-from packtrain.strategies.deepspeed.judging import ask_before_update, counting_no_step
 from packtrain.strategies.spec import StrategySpec
-from packtrain.train.checkpoint.contents import CheckpointContents
-from packtrain.train.checkpoint.reshard import Names, put_weights
+from packtrain.system import holding
+from packtrain.train.checkpoint.contents import CheckpointContents, Names, put_weights
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.engine import Engine, Judge
 from packtrain.train.optim.final_weights import Exact
@@ -71,13 +71,28 @@ class _ZeroPlacement(Placement):
         """Only ZeRO-3 does."""
         return spec.shards_weights
 
+    def open_accelerator(
+        self, spec: StrategySpec, weights: torch.dtype, autocast: torch.dtype | None, *, max_norm: float, unused: bool
+    ) -> Accelerator:
+        """DeepSpeed's bf16 would round the weights: model/precision.py::compute_in wraps the forward instead."""
+        from accelerate.utils import DeepSpeedPlugin
+        from deepspeed.utils import logger
+
+        logger.setLevel(logging.ERROR)
+        plugin = DeepSpeedPlugin(hf_ds_config=_settings(spec, weights, max_norm))
+        return Accelerator(mixed_precision="bf16" if weights == torch.bfloat16 else "no", deepspeed_plugin=plugin)
+
     def wrap_frozen(self, model: PreTrainedModel, accelerator: Accelerator) -> Any:
         return prepare_deepspeed(model, accelerator)
 
 
+def _settings(spec: StrategySpec, weights: torch.dtype, max_grad_norm: float) -> dict[str, Any]:
+    assert spec.engine_settings is not None
+    return spec.engine_settings(str(weights).removeprefix("torch."), max_grad_norm)
+
+
 def _without_optimizer(model: PreTrainedModel, ranks: Ranks) -> dict[str, Any]:
-    dtype = str(base_model(model).dtype).removeprefix("torch.")
-    settings: Any = ranks.spec.engine_settings and ranks.spec.engine_settings(dtype, 0.0)
+    settings = _settings(ranks.spec, base_model(model).dtype, 0.0)
     settings["zero_optimization"].pop("offload_optimizer", None)
     return settings
 
@@ -120,10 +135,6 @@ class _Zero(Engine):
     def is_spread(spec: StrategySpec, wrapped: Any, model: nn.Module) -> bool:
         """The stages shard one, two and three parts."""
         return type(wrapped).__name__ == "DeepSpeedEngine" and wrapped.zero_optimization_stage() == len(spec.shards)
-
-    def create_optimizer(self, steps: int) -> Any:
-        """DeepSpeed steps weights in float32 itself."""
-        return deepspeed_init(self.held, steps)[0]
 
     def wrap(self, optimizer: Any) -> tuple[Any, Any]:
         """Find the masters of bfloat16-computed weights in the flat parts. Move the masters of 16-bit weights."""
@@ -186,7 +197,7 @@ class _Zero(Engine):
         if world_of(checkpoint)[1] != self.accelerator.num_processes:
             return False
         deepspeed_load_checkpoint(self.wrapped, str(checkpoint), load_module_strict=not self.has_adapters)
-        self.wrapped.optimizer.clip_grad = self.args.max_grad_norm
+        self.wrapped.optimizer.clip_grad = self._optim.max_grad_norm
         return True
 
     def load_by_name(self, contents: CheckpointContents, names: Names, buffers: Names) -> None:
@@ -198,6 +209,61 @@ class _Zero(Engine):
         if not self.spec.shards_weights:
             return None
         return self.wrapped._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=trained_only) or {}
+
+
+def ask_before_update(optimizer: Any, judge: Judge) -> None:
+    """Make DeepSpeed's `optimizer` ask `judge` before each update.
+
+    It gets a function for the norm of the gradients. If it returns True, the update is given up as if it were an overflow; None changes
+    nothing.
+    """
+    if not hasattr(optimizer, "_update_scale"):  # ZeRO-1 of bfloat16 weights
+        from deepspeed.runtime.utils import get_global_norm_of_tensors
+
+        step = optimizer.step
+
+        def norm_of_all() -> torch.Tensor:
+            gradients, _ = optimizer.get_grads_for_norm()
+            return _valid(get_global_norm_of_tensors(gradients, mpu=optimizer.mpu, norm_type=optimizer.norm_type))
+
+        def step_or_not(*given: Any, **named: Any) -> None:
+            if judge(norm_of_all):
+                optimizer.clear_hp_grads()
+                optimizer.clear_lp_grads()
+                return
+            step(*given, **named)
+
+        optimizer.step = step_or_not
+        return
+
+    def norm_of_parts() -> torch.Tensor:
+        if hasattr(optimizer, "scaled_global_norm"):
+            return _valid(optimizer.scaled_global_norm())
+        groups = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in optimizer._get_norm_groups()])
+        return torch.full((), torch.nan) if (groups < 0).any() else torch.linalg.vector_norm(groups)
+
+    update_scale = optimizer._update_scale
+
+    def ask(overflow: bool) -> None:
+        """Called between the overflow check and the update. The scale of bfloat16 and float32 gradients never changes."""
+        verdict = judge(norm_of_parts)
+        if verdict is None:
+            return update_scale(overflow)
+        optimizer.overflow = verdict
+
+    optimizer._update_scale = ask
+
+
+def _valid(norm: Any) -> torch.Tensor:
+    """Return DeepSpeed's norm, with NaN in place of its -1."""
+    norm = torch.as_tensor(norm)
+    return torch.where(norm >= 0, norm, torch.nan)
+
+
+def counting_no_step(engine: Any) -> AbstractContextManager[None]:
+    """Restore the counts of DeepSpeed's `engine` after the block. It counts a micro-batch that is tried as a step."""
+    names = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+    return holding(engine, **{name: getattr(engine, name) for name in names})
 
 
 PLACEMENT, ENGINE = _ZeroPlacement(), _Zero

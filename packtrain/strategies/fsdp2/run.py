@@ -32,10 +32,9 @@ from transformers import PreTrainedModel
 
 from packtrain.model.load import base_model
 from packtrain.model.spread import Placement, Ranks, embedding_apart, layers_of, mesh_of
-from packtrain.model.weights.slices import put_slices, take_slices
+from packtrain.model.weights import put_slices, take_slices
 from packtrain.strategies.spec import StrategySpec
-from packtrain.train.checkpoint.contents import CheckpointContents
-from packtrain.train.checkpoint.reshard import Names
+from packtrain.train.checkpoint.contents import CheckpointContents, Names
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.engine import Engine
 

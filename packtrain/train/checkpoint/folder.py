@@ -19,11 +19,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from packtrain.data.dataset import PairDataset, TokenDataset
-from packtrain.durable import aside, hash_of, publish, remove, sync
 from packtrain.errors import UserError
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
-from packtrain.model.weights.hashes import weights_hash
+from packtrain.model.weights import weights_hash
 from packtrain.plan.agreement import digest_of, shared_versions
 from packtrain.plan.origin import (
     MANIFEST,
@@ -37,7 +36,8 @@ from packtrain.plan.origin import (
     written_into,
 )
 from packtrain.run_folder import RunFolder, environment, object_of
-from packtrain.train.checkpoint.run_state import RUN_STATE, RunState
+from packtrain.system import aside, hash_of, publish, remove, sync
+from packtrain.train.run_state import RUN_STATE, RunState
 
 _UNSAID = re.compile(r"_.*|transformers_version|architectures|dtype|use_cache")
 """Model settings without effect on the computation."""

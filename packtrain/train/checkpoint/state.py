@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import shutil
 import time
 from collections.abc import Callable
@@ -15,42 +16,40 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list
-from transformers import set_seed
-from transformers.trainer import SCHEDULER_NAME
+from accelerate import DistributedType
+from accelerate.utils import broadcast_object_list, load
+from transformers import PreTrainedTokenizerBase, set_seed
 
+from packtrain.model.adapters import write_base
 from packtrain.model.load import base_model
-from packtrain.model.save import weights_at_least
+from packtrain.model.save import gathered, plan_files, weights_at_least, write_files
 from packtrain.model.spread import elements
-from packtrain.model.weights.source import write_base
-from packtrain.model.weights.stream import gathered, plan_files, write_files
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.feed import PLACE
 from packtrain.plan.memory import optimizer_bytes
 from packtrain.plan.origin import ORIGIN, list_checkpoints, same_format, world_of, written_into
 from packtrain.run_folder import write_json
+from packtrain.train.checkpoint.contents import go_on, settings_of
 from packtrain.train.checkpoint.folder import complete, folder_of, prune, staging_of
-from packtrain.train.checkpoint.reshard import go_on, settings_of
-from packtrain.train.checkpoint.run_state import RunState
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.engine import Engine, engine_of
 from packtrain.train.optim.final_weights import in_format, name_format, rounded
-from packtrain.train.optim.float32_step import MASTER
-from packtrain.train.optim.groups import AVERAGE
-from packtrain.train.settings import LoopSettings
+from packtrain.train.optim.float32_step import AVERAGE, MASTER
+from packtrain.train.run_state import LoopSettings, RunState
 from packtrain.train.spikes import STATE, RecentFigures
 from packtrain.wording import size
 
+SCHEDULER_NAME = "scheduler.pt"
 _SMALL_FILES = 2**20  # bytes of config, random states and the state of the run
 
 
 class Checkpoints:
     """Checkpoints of a run: reads them, and writes them in the background (`writer`)."""
 
-    def __init__(self, engine: Engine, settings: LoopSettings, held: Any) -> None:
-        """`held` is the Trainer that the objective holds. Its base class writes the files beside the weights."""
-        self._engine, self._settings, self._held = engine, settings, held
+    def __init__(self, engine: Engine, settings: LoopSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._engine, self._settings, self._tokenizer = engine, settings, tokenizer
         self._model, self._accelerator = engine.model, engine.accelerator
         self._has_adapters = engine.has_adapters
         self.writer = CheckpointWriter(settings.say, settings.first_step or None)
@@ -69,7 +68,7 @@ class Checkpoints:
         if not self._settings.sharded and main:  # sharded weights are saved with the optimizer, without gathering
             writer.write_later(partial(self._write_model, staging, writer.copied(self._saved_weights(), alone=True)))
         self._engine.save(staging, writer)
-        writer.write_now(lambda: self._held._save_rng_state(str(staging)))
+        writer.write_now(lambda: torch.save(self._random_state(), staging / self._random_file))
         if main:
             writer.write_now(lambda: torch.save(self._engine.lr_schedule.state_dict(), staging / SCHEDULER_NAME))
             writer.write_now(lambda: state.save(staging))
@@ -167,10 +166,34 @@ class Checkpoints:
     def restore_random_state(self, checkpoint: Path, step: int) -> None:
         """Restore this rank's random state. With another number of processes, seed it by trainer.seed, the `step` and the rank."""
         if world_of(checkpoint)[1] == self._accelerator.num_processes:
-            self._held._load_rng_state(str(checkpoint))
+            self._put_random_state(load(checkpoint / self._random_file))
             return
-        drawn = f"{self._engine.args.seed} {step} {self._accelerator.process_index}".encode()
+        drawn = f"{self._settings.trainer.seed} {step} {self._accelerator.process_index}".encode()
         set_seed(int.from_bytes(hashlib.blake2b(drawn, digest_size=4).digest(), "big"))
+
+    @property
+    def _random_file(self) -> str:
+        """Name of this process's file in a checkpoint, as transformers' Trainer gives it."""
+        alone = self._accelerator.num_processes == 1
+        return "rng_state.pth" if alone else f"rng_state_{self._accelerator.process_index}.pth"
+
+    def _random_state(self) -> dict[str, object]:
+        """Return the states of all random generators. With several processes "cuda" has all GPUs that this one sees."""
+        state = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+        if not torch.cuda.is_available():
+            return state
+        several = self._accelerator.distributed_type != DistributedType.NO
+        return {**state, "cuda": torch.cuda.get_rng_state_all() if several else torch.cuda.get_rng_state()}
+
+    @staticmethod
+    def _put_random_state(state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["cpu"])
+        if torch.cuda.is_available() and (kept := state.get("cuda")) is not None:
+            own = [kept] if isinstance(kept, torch.Tensor) else kept[torch.cuda.current_device() :]
+            for one in own[:1]:  # none if this machine has more GPUs
+                torch.cuda.set_rng_state(one)
 
     def restore_best_weights(self, state: RunState) -> None:
         """Load the weights of the evaluation with the lowest loss into the model."""
@@ -217,7 +240,7 @@ class Checkpoints:
             name_format(folder, dtype)
 
     def _stream(self, folder: Path, dtype: torch.dtype, made: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
-        """Write a spread model weight by weight, each from `made`. Return whether it could (weights/stream.py): not for adapters."""
+        """Write a spread model weight by weight, each from `made`. Return whether it could (model/save.py): not for adapters."""
         if not self._settings.sharded or self._has_adapters:
             return False
         if (plan := plan_files(self._model, dtype)) is None:
@@ -252,7 +275,8 @@ class Checkpoints:
             base = base_model(self._model)
             weights = weights and {**getattr(self._model, "beside", {}), **weights}
             with weights_at_least(self._model, folder, weights):
-                self._held._save(str(folder), state_dict=weights)
+                self._model.save_pretrained(str(folder), state_dict=weights)
+                self._tokenizer.save_pretrained(str(folder))
                 if self._has_adapters:
                     write_base(self._model, folder)
                 if self._has_adapters and base.can_generate():  # PEFT leaves it out

@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from packtrain.monitor.heartbeat import own_heartbeat, waiting
-from packtrain.monitor.processes import free_memory
+from packtrain.monitor.heartbeat import free_memory, own_heartbeat, waiting
 from packtrain.train.library_errors import is_of_storage, out_of_memory, shortly
 from packtrain.train.sync import BACKGROUND
 

@@ -35,12 +35,11 @@ from packtrain.plan.known_model import ReferenceChoice
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.comparison import has_routers
-from packtrain.redact import clean
-from packtrain.standard_streams import kept
 from packtrain.strategies.spec import StrategySpec
+from packtrain.system import kept
 from packtrain.train.loader import Steps
 from packtrain.train.optim.float32_step import loses_updates
-from packtrain.wording import count_dropped, counted, in_millions, visible
+from packtrain.wording import clean, count_dropped, counted, in_millions, visible
 
 
 class Log:
@@ -200,7 +199,7 @@ def log_steps(
     low, high = figures.micro_batches_min, figures.micro_batches_max
     log.fact(
         "packing",
-        f"{packing.mode}: {figures.documents_per_step:,.1f} {thing} and {figures.tokens_per_step:,.0f} tokens a step,"
+        f"{packing.mode}: {figures.documents / figures.steps:,.1f} {thing} and {figures.tokens / figures.steps:,.0f} tokens a step,"
         f" {low if low == high else f'{low} to {high}'} micro-batch{'' if high == 1 else 'es'} a process,"
         f" {figures.padding_fraction:.1%} padding,{shared} {figures.imbalance:.1%} imbalance over processes",
     )

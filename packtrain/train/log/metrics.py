@@ -18,13 +18,13 @@ from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from trl.trainer.utils import get_peak_flops_per_device
 
-from packtrain.durable import write_text
 from packtrain.model.flops import training_flops
+from packtrain.objectives.spec import Figure
 from packtrain.run_folder import losses_of_sets
-from packtrain.train.checkpoint.run_state import RunState
+from packtrain.system import write_text
 from packtrain.train.loader import Steps
 from packtrain.train.log.console import Log
-from packtrain.train.log.listener import Listener
+from packtrain.train.run_state import Listener, RunState
 
 _WIDE = 112
 """Columns of a terminal with room for a bar and all figures beside the step and the time left."""
@@ -206,8 +206,9 @@ def _place_of(line: str) -> tuple[float, bool]:
 class TerminalProgress(Listener):
     """Live bar with the time left, or plain lines without a terminal (main process only). Every rank's log has the lines."""
 
-    def __init__(self, log: Log) -> None:
-        self._log = log
+    def __init__(self, log: Log, headlines: Sequence[Figure] = ()) -> None:
+        """`headlines`: figures of the objective to show of each evaluation."""
+        self._log, self._headlines = log, headlines
         self._narrow = log.console.width < _WIDE
         columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(10), TextColumn("{task.fields[figures]}")
         columns = [column for column in columns if not (self._narrow and isinstance(column, BarColumn))]
@@ -234,7 +235,7 @@ class TerminalProgress(Listener):
         if "eval_loss" in line:
             of_sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses_of_sets(line).items())
             words = f"{line['eval_loss']:.4f}{of_sets and f' ({of_sets})'}"
-            self._log.say(f"{place}  eval loss {words}{_preference_words(line)}")
+            self._log.say(f"{place}  eval loss {words}{self._sum_up(line)}")
         elif "loss" in line:
             short = f"loss {line['loss']:.4f}  {line['tokens_per_second']:,.0f} tokens/s"
             figures = f"{short}  padding {line['padding_fraction']:.1%}  lr {line['learning_rate']:.2e}"
@@ -243,16 +244,11 @@ class TerminalProgress(Listener):
             write = self._log.note if self._bar.task_ids else self._log.say
             write(f"{place}  {figures}")
 
-
-def _preference_words(logs: dict[str, Any]) -> str:
-    """Say which share of held-out pairs is ranked right, if the line has one.
-
-    A policy that still equals its reference ranks no pair: nothing is said.
-    """
-    accuracy = logs.get("eval_accuracy")  # a reward model has this one
-    if accuracy is None and logs.get("eval_rewards/margins"):
-        accuracy = logs.get("eval_rewards/accuracies")
-    return "" if accuracy is None else f"  pairs ranked right {accuracy:.1%}"
+    def _sum_up(self, line: Mapping[str, Any]) -> str:
+        """Return the headlines of an evaluation in words. All are 0 of a policy that still equals its reference: nothing is said."""
+        known = {one: line[key] for one in self._headlines if (key := f"eval_{one.name}") in line}
+        words = [f"  {one.words} {one.written(value)}" for one, value in known.items()]
+        return "".join(words) if any(known.values()) else ""
 
 
 class EarlyStop(Listener):

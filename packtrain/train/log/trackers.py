@@ -28,12 +28,11 @@ from accelerate.tracking import (
     WandBTracker,
 )
 
-from packtrain.boundary import boundary
 from packtrain.config.schema import RunConfig
-from packtrain.exit_code import leave
+from packtrain.errors import boundary
 from packtrain.run_folder import RunFolder
-from packtrain.train.checkpoint.run_state import RunState
-from packtrain.train.log.listener import Listener
+from packtrain.system import leave
+from packtrain.train.run_state import Listener, RunState
 from packtrain.wording import first_line
 
 BEGIN_S, EVENT_S = 30.0, 10.0

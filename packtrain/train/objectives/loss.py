@@ -6,32 +6,35 @@ reference. Losses are means over the global step: all ranks, all micro-batches. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel, TrainingArguments
+from accelerate.state import AcceleratorState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.utils import ModelOutput
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
 
 from packtrain.attention.over_ranks import sum_over_parts
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import Document
-from packtrain.model.compiled import compile_layers, is_compiled
 from packtrain.model.forward import Head, patch_forward
+from packtrain.model.layers import compile_layers, is_compiled
 from packtrain.model.load import base_model
 from packtrain.model.spread import placement_of
 from packtrain.monitor.heartbeat import waiting
-from packtrain.objectives.answers import Sum, Targets
+from packtrain.objectives.answers import Figures, Inputs, Targets
+from packtrain.objectives.spec import Figure
 from packtrain.packing.collate import on_device
 from packtrain.packing.segments import SplitSegments
-from packtrain.strategies.registry import STRATEGIES
+from packtrain.strategies.spec import STRATEGIES
 from packtrain.train.loader import MicroBatch, Steps
-from packtrain.train.patches import hold_trainer
-from packtrain.train.settings import LoopSettings
+from packtrain.train.run_state import LoopSettings
 
 _NOT_FOR_MODEL = ("target_places", "target_counts", "label", "ref_logps", "ref_chosen_logps", "ref_rejected_logps")
 """Inputs of a micro-batch of answers that the loss reads and the model does not take."""
@@ -46,8 +49,7 @@ class Setup:
     """Everything that a loss is made from: the model, the tokenizer, settings."""
 
     model: Any
-    arguments: TrainingArguments
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     settings: LoopSettings
 
 
@@ -60,20 +62,37 @@ class Loss:
     extra_forwards = 0
     """Forward passes over a step besides the trained one, for the count of FLOPs: by the reference, for kto's KL estimate."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.held: Any = hold_trainer(setup.model, setup.arguments, setup.tokenizer)
-        """transformers' Trainer, for its accelerator and its optimizer."""
-        self.settings, self.model = setup.settings, setup.model
-        self.accelerator, self.device = self.held.accelerator, setup.arguments.device
-        self.compute_dtype: torch.dtype = self.settings.autocast or base_model(self.model).dtype
+    def __init__(self, setup: Setup, objective: Objective) -> None:
+        self.settings, self.model, self.tokenizer = setup.settings, setup.model, setup.tokenizer
+        base, self.strategy = base_model(self.model), STRATEGIES[self.settings.strategy]
+        self.compute_dtype: torch.dtype = self.settings.autocast or base.dtype
         """Number format that the model computes in."""
-        self.strategy = STRATEGIES[self.settings.strategy]
+        set_seed(self.settings.trainer.seed)
+        base.config.use_cache = False
+        self.accelerator = self._open_accelerator(base.dtype)
+        self.device = self.accelerator.device
+        if self.device.type == "cuda":  # accelerate gives no index to one process
+            self.device = torch.device("cuda", torch.cuda.current_device())
         # accelerate puts autocast around the forward, except in another's engine: then patch_forward gets it from here
         self.autocast = self.settings.autocast if self.strategy.steps_in_backward else None
         self.changes: list[str] = []
         """Names of the changes made to how the model computes (packtrain/changes)."""
+        self.objective = objective
+        """The group `objective` of the config: option("…"), beta, losses, spec."""
         self.report_phase: Callable[..., object] = lambda phase, **_: None
         """Losses that run the model more than once call it with each phase, for the heartbeat (loop.py sets it)."""
+
+    def _open_accelerator(self, weights: torch.dtype) -> Accelerator:
+        AcceleratorState._reset_state()  # a proof in this process may have opened another
+        settings = self.settings
+        return placement_of(self.strategy).open_accelerator(
+            self.strategy,
+            weights,
+            settings.autocast,
+            max_norm=settings.optim.max_grad_norm,
+            # else DDP orders its buckets anew after the first step of each start, and so changes the sums of three or more ranks
+            unused=settings.trainer.deterministic or settings.unused_at_times,
+        )
 
     def compute(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """Return a scalar: the micro-batch's share of the step's loss, times the number of processes.
@@ -102,7 +121,7 @@ class Loss:
     def open_step(self, batches: Sequence[MicroBatch]) -> None:
         """Prepare for the micro-batches of a step, before the first one."""
 
-    def pop_metrics(self) -> dict[str, Any]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the objective's own metrics since the last call, and reset them. Every rank calls it."""
         return {}
 
@@ -120,9 +139,13 @@ class Loss:
     @contextmanager
     def keeping_metrics(self) -> Iterator[None]:
         """Keep the metrics of the training steps unchanged by the forward passes inside the block."""
-        yield
+        set_back = self.mark_metrics()
+        try:
+            yield
+        finally:
+            set_back()
 
-    def inputs(self, batch: MicroBatch) -> dict[str, Any]:
+    def inputs(self, batch: MicroBatch) -> Inputs:
         """Return the inputs of a micro-batch, copied to this device."""
         return on_device(batch.inputs, self.device)
 
@@ -130,26 +153,19 @@ class Loss:
 class ExampleLoss(Loss):
     """A loss averaged over the examples of a step: pairs, answers with labels, or documents.
 
-    A subclass defines `measure` and `zero`, and the names of its figures.
+    A subclass defines `measure` and `zero`. The declaration of the objective names the figures.
     """
 
-    example_unit = "pairs"
-    """Name of the number of examples in the metrics of an evaluation."""
-    figures: tuple[str, ...]
-    """Names of the logged figures, in the order of a logged line."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
+    def __init__(self, setup: Setup, objective: Objective) -> None:
+        super().__init__(setup, objective)
         disable_dropout_in_model(setup.model)  # as TRL's trainers do
         self._metrics = self.new_metrics()
 
-    def new_metrics(self) -> MeanFigures:
+    def new_metrics(self) -> FigureSums:
         """Return empty sums of the figures."""
-        return MeanFigures(self.figures)
+        return FigureSums.none(self.objective.spec.figures, self.device)
 
-    def measure(
-        self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Sum]]:
+    def measure(self, model: torch.nn.Module, inputs: Inputs, counts: torch.Tensor) -> tuple[torch.Tensor, Figures]:
         """Return the micro-batch's share of the loss, and its figures by name.
 
         `counts` as in `Loss.compute`. In an evaluation they are int64 [4, 2], for all sets together and for this set; the loss then has two
@@ -157,7 +173,7 @@ class ExampleLoss(Loss):
         """
         raise NotImplementedError
 
-    def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    def zero(self, model: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
         """Return a zero that reaches every parameter, for the filler of an empty micro-batch."""
         raise NotImplementedError
 
@@ -168,7 +184,8 @@ class ExampleLoss(Loss):
             return self.zero(model, inputs)
         with self.accelerator.autocast():
             loss, figures = self.measure(model, inputs, counts)
-        self._metrics.add(figures, counted=batch.part == 0)  # else counted by each rank that has a part of the row
+        # else counted by each rank that has a part of the row
+        self._metrics = self._metrics.plus(figures, counted=batch.part == 0)
         return loss
 
     def open_evaluation(self, batches: EvaluationBatches) -> None:
@@ -179,22 +196,19 @@ class ExampleLoss(Loss):
         # each of the ranks that split a row has the whole row's loss
         return self.part(model, batch, counts) * (self.accelerator.num_processes / batch.parts)
 
-    def pop_metrics(self) -> dict[str, Any]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the means of the figures since the last call, over all processes."""
-        return self._metrics.values(self.accelerator)
+        metrics, self._metrics = self._metrics, self.new_metrics()
+        return metrics.values(self.accelerator)
 
     def mark_metrics(self) -> Callable[[], None]:
         """See Loss."""
-        return self._metrics.mark()
+        kept = self._metrics
 
-    @contextmanager
-    def keeping_metrics(self) -> Iterator[None]:
-        """See Loss."""
-        kept, self._metrics = self._metrics, self.new_metrics()
-        try:
-            yield
-        finally:
+        def set_back() -> None:
             self._metrics = kept
+
+        return set_back
 
     def evaluate(self, sets: Mapping[str, EvaluationBatches]) -> dict[str, float]:
         """See Loss; adds the number of examples."""
@@ -206,22 +220,27 @@ class ExampleLoss(Loss):
             counts = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum"))
         # [sets, 2]: each set's share of the loss over all sets, and its own loss; one forward pass gives both
         losses = torch.zeros(len(sets), 2, dtype=torch.float64, device=self.device)
-        every, of_sets = self.new_metrics(), list[dict[str, Any]]()
+        figures = list[FigureSums]()
         with self.keeping_metrics():
             for own, count, batches in zip(losses, counts.T, sets.values(), strict=True):
+                self._metrics = self.new_metrics()
                 self.open_evaluation(batches)
                 both = torch.stack([counts.sum(dim=1), count], dim=1)
                 for batch in batches():
                     own += self.part(self.model, batch, both).double() / batch.parts
-                every.add_sums(self._metrics)
-                of_sets.append(self.pop_metrics())
-            self._metrics = every
-            figures = [self.pop_metrics(), *of_sets]
+                figures.append(self._metrics)
+        sums = torch.stack([one.sums for one in figures]).sum(dim=0)
+        ends = torch.stack([one.ends for one in figures]).amax(dim=0)
+        every = replace(figures[0], sums=sums, ends=ends)
         with waiting("the loss of all ranks"):
             losses = cast(torch.Tensor, self.accelerator.reduce(losses, reduction="sum"))
         values, numbers = [losses[:, 0].sum(), *losses[:, 1]], [counts[3].sum(), *counts[3]]
-        found = zip(values, numbers, figures, strict=True)
-        return by_name(sets, [{"loss": loss.item(), self.example_unit: int(n.item()), **own} for loss, n, own in found])
+        found = zip(values, numbers, [every, *figures], strict=True)
+        unit = self.objective.spec.examples
+        return by_name(
+            sets,
+            [{"loss": loss.item(), unit: int(n.item()), **one.values(self.accelerator)} for loss, n, one in found],
+        )
 
 
 class AnswerLoss(ExampleLoss):
@@ -234,23 +253,23 @@ class AnswerLoss(ExampleLoss):
     answers: tuple[str, ...] = ("the chosen answer of pair", "the rejected answer of pair")
     """Words of messages (first_loss.py): for an answer in the first half of a batch and in the second, or one for all."""
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
+    def __init__(self, setup: Setup, objective: Objective) -> None:
+        super().__init__(setup, objective)
         base = base_model(self.model)
         add_fused_lm_head(base, outputs=self.outputs)
         patch_forward(base, answer_outputs=self.outputs, autocast=self.autocast, backend=self.settings.backend)
 
-    def score_tokens(self, model: Any, inputs: dict[str, Any]) -> Any:
+    def score_tokens(self, model: torch.nn.Module, inputs: Inputs) -> ModelOutput:
         """Return the head's outputs for each token of a batch, [rows, T]."""
         return model(
             **{name: value for name, value in inputs.items() if name not in _NOT_FOR_MODEL}, answer_scores=True
         )
 
-    def targets_of(self, outputs: Any, inputs: dict[str, Any], name: str = "log_probs") -> torch.Tensor:
+    def targets_of(self, outputs: ModelOutput, inputs: Inputs, name: str = "log_probs") -> torch.Tensor:
         """Return the output `name` at the targets, answer by answer: [targets]."""
         return at_places(getattr(outputs, name), inputs, "target_places")
 
-    def targets(self, outputs: Any, inputs: dict[str, Any]) -> Targets:
+    def targets(self, outputs: ModelOutput, inputs: Inputs) -> Targets:
         """Return the targets of a micro-batch's answers."""
         has_squares = getattr(outputs, "log_sum_sq_probs", None) is not None
         squares = self.targets_of(outputs, inputs, "log_sum_sq_probs") if has_squares else None
@@ -262,9 +281,9 @@ class AnswerLoss(ExampleLoss):
         log_probs = self.targets_of(self.score_tokens(self.model, inputs), inputs)
         return -log_probs.sum() / max(1, batch.trained + batch.rejected)
 
-    def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    def zero(self, model: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
         """See ExampleLoss; fillers have no targets."""
-        return self.score_tokens(model, inputs).log_probs.sum() * 0.0
+        return 0.0 * self.score_tokens(model, inputs)["log_probs"].sum()
 
 
 class ReferenceLoss(AnswerLoss):
@@ -278,8 +297,8 @@ class ReferenceLoss(AnswerLoss):
     """Names of precomputed log-probabilities among the inputs of a batch, in the order of Logps."""
 
     def __init__(self, setup: Setup, objective: Objective, reference: PreTrainedModel | None) -> None:
-        super().__init__(setup)
-        self.reference: Any = reference and self._prepare_reference(reference)
+        super().__init__(setup, objective)
+        self.reference = reference and self._prepare_reference(reference)
         """The other model that is the reference, ready to be called. None for the other kinds of reference."""
         if reference is not None:
             if is_compiled(
@@ -291,7 +310,7 @@ class ReferenceLoss(AnswerLoss):
         self.beta = objective.beta
         self.extra_forwards = int(objective.reference != "precomputed")
 
-    def _prepare_reference(self, reference: PreTrainedModel) -> Any:
+    def _prepare_reference(self, reference: PreTrainedModel) -> torch.nn.Module:
         """Give the reference its output head. Place and shard it as the strategy does for models without updates."""
         add_fused_lm_head(reference)
         disable_dropout_in_model(reference)
@@ -305,18 +324,17 @@ class ReferenceLoss(AnswerLoss):
         """Return log-probabilities of a micro-batch's answers by the reference."""
         return self.compared_with(self.inputs(batch))
 
-    def logps_of(self, outputs: Any, inputs: dict[str, Any]) -> Logps:
+    def logps_of(self, outputs: ModelOutput, inputs: Inputs) -> Logps:
         """Sum the head's `outputs` of each token to log-probabilities of answers."""
         raise NotImplementedError
 
     @torch.no_grad()
-    def logps(self, model: Any, inputs: dict[str, Any]) -> Logps:
+    def logps(self, model: torch.nn.Module, inputs: Inputs) -> Logps:
         """Return log-probabilities of answers by `model`, without gradients."""
-        options = self.held.args.activation_checkpointing_kwargs
-        with disable_gradient_checkpointing(self.model, options), self.accelerator.autocast():
+        with disable_gradient_checkpointing(self.model), self.accelerator.autocast():
             return self.logps_of(self.score_tokens(model, inputs), inputs)
 
-    def compared_with(self, inputs: dict[str, Any]) -> Logps:
+    def compared_with(self, inputs: Inputs) -> Logps:
         """Return the reference's log-probabilities of answers. Compute them unless they come with the `inputs`."""
         if self.reference_names[0] in inputs:
             return tuple(inputs[name] for name in self.reference_names)
@@ -345,7 +363,7 @@ class ReferenceLoss(AnswerLoss):
         with self.accelerator.autocast():
             return self.measure(self.model, inputs, torch.tensor(batch.counts, device=self.device))[0].item()
 
-    def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    def zero(self, model: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
         """See ExampleLoss.
 
         With sharded weights the reference is called first: processes with examples call it, too.
@@ -355,7 +373,7 @@ class ReferenceLoss(AnswerLoss):
         return super().zero(model, inputs)
 
 
-def at_places(values: torch.Tensor, inputs: dict[str, Any], places: str) -> torch.Tensor:
+def at_places(values: torch.Tensor, inputs: Inputs, places: str) -> torch.Tensor:
     """Return `values` [rows, T, …] at inputs[places], places in the flattened batch.
 
     Each rank has its part of a split row, and gets the values of the whole row.
@@ -368,7 +386,7 @@ def at_places(values: torch.Tensor, inputs: dict[str, Any], places: str) -> torc
     return flat[inputs[places]]
 
 
-def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Merge `figures`: first those over all `sets` together, then a mapping for each set.
 
     A set's name comes before its keys. The set "" has no name, and is left out.
@@ -380,40 +398,53 @@ def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, Any]]) -> dict[s
     }
 
 
-class MeanFigures:
-    """Means of logged figures: totals and weights, float64.
+@dataclass(frozen=True)
+class FigureSums:
+    """Logged figures over micro-batches, on the device until a line is logged: no step waits for them.
 
-    They stay on the device until a line is logged, so that no step waits for them.
+    `sums` float64 [means, 2] of totals and weights, `ends` float64 [extremes], the least ones negated.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = (*names,)
-        self._sums: torch.Tensor | None = None
+    figures: Sequence[Figure]
+    sums: torch.Tensor
+    ends: torch.Tensor
 
-    def add(self, figures: Mapping[str, Sum], *, counted: bool) -> None:
+    @staticmethod
+    def none(figures: Sequence[Figure], device: torch.device) -> FigureSums:
+        """Return the sums over no micro-batch."""
+        means = len([one for one in figures if not (one.extreme or one.difference)])
+        sums = torch.zeros(means, 2, dtype=torch.float64, device=device)
+        ends = [-torch.inf for one in figures if one.extreme]
+        return FigureSums(figures, sums, torch.tensor(ends, dtype=torch.float64, device=device))
+
+    @property
+    def _means(self) -> list[str]:
+        return [one.name for one in self.figures if not (one.extreme or one.difference)]
+
+    @property
+    def _signs(self) -> dict[str, int]:
+        return {one.name: -1 if one.extreme == "least" else 1 for one in self.figures if one.extreme}
+
+    def plus(self, found: Figures, *, counted: bool) -> FigureSums:
         """Add the figures of a micro-batch. If not `counted`, add zeros: another rank adds the same row."""
-        part = torch.stack([torch.stack(figures[name]) for name in self.names]).double() * counted
-        self._sums = part if self._sums is None else self._sums + part
-
-    def add_sums(self, other: Any) -> None:
-        """Add the sums of `other`, and leave `other` unchanged."""
-        if other._sums is not None:
-            self._sums = other._sums if self._sums is None else self._sums + other._sums
-
-    def mark(self) -> Callable[[], None]:
-        """Return a function that sets the sums back to their values at this call."""
-        sums = self._sums
-
-        def set_back() -> None:
-            self._sums = sums
-
-        return set_back
+        sums, ends = self.sums, self.ends
+        if len(sums):
+            sums = sums + torch.stack([torch.stack([*found[name]]) for name in self._means]) * counted
+        if len(ends):
+            own = torch.stack([sign * cast(torch.Tensor, found[name]) for name, sign in self._signs.items()])
+            ends = ends.maximum(own.double())
+        return replace(self, sums=sums, ends=ends)
 
     def values(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return the mean of each figure over all processes, and reset the sums. A figure without weight has none."""
-        sums, self._sums = self._sums, None
-        if sums is None:
-            sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=accelerator.device)
+        """Return each figure over all processes. A figure without values has none."""
         with waiting("the metrics of all ranks"):
-            totals = cast(torch.Tensor, accelerator.reduce(sums, reduction="sum")).tolist()
-        return {name: total / weight for name, (total, weight) in zip(self.names, totals, strict=True) if weight}
+            totals = cast(torch.Tensor, accelerator.reduce(self.sums, reduction="sum")).tolist()
+            ends = cast(torch.Tensor, accelerator.gather(self.ends)) if len(self.ends) else self.ends
+        found = {name: total / weight for name, (total, weight) in zip(self._means, totals, strict=True) if weight}
+        most = ends.view(-1, len(self.ends)).amax(dim=0).tolist() if len(ends) else []
+        signed = zip(self._signs.items(), most, strict=True)
+        found |= {name: sign * end for (name, sign), end in signed if end != -math.inf}
+        for one in self.figures:
+            if one.difference and {*one.difference} <= found.keys():
+                found[one.name] = found[one.difference[0]] - found[one.difference[1]]
+        return {one.name: found[one.name] for one in self.figures if one.name in found}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any, ClassVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.reference import cache_key, computer, load_reference, precompute
 from packtrain.model.spread import Ranks
-from packtrain.model.weights.hashes import weights_hash
+from packtrain.model.weights import weights_hash
 from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import Schedule
 from packtrain.plan.known_model import reference_of
@@ -33,13 +33,34 @@ from packtrain.train.objectives.first_loss import check_answer_forward, check_fi
 from packtrain.train.objectives.loss import AnswerLoss, Loss, ReferenceLoss, Setup
 from packtrain.train.preflight import choose_on_all_ranks, same_everywhere
 
+ReferenceSteps = TypeVar("ReferenceSteps", bound=Steps)
+"""Steps with a field `reference`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A run before step 1, as the checks of an objective see it.
+
+    `attention`: the model's original implementation. `preflight`: verify.preflight; without it only steps that training needs run.
+    """
+
+    trainer: StepTrainer
+    log: Log
+    ranks: Ranks
+    precision: Precision
+    attention: str
+    preflight: bool
+
 
 class TrainingObjective:
     """Parts of a run that depend on the objective, in the order of use.
 
-    A subclass defines `loss`. Everything else fits documents without a reference.
+    A subclass sets `loss_class`. Everything else fits documents without a reference.
     """
 
+    loss_class: Callable[..., Loss]
+    """The class of the loss. Its arguments are a Setup and the group `objective` of the config."""
+    steps_class: type[Steps] = Steps
     why_not_shared = ""
     """Why equal beginnings (prompts of pairs, prefixes of documents) are not computed once. Empty if they are."""
     shares_unless_told = False
@@ -94,25 +115,31 @@ class TrainingObjective:
         """
         return data.lengths
 
+    def check_longest(self, thing: str, longest: int, *, documents: int = 1) -> None:
+        """Raise UserError if the `thing`, of `documents` in a row, has more slots than a micro-batch."""
+        _, most = self.batch.limits(self.packing.mode)
+        if most is not None and longest > (most := most * self.ranks_per_row):
+            raise UserError(
+                f"{thing} takes {longest} token slots, a micro-batch has {most}",
+                where="batch.tokens_per_device",
+                fix=f"set batch.tokens_per_device to at least {-(-longest // self.ranks_per_row)}, or data.max_length to {most // documents}",
+            )
+
     def steps(
         self, data: Any, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
     ) -> Steps:
         """Return the optimizer steps over a data set. `evaluation`: the steps evaluate, and train nothing."""
-        return Steps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
+        return self.steps_class(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
 
     def loss(self, setup: Setup) -> Loss:
         """Make the loss. It patches the forward of the model."""
-        raise NotImplementedError
+        return type(self).loss_class(setup, self.objective)
 
-    def prove(
-        self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, ranks: Ranks, precision: Precision
-    ) -> None:
-        """Check the trainer before step 1. `attention` is the model's original implementation.
-
-        `preflight` is verify.preflight: without it only steps that training needs run. The base class checks the forward of an AnswerLoss.
-        """
-        if preflight and isinstance(trainer.loss, AnswerLoss):
-            check_answer_forward(trainer.loss, trainer.steps, trainer.settings.first_step, attention)
+    def prove(self, start: Start) -> None:
+        """Check the trainer before step 1. The base class checks the forward of an AnswerLoss."""
+        loss, trainer = start.trainer.loss, start.trainer
+        if start.preflight and isinstance(loss, AnswerLoss):
+            check_answer_forward(loss, trainer.steps, trainer.settings.first_step, start.attention)
 
 
 class ReferenceObjective(TrainingObjective):
@@ -121,7 +148,8 @@ class ReferenceObjective(TrainingObjective):
     `identity` names the reference in the cache of precomputed log-probabilities.
     """
 
-    loss_class: ClassVar[Callable[..., ReferenceLoss]]
+    loss_class: Callable[..., ReferenceLoss]
+    """Its third argument is the reference, a model or None."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -159,26 +187,28 @@ class ReferenceObjective(TrainingObjective):
         self.identity = identity_of_reference(model, self._peft, weights)
         return {"objective.reference": f"one of weights with hash {weights[:12]}"}
 
+    @property
+    def logps_depend_on(self) -> tuple[object, ...]:
+        """Options that change log-probabilities of answers. They are part of the cache's key."""
+        return ()
+
     def loss(self, setup: Setup) -> ReferenceLoss:
         """See TrainingObjective."""
         return type(self).loss_class(setup, self.objective, self._reference_model)
 
-    def with_reference(self, steps: Any, trainer: StepTrainer, ranks: Ranks, precision: Precision) -> Any:
+    def with_reference(self, steps: ReferenceSteps, start: Start) -> ReferenceSteps:
         """Return `steps` with the reference's log-probabilities of every example.
 
-        The model of `trainer`, before step 1, is the reference. It runs the rows of the first pass: in 16 bits an answer's log-probability depends
-        on the row it is in.
+        The model, before step 1, is the reference. It runs the rows of the first pass: in 16 bits an answer's log-probability depends on the row
+        it is in.
         """
-        shape = (len(steps.data), 2)[: len(cast(ReferenceLoss, trainer.loss).answers)]
-        parts = steps.first_pass()
-        return replace(steps, reference=self.precompute(steps, trainer, ranks, precision, shape, parts))
+        shape = (len(steps.data), 2)[: len(cast(ReferenceLoss, start.trainer.loss).answers)]
+        return replace(steps, reference=self.precompute(steps, start, shape, steps.first_pass()))
 
     def precompute(
         self,
-        steps: Any,
-        trainer: StepTrainer,
-        ranks: Ranks,
-        precision: Precision,
+        steps: Steps,
+        start: Start,
         shape: tuple[int, ...],
         parts: Iterable[tuple[np.ndarray, MicroBatch]],
         *depends_on: object,
@@ -187,34 +217,32 @@ class ReferenceObjective(TrainingObjective):
 
         `parts` are micro-batches of `steps`, each with the places of its examples in the result. The cache key has `depends_on`, too.
         """
-        loss, rows = cast(ReferenceLoss, trainer.loss), None
+        trainer, precision, rows = start.trainer, start.precision, None
+        loss = cast(ReferenceLoss, trainer.loss)
         if loss.compute_dtype.itemsize == 2:
-            backend, device = trainer.settings.backend, computer(ranks.device)
-            rows = (steps.schedule.settings, steps.layout, backend, ranks.world_size, device, *loss.changes)
+            backend, device = trainer.settings.backend, computer(start.ranks.device)
+            rows = (steps.schedule.settings, steps.layout, backend, start.ranks.world_size, device, *loss.changes)
 
         def logps(batch: MicroBatch) -> torch.Tensor:
             trainer.clock.enter("proof")
             return torch.stack(loss.policy_logps(batch), dim=1).squeeze(1)
 
-        formats, ld_alpha = (precision.weights, precision.autocast), self.objective.options.get("ld_alpha")
-        key = cache_key(
-            self.objective.kind, steps.data.fingerprint, self.identity, formats, ld_alpha, rows, *depends_on
-        )
-        return precompute(self._cache / key, shape, parts, ranks, logps)
+        formats, kind = (precision.weights, precision.autocast), self.objective.kind
+        depends_on = *self.logps_depend_on, *depends_on
+        key = cache_key(kind, steps.data.fingerprint, self.identity, formats, rows, *depends_on)
+        return precompute(self._cache / key, shape, parts, start.ranks, logps)
 
-    def prove(
-        self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, ranks: Ranks, precision: Precision
-    ) -> None:
+    def prove(self, start: Start) -> None:
         """Precompute the reference's log-probabilities if configured. Then check the forward and the first loss."""
-        console.log_loss(log, self.losses_in_words, self.objective, self.reference, self._peft.dropout)
+        console.log_loss(start.log, self.losses_in_words, self.objective, self.reference, self._peft.dropout)
+        trainer = start.trainer
         if self.reference.kind == "precomputed":
-            trainer.steps = self.with_reference(trainer.steps, trainer, ranks, precision)
+            trainer.steps = self.with_reference(trainer.steps, start)
             for name, steps in trainer.evaluation.items():
-                trainer.evaluation[name] = self.with_reference(steps, trainer, ranks, precision)
-        super().prove(trainer, log, attention, preflight=preflight, ranks=ranks, precision=precision)
-        if preflight and self.reference.at_start:
-            loss, first = cast(ReferenceLoss, trainer.loss), trainer.settings.first_step
-            check_first_loss(loss, trainer.steps.first_batch(first))
+                trainer.evaluation[name] = self.with_reference(steps, start)
+        super().prove(start)
+        if start.preflight and self.reference.at_start:
+            check_first_loss(cast(ReferenceLoss, trainer.loss), trainer.steps.first_batch(trainer.settings.first_step))
 
 
 def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> str:

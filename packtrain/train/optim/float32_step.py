@@ -20,11 +20,10 @@ from torch.optim import Optimizer
 
 from packtrain.plan.memory import STEPPED
 from packtrain.train.optim.dither import Dither, dithered, own_part
-from packtrain.train.optim.groups import AVERAGE
 from packtrain.train.optim.seen_updates import SeenUpdates, local
 
-MASTER, ROUNDINGS = "master", "roundings"
-"""Extra states of a weight beside its optimizer's: its master, and how often it was rounded by chance."""
+MASTER, ROUNDINGS, AVERAGE = "master", "roundings", "average"
+"""Extra states of a weight beside its optimizer's: its master, how often it was rounded by chance, its average over the steps (trainer.ema)."""
 _WRAPPED = "__bnb_optimizer_quant_state__"
 """Key of bitsandbytes' own states in a state dict."""
 

@@ -25,11 +25,12 @@ _SAMPLE = 2**14  # numbers of a tensor
 
 
 class SeenUpdates:
-    """Measurement of an optimizer's steps, on this process's part of the weights. `warned`: a warning was given, with its `advice`. `measured`:
-    number of measured steps, also before a resume."""
+    """Measurement of an optimizer's steps, on this process's part of the weights. `step`: the current one, from 1. `warned`: a warning was
+    given, with its `advice`. `measured`: number of measured steps, also before a resume."""
 
     def __init__(self) -> None:
         self.warned, self.measured, self.advice = False, 0, ""
+        self.step = self._opened = 0
         self._sums: torch.Tensor | None = None
         self._sampled: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
         self._measuring = self._has_measured = self._untaken = False
@@ -45,18 +46,12 @@ class SeenUpdates:
         optimizer.register_step_pre_hook(lambda stepping, *_: self.before(stepping.param_groups))
         optimizer.register_step_post_hook(lambda *_: self.after())
 
-    def open_step(self, step: int) -> None:
-        """Decide whether to measure `step`, counted from 1."""
-        self.measured += self._has_measured
-        self._measuring, self._has_measured = self.measured < FIRST or step % EVERY == 0, False
-
-    def ignore_step(self) -> None:
-        """Do not measure this step: it makes no update."""
-        self._measuring = False
-
     def before(self, groups: list[dict[str, Any]]) -> None:
         """Keep a sample of the tensors before they are stepped. DeepSpeed steps some groups at a time."""
         self._sampled = []
+        if self.step != self._opened:
+            self._opened, self.measured = self.step, self.measured + self._has_measured
+            self._measuring, self._has_measured = self.measured < FIRST or self.step % EVERY == 0, False
         if not self._measuring:
             return
         for group in groups:

@@ -23,11 +23,11 @@ from rich.table import Table
 from packtrain import fast_imports
 from packtrain.config.schema import Model, Peft, RunConfig, Topology, Trainer
 from packtrain.errors import CheckFailed
-from packtrain.objectives.registry import OBJECTIVES
+from packtrain.objectives.spec import OBJECTIVES
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import detect_surroundings
 from packtrain.run_folder import RunFolder
-from packtrain.strategies.registry import STRATEGIES
+from packtrain.strategies.spec import STRATEGIES
 from packtrain.wording import counted, listed
 
 _ISOLATION_FIGURES = {

@@ -21,11 +21,10 @@ import torch
 from transformers import PreTrainedModel
 
 from packtrain.attention.backends import own_attention
-from packtrain.boundary import TRACEBACK, boundary
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Model, Peft, Trainer
 from packtrain.data.tokens.pretrained import load_tokenizer
-from packtrain.errors import CheckFailed, PacktrainError, UserError
+from packtrain.errors import TRACEBACK, CheckFailed, PacktrainError, UserError, boundary
 from packtrain.library.attach import attach
 from packtrain.model.load import base_model, load_model
 from packtrain.model.precision import decide_precision

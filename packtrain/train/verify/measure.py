@@ -21,20 +21,20 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
 from packtrain.attention.over_ranks import KEY, open_group
-from packtrain.attention.registry import BACKENDS
+from packtrain.attention.spec import BACKENDS
 from packtrain.config.schema import RunConfig
 from packtrain.errors import CheckFailed, Disagreement, Problem
 from packtrain.model.forward import Head
-from packtrain.model.heads.score import outputs_of_tokens
+from packtrain.model.heads import outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks, loading_whole
 from packtrain.monitor.heartbeat import waiting
-from packtrain.packing.split_rows import choose_ranks_per_row
+from packtrain.packing.balance import choose_ranks_per_row
 from packtrain.proof.choice import NotExact, choose_attention, prove_backend
 from packtrain.proof.isolation import NO_FIGURES, TREE, Proof, check_causal_and_padding
 from packtrain.proof.leak import Leak
 from packtrain.run_folder import RunFolder, write_json
-from packtrain.strategies.registry import DEFAULT
+from packtrain.strategies.spec import DEFAULT
 from packtrain.train.objectives.first_loss import FirstLoss
 from packtrain.train.objectives.loss import ReferenceLoss
 from packtrain.train.objectives.training_objective import ReferenceObjective

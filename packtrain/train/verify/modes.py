@@ -22,7 +22,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import attending_by, own_attention
 from packtrain.attention.over_ranks import sum_over_parts
-from packtrain.config.schema import Batch, Optim, Packing, Tracking, Trainer
+from packtrain.config.schema import Batch, Packing, Trainer
 from packtrain.data.dataset import Document, Preference
 from packtrain.errors import CheckFailed
 from packtrain.model.load import base_model
@@ -30,7 +30,7 @@ from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
 from packtrain.objectives.spec import Examples
 from packtrain.packing.collate import row_arguments
-from packtrain.packing.prefix_index import index_prefixes
+from packtrain.packing.prefixes import index_prefixes
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
 from packtrain.proof.comparison import (
@@ -46,7 +46,7 @@ from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.objectives.first_loss import FirstLoss, check_answer_forward, measure_first_loss
 from packtrain.train.objectives.loss import ReferenceLoss, Setup
 from packtrain.train.objectives.training_objective import TrainingObjective
-from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
+from packtrain.train.run_state import LoopSettings, StopRequest
 
 MODES = ("padding", "padding_free", "packed")
 SHARED, SPLIT = "packed with shared prompts", "packed, split over processes"
@@ -243,7 +243,9 @@ class RandomExamples(list[Any]):
         self.lengths = np.array([len(document.input_ids) for document in self.documents], np.int32)
         self.lengths = self.lengths.reshape(-1, each).sum(axis=1, dtype=np.int32)
         self.trained = np.array([document.loss_mask.sum() for document in self.documents], np.int32)
-        self.labels, self.margins = np.arange(len(self)) % 2 == 0, np.linspace(0, 1, len(self), dtype=np.float32)
+        self.margins = np.linspace(0, 1, len(self), dtype=np.float32)
+        if examples == "answers":
+            self.labels = np.arange(len(self)) % 2 == 0
 
 
 def loss_on_random_examples(
@@ -266,10 +268,9 @@ def loss_on_random_examples(
     pad = int(cast(Any, tokenizer.pad_token_id) or 0)
     steps: Any = replace(objective.steps(data, schedule, pad, Ranks(0, 1, model.device)), layout="padding")
     steps = steps.within(max(data.lengths))  # stay within the model's positions
-    loop = LoopSettings(steps, {}, StopRequest(), Path(settings.output_dir), {}, autocast=precision.autocast)
-    once = replace(settings, checkpoint_every=None, eval_every=None)
-    arguments = training_arguments(once, Optim(), Tracking(), precision, loop)
-    return objective.loss(Setup(model, arguments, tokenizer, loop)), steps
+    place, autocast = Path(settings.output_dir), precision.autocast
+    loop = LoopSettings(steps, {}, StopRequest(), place, {}, autocast=autocast, trainer=settings)
+    return objective.loss(Setup(model, tokenizer, loop)), steps
 
 
 def start_on_random_pairs(loss: ReferenceLoss, steps: Any, backend: str | None, *, precomputed: bool) -> FirstLoss:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from packtrain.attention.flash.run import flash_attention
-from packtrain.attention.flash.selection import dense_attention, forget_kernels
-from packtrain.attention.flash.varlen import Scoring
-from packtrain.attention.sdpa_mask.run import dense_mask_attention
-from packtrain.attention.segmented.run import segmented_attention
+from packtrain.attention.flash import flash_attention
+from packtrain.attention.kernel_choice import dense_attention, forget_kernels
+from packtrain.attention.sdpa_mask import dense_mask_attention
+from packtrain.attention.segmented import segmented_attention
+from packtrain.attention.varlen import Scoring
 from packtrain.packing.segments import Segments
 from tests.stand_in_kernels import MODULES, flash_attention_4
 

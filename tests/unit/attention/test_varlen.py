@@ -12,11 +12,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from packtrain.attention import flash
 from packtrain.attention.backends import Service, deterministic, serve
-from packtrain.attention.flash import run as flash
-from packtrain.attention.flash.selection import LayerFeatures, choose_kernel, dense_attention, forget_kernels
-from packtrain.attention.flash.varlen import Kernel, Scoring, attend_by_segments
-from packtrain.attention.registry import BACKENDS
+from packtrain.attention.kernel_choice import LayerFeatures, choose_kernel, dense_attention, forget_kernels
+from packtrain.attention.spec import BACKENDS
+from packtrain.attention.varlen import Kernel, Scoring, attend_by_segments
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 from tests.stand_in_kernels import (

@@ -28,8 +28,7 @@ from packtrain.config.compose import faults_of
 from packtrain.config.schema import Data, DataSource, Stage
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.sources.chunks import CHUNK_ROWS
-from packtrain.data.sources.files import read_file
-from packtrain.data.sources.remote import RemoteFile
+from packtrain.data.sources.files import RemoteFile, read_file
 from packtrain.data.streaming import Stream, Window, open_stream
 from packtrain.errors import PacktrainError, PeerFailed, UserError
 
@@ -251,7 +250,7 @@ def test_reading_goes_on_where_a_server_failed_and_ends_where_it_stays_away(
         return Failing((tmp_path / "x.jsonl").read_bytes())
 
     monkeypatch.setattr(RemoteFile, "open", open_failing)
-    monkeypatch.setattr("packtrain.data.sources.remote._WAITS_S", (0, 0, 0))
+    monkeypatch.setattr("packtrain.data.sources.files._WAITS_S", (0, 0, 0))
     assert sorted(chain(*read(open_(url).stream))) == sorted(row["text"] for row in rows_of("row", 3000))
     assert len(opened) == 3  # the first rows, those to the failure, and those after it
     most = 100

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from data_tokenizers import shipped, tokenizer_for
 
 from packtrain.config.schema import Data, Format
-from packtrain.data.formats.columns import Row
-from packtrain.data.formats.conversations import Conversation, read_row
 from packtrain.data.formats.messages import WEIGHTS
 from packtrain.data.prepare import prepare
 from packtrain.errors import UserError
@@ -132,6 +133,71 @@ def test_the_tools_are_seen_in_openais_form_whatever_the_file_has(tmp_path):
     earlier = {"messages": [ASK, END], "functions": [WEATHER]}  # OpenAI's name for them before tool_calls
     data = Data(train=write(tmp_path, earlier), cache_dir=str(tmp_path / "cache"))
     assert TOKENIZER.decode(prepare(data, TOKENIZER, seed=0).train[0].input_ids) == text
+
+
+NEWS = {"name": "news", "description": "d", "parameters": {"type": "object", "properties": {"of": {"default": None}}}}
+BOTH = [*TOOLS, {"type": "function", "function": NEWS}]
+LISTS = {
+    "a list": json.dumps(BOTH),
+    "bare, in another order, over lines": json.dumps([NEWS, WEATHER], indent=2),
+    "an object on each line": "\n".join(map(json.dumps, BOTH)),
+    "keys in another order": json.dumps([dict(reversed(tool.items())) for tool in BOTH]),
+    "Python": str(BOTH),
+}
+
+
+def hermes(listed: str, tools: Any = BOTH) -> dict[str, Any]:
+    asked = f"Signatures are within <tools></tools> tags. Tools: <tools> {listed} </tools> Answer."
+    return turns(("system", asked), HUMAN, GPT) | {"tools": tools}
+
+
+@pytest.mark.parametrize("tools", [BOTH, [WEATHER, NEWS], json.dumps(BOTH)], ids=["wrapped", "bare", "text"])
+@pytest.mark.parametrize("listed", LISTS.values(), ids=LISTS.keys())
+def test_tools_that_the_system_prompt_lists_already_are_given_once(tmp_path, listed, tools):
+    data = Data(train=write(tmp_path, hermes(listed, tools)), cache_dir=str(tmp_path / "cache"))
+    train = prepare(data, TOKENIZER, seed=0).train
+    text = TOKENIZER.decode(train[0].input_ids)
+    assert text.count('name": "news') + text.count("name': 'news") == 1 and f"<tools> {listed} </tools>" in text
+    assert train.report.tools_in_system == 1 and any("system prompt" in line for line in train.report.decisions())
+
+
+def test_nulls_of_a_table_do_not_make_other_tools(tmp_path):
+    row = hermes(json.dumps(BOTH))
+    pq.write_table(pa.Table.from_pylist([row, row]), tmp_path / "train.parquet")
+    data = Data(train=str(tmp_path / "train.parquet"), cache_dir=str(tmp_path / "cache"))
+    assert prepare(data, TOKENIZER, seed=0).train.report.tools_in_system == 2
+
+
+def test_pairs_give_such_tools_once_too(tmp_path):
+    prompt = [{"role": "system", "content": f"<tools>{json.dumps(BOTH)}</tools>"}, ASK]
+    row = {"prompt": prompt, "chosen": [END], "rejected": [{**END, "content": "No."}], "tools": BOTH}
+    data = Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache"))
+    train = prepare(data, TOKENIZER, "dpo", seed=0).train
+    assert train.report.tools_in_system == 1
+    assert all(TOKENIZER.decode(side.input_ids).count('"news"') == 1 for side in (train[0].chosen, train[0].rejected))
+
+
+@pytest.mark.parametrize("listed", ["", "and", "[1]", "weather(city)"])
+def test_other_words_between_the_tags_are_no_list_of_tools(tmp_path, listed):
+    data = Data(train=write(tmp_path, hermes(listed)), cache_dir=str(tmp_path / "cache"))
+    train = prepare(data, TOKENIZER, seed=0).train
+    assert TOKENIZER.decode(train[0].input_ids).count('"news"') == 1 and not train.report.tools_in_system
+
+
+@pytest.mark.parametrize("tools", [TOOLS, [*BOTH, *TOOLS], [WEATHER, {**NEWS, "description": "e"}]])
+def test_a_system_prompt_with_other_tools_is_refused(tmp_path, tools):
+    path = write(tmp_path, turns(HUMAN, GPT), hermes(json.dumps(BOTH), tools))
+    with pytest.raises(UserError) as caught:
+        trained(path)
+    assert [problem.where for problem in caught.value.problems] == [f"{path}:2, tools"]
+
+
+def test_a_template_without_system_prompts_would_lose_the_tools_in_one(tmp_path):
+    own = copy.deepcopy(TOKENIZER)
+    own.chat_template = "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    data = Data(train=write(tmp_path, hermes(json.dumps(BOTH))), cache_dir=str(tmp_path / "cache"), loss_on="all")
+    with pytest.raises(UserError, match="leaves out the tools"):
+        prepare(data, own, seed=0)
 
 
 @pytest.mark.parametrize("results", [["25 degrees"], ["25 degrees", "30 degrees"]])
@@ -312,23 +378,3 @@ def test_the_page_has_a_row_of_each_format_and_each_is_recognised_and_trained(tm
         assert report.kept == 1 and report.trained_tokens, line
         found.append(report.format)
     assert {*found, "preference"} == {*get_args(Format)}
-
-
-ASKED = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
-OWN = {"role": "system", "content": "Be brief."}
-
-
-@pytest.mark.parametrize(
-    ("row", "format", "said"),
-    [
-        ({"messages": ASKED}, "messages", "Be kind."),
-        ({"messages": [OWN, *ASKED]}, "messages", "Be brief."),
-        ({"messages": ASKED, "system": "Be brief."}, "messages", "Be brief."),
-        ({"instruction": "Hello", "output": "Hi."}, "alpaca", "Be kind."),
-        ({"query": "Hello", "response": "Hi.", "system": "Be brief."}, "alpaca", "Be brief."),
-    ],
-)
-def test_the_system_prompt_of_the_config_is_that_of_conversations_without_one(row: Any, format: Any, said: str) -> None:
-    example = read_row(Row(row, {}, frozenset(), frozenset(), "Be kind."), format)
-    assert isinstance(example, Conversation)
-    assert [message["content"] for message in example.messages] == [said, "Hello", "Hi."]

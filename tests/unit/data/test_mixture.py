@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from packtrain.config.compose import faults_of
 from packtrain.config.schema import Data, DataSource, Stage, name_sources
-from packtrain.data.mixture import BLOCK, Mixture, make_mixture, temper
+from packtrain.data.dataset import BLOCK, Mixture, make_mixture, temper
 from packtrain.data.prepare import prepare
 
 TOKENIZER = tokenizer_of("smollm")

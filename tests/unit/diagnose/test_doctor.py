@@ -14,11 +14,9 @@ import pytest
 
 from packtrain.diagnose.doctor import Finding, examine, show_run
 from packtrain.errors import UserError
-from packtrain.launch.attempt import locked
-from packtrain.monitor.diagnosis import RankState
-from packtrain.monitor.heartbeat import Phase
-from packtrain.monitor.processes import UNKNOWN, ProcessState
-from packtrain.monitor.watchdog import RANKS
+from packtrain.launch.execute import locked
+from packtrain.monitor.heartbeat import UNKNOWN, Phase, ProcessState
+from packtrain.monitor.watchdog import RANKS, RankState
 from packtrain.run_folder import RunFolder
 
 

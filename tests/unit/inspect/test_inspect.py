@@ -10,9 +10,8 @@ import pytest
 from inspecting import MODEL, chat, clean, inspect, report, write
 
 from packtrain.config.compose import load_config
-from packtrain.inspect.corpus import open_corpus
+from packtrain.inspect.corpus import estimate_attention_cost, open_corpus
 from packtrain.inspect.examples import lay_out_step
-from packtrain.inspect.mode_costs import estimate_attention_cost
 
 TRAIN = "data.train=chats.jsonl"
 

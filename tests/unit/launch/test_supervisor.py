@@ -17,16 +17,14 @@ import psutil
 import pytest
 
 from packtrain.launch import supervisor
-from packtrain.launch.coordinator import Coordinator, Reporter
-from packtrain.launch.exit_status import Verdict, tail_of
+from packtrain.launch.coordinator import Coordinator, Reporter, Verdict, tail_of
 from packtrain.launch.supervisor import Supervisor
-from packtrain.launch.worker import read_exits
-from packtrain.monitor.heartbeat import TimeLimits
+from packtrain.monitor.heartbeat import TimeLimits, read_exits
 from packtrain.monitor.watchdog import Watchdog
 
 LEAVE = """
 import os, pathlib, signal, subprocess, sys, time
-from packtrain.launch.worker import write_exit
+from packtrain.monitor.heartbeat import write_exit
 exits = pathlib.Path(sys.argv[1])
 """
 LINGERS = f"""{LEAVE}

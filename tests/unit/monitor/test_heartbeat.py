@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.monitor import heartbeat as module
-from packtrain.monitor import processes
-from packtrain.monitor.heartbeat import Heartbeat, Phase
-from packtrain.monitor.processes import life_of
+from packtrain.monitor import heartbeat as heartbeats
+from packtrain.monitor.heartbeat import Heartbeat, Phase, life_of
 
 LONG_S = 60
 
@@ -45,8 +43,8 @@ def test_computing_is_progress_where_no_collective_waits(
     reported = [heartbeat.message()["changes"]]
     heartbeat._clocks = (now, 10.0)
     for seconds, used in ((100, 0.0), (200, 40.0), (300, 41.0)):
-        monkeypatch.setattr(module.time, "monotonic", lambda seconds=seconds: now + seconds)
-        monkeypatch.setattr(module.time, "process_time", lambda used=used: 10.0 + used)
+        monkeypatch.setattr(heartbeats.time, "monotonic", lambda seconds=seconds: now + seconds)
+        monkeypatch.setattr(heartbeats.time, "process_time", lambda used=used: 10.0 + used)
         reported.append(heartbeat.message()["changes"])
     assert [after - before for before, after in itertools.pairwise(reported)] == [0, int(counts), 0]
     heartbeat.progress()
@@ -55,8 +53,8 @@ def test_computing_is_progress_where_no_collective_waits(
 
 RANK = """
 import ctypes, sys
-from packtrain.monitor import processes
-processes.write_stacks_on_signal()
+from packtrain.monitor.heartbeat import write_stacks_on_signal
+write_stacks_on_signal()
 print("listens", flush=True)
 libc = ctypes.PyDLL(None)
 def holds_the_lock():
@@ -69,7 +67,7 @@ globals()[sys.argv[1]]()
 
 
 def start(folder: Path, what: str) -> subprocess.Popen[str]:
-    given = {**os.environ, processes.STACKS: str(folder)}
+    given = {**os.environ, heartbeats.STACKS: str(folder)}
     process = subprocess.Popen([sys.executable, "-c", RANK, what], env=given, stdout=-1, text=True)
     assert process.stdout is not None and process.stdout.readline() == "listens\n"
     return process
@@ -78,44 +76,44 @@ def start(folder: Path, what: str) -> subprocess.Popen[str]:
 def test_a_rank_whose_lock_of_python_is_held_still_shows_its_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "DUMP_S", LONG_S)
+    monkeypatch.setattr(heartbeats, "DUMP_S", LONG_S)
     process = start(tmp_path, "holds_the_lock")
     try:
         text, end = "", time.monotonic() + LONG_S
         while "in holds_the_lock" not in text and time.monotonic() < end:
-            text = processes.dump(tmp_path, process.pid)
-        assert [call.rpartition(" in ")[2] for call in processes.main_stack(text)] == ["holds_the_lock", "<module>"]
+            text = heartbeats.dump(tmp_path, process.pid)
+        assert [call.rpartition(" in ")[2] for call in heartbeats.main_stack(text)] == ["holds_the_lock", "<module>"]
         assert process.poll() is None and life_of(process.pid) == "running"
-        monkeypatch.setattr(processes, "DUMP_S", 0.1)
+        monkeypatch.setattr(heartbeats, "DUMP_S", 0.1)
         os.kill(process.pid, signal.SIGSTOP)
         end = time.monotonic() + LONG_S
         while life_of(process.pid) != "stopped" and time.monotonic() < end:
             time.sleep(0.02)
-        assert life_of(process.pid) == "stopped" and processes.dump(tmp_path, process.pid) == ""
+        assert life_of(process.pid) == "stopped" and heartbeats.dump(tmp_path, process.pid) == ""
     finally:
         process.kill()
         process.wait()
     assert life_of(process.pid) == "gone"
-    assert processes.crash_of(tmp_path, process.pid) == ""
-    assert processes.dump(tmp_path, os.getpid()) == ""  # nobody listens: the signal would end it
+    assert heartbeats.crash_of(tmp_path, process.pid) == ""
+    assert heartbeats.dump(tmp_path, os.getpid()) == ""  # nobody listens: the signal would end it
 
 
 def test_a_crash_leaves_its_stack(tmp_path: Path) -> None:
     process = start(tmp_path, "crashes")
     process.wait(LONG_S)
-    assert "in crashes" in processes.crash_of(tmp_path, process.pid)
+    assert "in crashes" in heartbeats.crash_of(tmp_path, process.pid)
 
 
 def test_own_stacks_come_with_those_of_loader_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(processes.STACKS, str(tmp_path))
-    monkeypatch.setattr(processes, "DUMP_S", LONG_S)
+    monkeypatch.setenv(heartbeats.STACKS, str(tmp_path))
+    monkeypatch.setattr(heartbeats, "DUMP_S", LONG_S)
     loader = start(tmp_path, "holds_the_lock")
     try:
         text, end = "", time.monotonic() + LONG_S
         while "in holds_the_lock" not in text and time.monotonic() < end:
-            text = processes.own_stacks()
+            text = heartbeats.own_stacks()
     finally:
         loader.kill()
         loader.wait()
     assert "in holds_the_lock" in text
-    assert test_own_stacks_come_with_those_of_loader_processes.__name__ in "".join(processes.main_stack(text))
+    assert test_own_stacks_come_with_those_of_loader_processes.__name__ in "".join(heartbeats.main_stack(text))

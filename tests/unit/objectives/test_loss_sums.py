@@ -6,27 +6,22 @@ import inspect
 import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
-from packtrain.objectives.answers import LabelledAnswers, PairLogps, Pairs, Sum, Targets, sum_answers
-from packtrain.objectives.logged_figures import (
-    TokenFigures,
-    pair_figures,
-    reward_extremes,
-    reward_figures,
-    unpaired_figures,
-    unpaired_margins,
-)
+from packtrain.objectives.answers import LabelledAnswers, PairLogps, Pairs, Sum, Targets, TokenFigures, sum_answers
+from packtrain.objectives.dpo.run import pair_figures
+from packtrain.objectives.kto.run import unpaired_figures
 from packtrain.objectives.losses import (
     F_DIVERGENCES,
     PAIR_LOSSES,
     TOKEN_LOSSES,
     UNPAIRED_LOSSES,
     FDivergence,
-    PairCounts,
     PairOptions,
     UnpairedOptions,
     bradley_terry,
@@ -35,9 +30,13 @@ from packtrain.objectives.losses import (
     pair_loss,
     score,
 )
-from packtrain.objectives.registry import OBJECTIVES
+from packtrain.objectives.reward.run import reward_figures
+from packtrain.objectives.spec import OBJECTIVES, Figure
+from packtrain.train.objectives.loss import FigureSums
 
-SORTING = {name for name, loss in PAIR_LOSSES.items() if loss.sorts_step}
+SORTING = {*OBJECTIVES["dpo"].sorting_losses}
+ALONE: Any = SimpleNamespace(reduce=lambda values, **_: values, gather=lambda values: values)
+"""An accelerator of one process."""
 SMOOTHED_WEIGHTED = PairOptions(label_smoothing=0.1, use_weighting=True, ld_alpha=0.5)
 
 
@@ -49,7 +48,6 @@ def test_the_registries_are_the_losses_of_the_config_and_of_trl() -> None:
         theirs = re.findall(r'\bloss_type == "(\w+)"', inspect.getsource(kind._compute_loss))
         assert set(ours) == set(theirs) == set(OBJECTIVES[name].losses)
     assert set(TOKEN_LOSSES) == set(OBJECTIVES["sft"].losses)
-    assert set(OBJECTIVES["dpo"].sorting_losses) == SORTING
 
 
 def test_the_options_have_the_names_and_defaults_of_trl(tmp_path: Path) -> None:
@@ -75,12 +73,10 @@ def made_up_pairs(count: int, options: PairOptions, device: str = "cpu") -> Pair
 def test_the_shares_of_micro_batches_add_up_to_the_loss_of_the_step(name: str) -> None:
     options = SMOOTHED_WEIGHTED
     whole = made_up_pairs(7, options)
-    counts = PairCounts(torch.tensor(7), whole.chosen_tokens.sum())
+    counts = torch.tensor(7), whole.chosen_tokens.sum()
     parts = [part_of(whole, slice(0, 2)), part_of(whole, slice(2, 2)), part_of(whole, slice(2, 7))]
-    shares = torch.stack([pair_loss(part, {name: 0.7}, options, counts) for part in parts])
-    torch.testing.assert_close(shares.sum(), pair_loss(whole, {name: 0.7}, options, counts))
-    one = PAIR_LOSSES[name].sum(whole, options)
-    torch.testing.assert_close(shares.sum(), 0.7 * one.total / one.weight)
+    shares = torch.stack([pair_loss(part, {name: 0.7}, options, *counts) for part in parts])
+    torch.testing.assert_close(shares.sum(), pair_loss(whole, {name: 0.7}, options, *counts))
 
 
 def part_of(pairs: Pairs, rows: slice) -> Pairs:
@@ -94,33 +90,40 @@ def test_no_loss_and_no_figure_reads_a_tensor_on_the_host(divergence: FDivergenc
     pairs, values, slots = made_up_pairs(3, options, "meta"), *(torch.zeros(3, n, device="meta") for n in (1, 9))
     answers = LabelledAnswers(values[:, 0], values[:, 0], values[:, 0].bool())
     head = TokenFigures(slots.bool(), slots, slots)
-    loss = pair_loss(
-        pairs, dict.fromkeys(PAIR_LOSSES, 1.0), options, PairCounts(pairs.chosen_logps[0], pairs.weights[0])
-    )
+    loss = pair_loss(pairs, dict.fromkeys(PAIR_LOSSES, 1.0), options, pairs.chosen_logps[0], pairs.weights[0])
     kl = estimate_kl(Sum(loss, loss))
-    found = [
-        *pair_figures(pairs, 0.1, head, slots.bool()).values(),
-        *unpaired_figures(answers, kl, 0.1, head).values(),
-        *reward_figures(answers.logps, answers.ref_logps).values(),
-    ]
+    found = {
+        "dpo": pair_figures(pairs, 0.1, head, slots.bool()),
+        "kto": unpaired_figures(answers, kl, 0.1, head),
+        "reward": reward_figures(answers.logps, answers.ref_logps),
+    }
+    for kind, figures in found.items():
+        FigureSums.none(OBJECTIVES[kind].figures, torch.device("meta")).plus(figures, counted=True)
     losses = [one(answers, kl, UnpairedOptions()) for one in UNPAIRED_LOSSES.values()]
     losses.append(bradley_terry(answers.logps, answers.ref_logps, margin=answers.logps, center_rewards_coefficient=0.1))
-    assert all(one.device.type == "meta" and one.dim() == 0 for pair in found for one in pair)
     assert [tuple(one.shape) for one in losses] == [(3,)] * 3
 
 
 def test_no_pairs_and_no_answers_of_a_label_add_nothing() -> None:
-    none = torch.zeros(0)
-    assert reward_extremes(none, none) == {"min_reward": torch.inf, "max_reward": -torch.inf}
     answers = LabelledAnswers(torch.zeros(2), torch.zeros(2), torch.tensor([True, True]))
     tokens = TokenFigures(torch.ones(2).bool(), torch.zeros(2), torch.zeros(2))
     figures = unpaired_figures(answers, torch.zeros(()), 0.1, tokens)
-    assert {name for name, figure in figures.items() if not figure.weight} == {
-        "logits/rejected",
-        "rewards/rejected",
-        "logps/rejected",
-    }
-    assert unpaired_margins({"rewards/chosen": 1.0}) == {}
+    sums = FigureSums.none(OBJECTIVES["kto"].figures, torch.device("cpu"))
+    sums = sums.plus(figures, counted=True)
+    assert [*sums.values(ALONE)] == ["rewards/chosen", "kl", "logps/chosen", "logits/chosen", "entropy"]
+    assert FigureSums.none(OBJECTIVES["kto"].figures, torch.device("cpu")).values(ALONE) == {}
+
+
+def test_extremes_and_differences_are_figures() -> None:
+    ends = [
+        Figure("low", extreme="least"),
+        Figure("high", extreme="greatest"),
+        Figure("span", difference=("high", "low")),
+    ]
+    sums = FigureSums.none(ends, torch.device("cpu"))
+    for low, high in ((1.0, 2.0), (0.5, 0.5)):
+        sums = sums.plus({"low": torch.tensor(low), "high": torch.tensor(high)}, counted=True)
+    assert sums.values(ALONE) == {"low": 0.5, "high": 2.0, "span": 1.5}
 
 
 def test_weights_by_wpo_need_their_output_of_the_head() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeAlias, TypeVar
 
 import pytest
 import torch
@@ -18,21 +19,14 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 
 from packtrain.config.schema import Model
 from packtrain.data.tokens.pretrained import load_tokenizer
-from packtrain.objectives.answers import LabelledAnswers, Sum, Targets, sum_answers
-from packtrain.objectives.logged_figures import (
-    TokenFigures,
-    pair_figures,
-    reward_extremes,
-    reward_figures,
-    unpaired_figures,
-    unpaired_margins,
-)
+from packtrain.objectives.answers import Figures, LabelledAnswers, Sum, Targets, TokenFigures, sum_answers
+from packtrain.objectives.dpo.run import pair_figures
+from packtrain.objectives.kto.run import unpaired_figures
 from packtrain.objectives.losses import (
     F_DIVERGENCES,
     PAIR_LOSSES,
     TOKEN_LOSSES,
     UNPAIRED_LOSSES,
-    PairCounts,
     PairOptions,
     UnpairedOptions,
     bradley_terry,
@@ -40,6 +34,9 @@ from packtrain.objectives.losses import (
     make_pairs,
     pair_loss,
 )
+from packtrain.objectives.reward.run import reward_figures
+from packtrain.objectives.spec import OBJECTIVES
+from packtrain.train.objectives.loss import FigureSums
 
 RELATIVE, VOCABULARY = 1e-6, 10
 SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
@@ -125,8 +122,12 @@ def scored(model: PreTrainedModel, ids: torch.Tensor, attended: torch.Tensor, tr
     return Scored(targets, entropy[mask], logits.mean(dim=-1)[mask], top[mask])
 
 
-def means(figures: Mapping[str, Sum]) -> dict[str, float]:
-    return {name: (total / weight).item() for name, (total, weight) in figures.items() if weight}
+def logged(kind: str, figures: Figures) -> dict[str, float]:
+    """The figures of a step with this micro-batch alone, in one process."""
+    sums = FigureSums.none(OBJECTIVES[kind].figures, torch.device("cpu"))
+    sums = sums.plus(figures, counted=True)
+    alone: Any = SimpleNamespace(reduce=lambda values, **_: values, gather=lambda values: values)
+    return sums.values(alone)
 
 
 def gradient(loss: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
@@ -143,10 +144,10 @@ def gaps(trainer: Trainer, batch: Batch, ours: Found) -> dict[str, float]:
     assert isinstance(expected, torch.Tensor)
     metrics = vars(trainer)["_metrics"]["train"]
     unknown = metrics.keys() if isinstance(trainer, SFTTrainer) else {"num_tokens"}  # packtrain sft logs the loss alone
-    logged = {name: values[-1] for name, values in metrics.items() if name not in unknown}
+    of_trl = {name: values[-1] for name, values in metrics.items() if name not in unknown}
     theirs = gradient(expected, model)
-    assert ours[1].keys() == logged.keys()
-    figures = {name: relative(ours[1][name], value, scale_of(name, logged)) for name, value in logged.items()}
+    assert ours[1].keys() == of_trl.keys()
+    figures = {name: relative(ours[1][name], value, scale_of(name, of_trl)) for name, value in of_trl.items()}
     loss, norm = relative(ours[0].item(), expected.item()), max(theirs.norm().item(), 1e-12)
     return {"loss": loss, "gradient": (own - theirs).norm().item() / norm, **figures}
 
@@ -238,10 +239,10 @@ def our_pairs(trainer: DPOTrainer, batch: Batch, case: PairCase) -> Found:
     with torch.no_grad():
         reference = sum_answers(scored(reference_of(trainer), *inputs).targets, case.options.ld_alpha)
     pairs = make_pairs(ours.targets, reference, case.options)
-    counts = PairCounts(torch.tensor(case.pairs), pairs.chosen_tokens.sum())
+    counts = torch.tensor(case.pairs), pairs.chosen_tokens.sum()
     tokens = ours.tokens(torch.arange(2 * case.pairs) < case.pairs)
     figures = pair_figures(pairs, case.options.beta, tokens, ours.is_top1)
-    return pair_loss(pairs, case.weights, case.options, counts), means(figures)
+    return pair_loss(pairs, case.weights, case.options, *counts), logged("dpo", figures)
 
 
 @pytest.mark.parametrize("case", sampled(PAIR_SAMPLE, PAIR_REST), ids=str)
@@ -325,8 +326,8 @@ def our_answers(trainer: KTOTrainer, batch: Batch, case: UnpairedCase) -> Found:
             kl = estimate_kl(Sum((sides[0] - sides[1]).sum(), torch.tensor(len(case.labels))))
     answers = LabelledAnswers(policy.targets.logps, ref_logps, batch["label"].bool())
     losses = UNPAIRED_LOSSES[case.loss](answers, kl, case.options)
-    figures = means(unpaired_figures(answers, kl, case.options.beta, policy.tokens(answers.desirable)))
-    return losses.sum() / len(case.labels), figures | unpaired_margins(figures)
+    figures = unpaired_figures(answers, kl, case.options.beta, policy.tokens(answers.desirable))
+    return losses.sum() / len(case.labels), logged("kto", figures)
 
 
 @pytest.mark.parametrize("case", sampled(UNPAIRED_SAMPLE, UNPAIRED_REST), ids=str)
@@ -363,8 +364,7 @@ def our_rewards(trainer: Trainer, batch: Batch, coefficient: float | None) -> Fo
     rewards = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits[:, 0]
     chosen, rejected = rewards.chunk(2)
     losses = bradley_terry(chosen, rejected, margin=batch.get("margin"), center_rewards_coefficient=coefficient)
-    extremes = {name: value.item() for name, value in reward_extremes(chosen, rejected).items()}
-    return losses.sum() / len(losses), means(reward_figures(chosen, rejected)) | extremes
+    return losses.sum() / len(losses), logged("reward", reward_figures(chosen, rejected))
 
 
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)

@@ -14,7 +14,7 @@ from packtrain.config.schema import Batch, Packing
 from packtrain.data.dataset import Document
 from packtrain.packing.balance import MicroBatchLimits, work_of_ranks
 from packtrain.packing.collate import IGNORE, collate_shared, part_of, shifted_labels
-from packtrain.packing.prefix_index import PrefixIndex, index_prefixes, lay_out_shared, work_of
+from packtrain.packing.prefixes import PrefixIndex, index_prefixes, lay_out_shared, work_of
 from packtrain.packing.schedule import make_schedule
 
 untimed = settings(deadline=None, max_examples=150)

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from packtrain.config.schema import Batch, Packing
-from packtrain.data.mixture import Mixture
+from packtrain.data.dataset import Mixture
 from packtrain.errors import UserError
-from packtrain.packing.schedule import make_schedule
-from packtrain.packing.stages import StagedSchedule, stage
+from packtrain.packing.schedule import StagedSchedule, make_schedule, stage
 
 SIZES = (50, 7)
 SOURCE_OF = np.repeat(np.arange(2, dtype=np.int16), SIZES)

@@ -14,7 +14,7 @@ from packtrain.errors import UserError
 from packtrain.plan.batch import plan_batch
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import Surroundings, visible_gpus
-from packtrain.strategies.registry import STRATEGIES
+from packtrain.strategies.spec import STRATEGIES
 
 TORCHRUN = {
     "RANK": "1",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import packtrain
 from huggingface_hub import constants
 from tiny_models import SIZES
 
@@ -139,6 +140,82 @@ def test_a_model_in_the_cache_of_the_hub_is_found(monkeypatch: pytest.MonkeyPatc
     (snapshot / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     assert known(["model.init=pretrained", "model.path=owner/model"]).parameters == 15
+
+
+GROUP = 32
+
+
+def packed_as(method: str, outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Number format and shape of the tensors of one linear layer's weight, as libraries write them."""
+    groups = ("F16", (inputs // GROUP, outputs))
+    beside = {"qzeros": ("I32", (inputs // GROUP, outputs // 8)), "scales": groups}
+    return {
+        "gptq": {"qweight": ("I32", (inputs // 8, outputs)), **beside, "g_idx": ("I32", (inputs,))},
+        "awq": {"qweight": ("I32", (inputs, outputs // 8)), **beside},
+        "fp8": {"weight": ("F8_E4M3", (outputs, inputs)), "weight_scale_inv": ("F32", (outputs // GROUP, 1))},
+        "mxfp4": {"weight": ("BF16", (outputs, inputs))},  # only experts are in four bits
+        "nvfp4": {
+            "weight_packed": ("U8", (outputs, inputs // 2)),
+            "weight_scale": ("F8_E4M3", (outputs, inputs // 16)),
+        },
+    }[method]
+
+
+def quantised(folder: Path, method: str) -> tuple[int, int]:
+    """Write a tiny model with linear layers in few bits. Return how many weights it has, and the bytes of their tensors."""
+    sizes = {"model.embed_tokens.weight": (96, 64), "model.norm.weight": (64,), "lm_head.weight": (96, 64)}
+    tensors = {name: ("BF16", shape) for name, shape in sizes.items()}
+    numbers = sum(map(math.prod, sizes.values()))
+    for name, shape in {"self_attn.q_proj": (64, 64), "mlp.up_proj": (128, 64), "mlp.down_proj": (64, 128)}.items():
+        layer = packed_as(method, *shape)
+        tensors |= {f"model.layers.0.{name}.{part}": tensor for part, tensor in layer.items()}
+        numbers += math.prod(shape)
+    if method == "mxfp4":
+        experts = "model.layers.0.mlp.experts.down_proj"
+        tensors |= {f"{experts}_blocks": ("U8", (4, 64, 2, 16)), f"{experts}_scales": ("U8", (4, 64, 2))}
+        tensors |= {f"{experts}_bias": ("BF16", (4, 64))}
+        numbers += 4 * 64 * 64 + 4 * 64
+    header, end = dict[str, Any](), 0
+    width = {"I32": 4, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1}
+    for name, (kind, shape) in tensors.items():
+        begin, end = end, end + width[kind] * math.prod(shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    written = json.dumps(header).encode()
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(len(written).to_bytes(8, "little") + written + bytes(end))
+    how = {"quant_method": {"nvfp4": "compressed-tensors"}.get(method, method), "bits": 4}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": how}))
+    return numbers, end
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "mxfp4", "nvfp4"])
+def test_quantised_files_count_the_weights_that_their_bits_stand_for(method: str, tmp_path: Path) -> None:
+    numbers, size = quantised(tmp_path / "few", method)
+    lora = ["model.init=pretrained", f"model.path={tmp_path / 'few'}", "model.dtype=auto", "peft=lora", "peft.r=4"]
+    for device, expanded in ((None, ("fp8", "mxfp4", "nvfp4")), (80 * GIB, ("mxfp4", "nvfp4"))):
+        found = known(lora, device=device)
+        assert found.parameters == numbers
+        assert found.trained == 4 * (64 + 64 + 2 * (128 + 64))
+        assert found.weights - 4 * found.trained == (2 * numbers if method in expanded else size)
+
+
+@pytest.mark.parametrize(("method", "trains"), [("gptq", False), ("awq", False), ("fp8", True), ("mxfp4", True)])
+def test_a_plan_to_train_weights_that_stay_quantised_is_refused(method: str, trains: bool, tmp_path: Path) -> None:
+    """In the run's own words. Methods that are dequantised at loading train as whole weights."""
+    quantised(tmp_path / "few", method)
+    for more, expected in (((), trains), (("--gpu-memory", "80"), method == "mxfp4"), (("peft=lora",), True)):
+        config = [f"model.path={tmp_path / 'few'}", "model.init=pretrained", "model.tokenizer=quickstart"]
+        done = packtrain("plan", *config, "data.train=quickstart", "batch.examples_per_step=4", *more, folder=tmp_path)
+        assert done.returncode == (0 if expected else 2), done.stderr
+        assert expected or f"weights quantised by {method} cannot be trained" in done.stderr
+
+
+def test_bits_in_an_unknown_layout_are_not_guessed(tmp_path: Path) -> None:
+    quantised(tmp_path / "few", "gptq")
+    settings = {"model_type": "llama", "quantization_config": {"quant_method": "aqlm"}}
+    (tmp_path / "few/config.json").write_text(json.dumps(settings))
+    config = load_config(None, [*MADE, "model.init=pretrained", f"model.path={tmp_path / 'few'}", "peft=lora"])
+    assert "quantised by aqlm" in str(estimate(config, 1))
 
 
 def test_a_reference_model_is_counted_where_one_is_kept() -> None:

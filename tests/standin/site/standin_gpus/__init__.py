@@ -16,6 +16,7 @@ def install() -> None:
     """Puts the devices into torch, which has just been imported."""
     from standin_gpus import cuda_calls, flash, libraries, nccl, sdpa, tensor
 
+    device.register()
     for part in (tensor, flash, sdpa, cuda_calls, nccl, libraries):
         part.install()
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -21,6 +21,11 @@ pending = threading.local()
 """`error`: what a call of this thread has left behind, which the next kernel raises."""
 
 
+def register() -> None:
+    """Put the stand-in's guard in place of the one that a CUDA build of torch has brought."""
+    _guard.standin_register()
+
+
 def check() -> None:
     """Raises what broke the device, as CUDA does from then on, or what is pending in this thread."""
     error, pending.error = getattr(pending, "error", ""), ""

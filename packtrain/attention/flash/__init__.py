@@ -1,1 +1,0 @@
-"""Attention by variable-length kernels for GPUs, and the choice of one for a layer."""

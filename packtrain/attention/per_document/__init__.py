@@ -1,1 +1,0 @@
-"""The whole model, called once for each length of documents."""

@@ -1,1 +1,0 @@
-"""Attention under one dense mask: the plain reference, for tests and small rows."""

@@ -1,1 +1,0 @@
-"""Attention by an ordinary function, called once for each length of segments."""

@@ -1,0 +1,206 @@
+"""Variable-length ("varlen") kernels: one call attends within every segment, without mask and padding.
+
+All of them take queries, keys and values [tokens, heads, d] and the running sums of the segments' lengths, and align
+causality at the bottom right: a segment may have more keys than queries. So shared prefixes are served by gathering the keys and
+values of a segment's whole path, its own tokens last. A kernel's signature shows whether it has soft-cap or sinks; kernel_choice.py
+checks that it is correct.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib import import_module
+from inspect import signature
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from packtrain.packing.collate import to_device
+from packtrain.packing.segments import Segments
+
+_ALIGNMENT = 8  # kernels take head dimensions that are multiples of 16 bytes
+
+
+class Lacks(Exception):
+    """A kernel is not installed, or lacks a feature that a layer needs. The message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a layer weighs its keys. `scale` of the dot products, `window` in tokens (the query's own included), and the
+    `softcap` that limits scores. There is no dropout: its random draws could not be compared with a reference."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Borders:
+    """A row's segments in the form that kernels take.
+
+    `queries` and `keys`: int32 [segments + 1] on the device, running sums of lengths; `longest_*` in tokens. `gather`:
+    int64, for each key its token in the row, or None if the keys are exactly the row.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    longest_queries: int
+    longest_keys: int
+    gather: torch.Tensor | None
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borders, Scoring, torch.Tensor | None], torch.Tensor]
+"""(query [T, heads, d], key [K, kv_heads, d], value [K, kv_heads, d_v], borders, scoring, sinks [heads]) → [T, heads, d_v]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel, with a `name` for people."""
+
+    name: str
+    attend: Attend
+
+
+@lru_cache(maxsize=16)  # the same for every layer, also when gradient checkpointing runs it again
+def borders_of(segments: Segments, device: torch.device) -> Borders:
+    """Return the borders of a row on `device`, without waiting for the device."""
+    lengths = [own + before for own, before in zip(segments.lengths, segments.prefix_lengths, strict=True)]
+    with torch.inference_mode(False):  # an evaluation's cached tensors are used again in training
+        queries = to_device(segments.cumulative_lengths(), device)
+        if not any(segments.prefix_lengths):
+            return Borders(queries, queries, max(segments.lengths), max(segments.lengths), None)
+        keys = to_device(torch.tensor((0, *accumulate(lengths)), dtype=torch.int32), device)
+        gather = torch.from_numpy(segments.tokens_along(range(len(lengths))))
+        return Borders(queries, keys, max(segments.lengths), max(lengths), to_device(gather, device))
+
+
+def attend_by_segments(
+    kernel: Kernel,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scoring: Scoring,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend within one row, segment by segment.
+
+    `query` [T, heads, d], `key` [T, kv_heads, d], `value` [T, kv_heads, d_v] → [T, heads, d_v]. Heads are padded with zeros to a width that
+    kernels take, which changes no score and no output.
+    """
+    borders = borders_of(segments, query.device)
+    if borders.gather is not None:
+        key, value = (Gathered.apply(tensor, 0, borders.gather) for tensor in (key, value))
+    width = -(-max(query.shape[-1], value.shape[-1]) // _ALIGNMENT) * _ALIGNMENT
+    lacking = ((tensor, width - tensor.shape[-1]) for tensor in (query, key, value))  # a pad by nothing is a copy
+    q, k, v = (torch.nn.functional.pad(tensor, (0, more)) if more else tensor for tensor, more in lacking)
+    return kernel.attend(q, k, v, borders, scoring, sinks)[..., : value.shape[-1]]
+
+
+class Gathered(torch.autograd.Function):
+    """`index_select` along a dimension. The gradients of a row that was taken several times are summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape, ctx.dim = tensor.shape, dim
+        return tensor.index_select(dim, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,), (rows,) = gradients, ctx.saved_tensors
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total = torch.zeros(ctx.shape, dtype=wide, device=gradient.device)
+        return total.index_add_(ctx.dim, rows, gradient.to(wide)).to(gradient.dtype), None, None
+
+
+def from_package(module: str) -> Attend:
+    """Return `flash_attn_varlen_func` of an installed package. Raises Lacks if it is not there, and every error of its import."""
+    try:
+        loaded = import_module(module)
+    except ModuleNotFoundError as error:
+        raise Lacks(f"{error.name} is not installed") from error
+    if getattr(loaded, "__file__", "") is None:  # only flash-attn-4: its folder `flash_attn` has nothing but `cute`
+        raise Lacks("not installed")
+    return _by_signature(loaded.flash_attn_varlen_func)
+
+
+def from_hub(repository: str) -> Attend:
+    """Return `flash_attn_varlen_func` of a hub kernel that was downloaded before. Training downloads no code.
+    Raises Lacks if it is not there, and every error of loading it."""
+    try:
+        import_module("kernels")
+    except ModuleNotFoundError as error:
+        raise Lacks("the kernels package is not installed") from error
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+    from transformers.integrations.hub_kernels import get_kernel
+    from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_VERSIONS
+
+    cache = Path(os.environ.get("KERNELS_CACHE") or constants.HF_HUB_CACHE)
+    kinds = ("kernel", "model")
+    if not any((cache / repo_folder_name(repo_id=repository, repo_type=kind)).is_dir() for kind in kinds):
+        raise Lacks(f"{repository} is not downloaded")
+    return _by_signature(get_kernel(repository, version=FLASH_ATTN_KERNEL_VERSIONS[repository]).flash_attn_varlen_func)
+
+
+def _by_signature(function: Callable[..., Any]) -> Attend:
+    """Adapt the functions of FlashAttention 2, 3, 4 and others. Their arguments differ by their features."""
+    names = signature(function).parameters
+    sink_name = "s_aux" if "s_aux" in names and "learnable_sink" not in names else "learnable_sink"
+    words = {"softcap": "soft-cap", "window_size": "sliding window", sink_name: "attention sinks"}
+
+    def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
+        asked = {
+            "softcap": scoring.softcap,
+            "window_size": None if scoring.window is None else (scoring.window - 1, 0),
+            sink_name: None if sinks is None else sinks.to(q.dtype),
+        }
+        options = {name: value for name, value in asked.items() if value is not None}
+        for name in options:
+            if name not in names:
+                raise Lacks(f"no {words[name]}")
+        if "deterministic" in names:
+            options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        elif torch.are_deterministic_algorithms_enabled():
+            raise Lacks("no deterministic backward pass (trainer.deterministic)")
+        options |= {"cu_seqlens_q": borders.queries, "cu_seqlens_k": borders.keys}
+        options |= {"max_seqlen_q": borders.longest_queries, "max_seqlen_k": borders.longest_keys}
+        output = function(q, k, v, softmax_scale=scoring.scale, causal=True, **options)
+        return output[0] if isinstance(output, tuple) else output
+
+    return attend
+
+
+def from_torch() -> Attend:
+    """Return the operator under torch's `varlen_attn`. Its arguments have not changed since torch 2.10, unlike the function's."""
+
+    def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
+        if scoring.softcap is not None or sinks is not None:
+            raise Lacks("no soft-cap and no attention sinks")
+        lengths = (borders.queries, borders.keys, borders.longest_queries, borders.longest_keys)
+        window = {"window_size_left": -1 if scoring.window is None else scoring.window - 1, "window_size_right": 0}
+        causal = scoring.window is None  # else the window says so
+        operator = torch.ops.aten._flash_attention_forward
+        return operator(q, k, v, *lengths, 0.0, causal, False, scale=scoring.scale, **window)[0]
+
+    return attend
+
+
+CANDIDATES: tuple[tuple[str, Callable[[], Attend]], ...] = (
+    ("FlashAttention 4", partial(from_package, "flash_attn.cute")),
+    ("FlashAttention 4 of the hub", partial(from_hub, "kernels-community/flash-attn4")),
+    ("FlashAttention 3", partial(from_package, "flash_attn_interface")),
+    ("FlashAttention 3 of the hub", partial(from_hub, "kernels-community/flash-attn3")),
+    ("FlashAttention 3 of vLLM", partial(from_hub, "kernels-community/vllm-flash-attn3")),
+    ("FlashAttention 2", partial(from_package, "flash_attn")),
+    ("FlashAttention 2 of the hub", partial(from_hub, "kernels-community/flash-attn2")),
+    ("torch's varlen_attn", from_torch),
+)
+"""Names and loaders of the kernels, in the order of trying: newer generations first, torch's own last."""

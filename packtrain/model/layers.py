@@ -1,0 +1,177 @@
+"""How layers run in training: which activations they compute again, and compiled kernels.
+
+`trainer.gradient_checkpointing`: `full`: every layer keeps only its input and runs once more in the backward pass. `every_n`: each nth layer
+does so, the others keep all. `selective`: every layer does so, but keeps the results of attention and of every second matrix product, which cost
+the most time for their memory. torchtitan does the same, by torch's `create_selective_checkpoint_contexts`. The result of an adapter's second
+factor, as wide as the layer and quickly made, is not kept. Losses and gradients are the same bits with each. Layers switch themselves
+(transformers' GradientCheckpointingLayer): no module is wrapped, and weights keep their names.
+
+`trainer.activation_offload`: the kept inputs wait in the host's memory. TRL's OffloadActivations (torchtune's) copies tensors to pinned
+memory on a separate stream while the next layers compute, and back before they are used. Around a whole step it would also move tensors that
+are not activations: gradients that the output head has already made, autocast's copies of weights, weights that FSDP2 has gathered. So
+it gets only the tensors that each layer's checkpoint keeps.
+
+`trainer.torch_compile` is regional compilation (docs.pytorch.org/tutorials/recipes/regional_compilation.html): the code compiled for the first
+layer serves all. The regions are a layer's parts, not the whole layer: transformers checkpoints activations around a layer's forward. Attention
+by Segments stays outside of the graphs, since the documents of a row are Python numbers that differ from row to row. FSDP2's hooks, which gather
+a layer's weights, belong to the layer, so they run as usual.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch._dynamo.config
+import torch._inductor.config
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from packtrain.attention.backends import OWN_CODE, attention_functions
+from packtrain.attention.forwards import uses_attention_interface
+from packtrain.errors import UserError
+
+KEY, OFFLOAD_KEY = "trainer.gradient_checkpointing", "trainer.activation_offload"
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
+_OF_EXPERTS = "aten::_grouped_mm"
+_ATTENTION = re.compile(r"aten::_(scaled_dot_product|flash_attention|efficient_attention)|torch_attn::|flash_attn")
+_THIN = 8
+"""A product is made again if its inner dimension is this many times smaller than its result is wide; the reverse is kept."""
+
+
+def check_offload(device: torch.device) -> None:
+    """Raise UserError if `device` has no separate memory."""
+    if device.type == "cpu":
+        what = "on a CPU activations are in the host's memory already"
+        raise UserError(what, where=OFFLOAD_KEY, fix="set it to false, or run on a machine with GPUs")
+
+
+def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> None:
+    """Make the layers of `model` recompute by `policy`: full, every_2 … or selective.
+
+    `model` has no adapters around it. `offload`: the kept tensors wait in the host's memory. Raises UserError if it has no layers that can.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not model.supports_gradient_checkpointing or (policy != "full" and not layers):
+        what = f"the layers of {type(model).__name__} cannot compute their activations again"
+        other = "full" if model.supports_gradient_checkpointing else "none"
+        raise UserError(what, where=f"{KEY} ({policy})", fix=f"set {KEY}={other}")
+    every = int(policy.removeprefix("every_")) if policy.startswith("every_") else 1
+    # transformers adds the biases of experts to the results of their products, in place: kept tensors must not change
+    biased = any(getattr(module, "has_bias", False) for module in model.modules())
+    kept = _PRODUCTS if biased else (*_PRODUCTS, _OF_EXPERTS)
+    rerun: Callable[..., object] = partial(checkpoint, use_reentrant=False)
+    if policy == "selective":
+        rerun = partial(rerun, context_fn=lambda: create_selective_checkpoint_contexts(_keep_every_second(kept)))
+    if offload:
+        rerun = _offloading(rerun)
+
+    def switch(self: PreTrainedModel, enable: bool = True, **_: object) -> None:
+        """Replace transformers' own. TRL switches off for a pass of the reference, and on again without our choices."""
+        type(self)._set_gradient_checkpointing(self, enable, rerun)
+        for number, layer in enumerate(layers):
+            layer.gradient_checkpointing = enable and number % every == 0
+
+    vars(model)["_set_gradient_checkpointing"] = types.MethodType(switch, model)
+    model.activation_checkpointing_enable()
+
+
+def _offloading(checkpoint: Callable[..., object]) -> Callable[..., object]:
+    """Return a `checkpoint` function that moves its inputs to the host until the backward pass."""
+    from trl.models.activation_offloading import OffloadActivations
+
+    moving = OffloadActivations()
+
+    def checkpoint_moving(*given: object, **options: object) -> object:
+        # not `with moving`: that forgets tensors that earlier layers moved. Tensors saved inside of the checkpoint have their own hooks
+        with saved_tensors_hooks(moving.pack_hook, moving.unpack_hook):
+            return checkpoint(*given, **options)
+
+    return checkpoint_moving
+
+
+def recompute_in_eval(model: PreTrainedModel) -> None:
+    """Make checkpointed layers recompute in eval mode too. It ends when the mode of `model` is set again."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = layer.gradient_checkpointing
+
+
+def _keep_every_second(kinds: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
+    """Return the policy of one run of a layer, for products of these operators. The first is made again, the second kept, and so on.
+    So the last of seven is not kept: the backward pass does not need its result."""
+    products: Counter[bool] = Counter()
+
+    def decide(
+        run: SelectiveCheckpointContext, operator: torch._ops.OpOverload, *args: torch.Tensor, **_: object
+    ) -> CheckpointPolicy:
+        name, keep = operator.name().partition(".")[0], False
+        if name in kinds:
+            rows, columns = args[-2:] if name == "aten::addmm" else args[:2]
+            inner, width = rows.shape[-1], columns.shape[-1]
+            if max(inner, width) < _THIN * min(inner, width):
+                products[run.is_recompute] += 1
+                keep = products[run.is_recompute] % 2 == 0
+            else:
+                keep = inner > width
+        elif _ATTENTION.match(name):
+            keep = "backward" not in name
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return decide
+
+
+COMPILE_KEY = "trainer.torch_compile"
+BACKEND = "inductor"
+MAX_VARIANTS = 16
+"""How often a part is compiled anew, for proofs and training, rows and batches. After that it runs uncompiled."""
+
+
+def compile_layers(model: PreTrainedModel) -> int:
+    """Compile the parts of the layers of `model` when they first run. Returns the number of layers.
+
+    Parameters keep their names. Raises UserError if the model's code does not allow it.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if why := _why_not(model, layers):
+        raise UserError(
+            f"{type(model).__name__} cannot be compiled: {why}", where=COMPILE_KEY, fix=f"set {COMPILE_KEY}=false"
+        )
+    for name in attention_functions():
+        AttentionInterface.register(name, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name]))
+    setattr(torch._inductor.config, "fallback_random", True)  # noqa: B010  # dropout draws the same numbers as without compiling
+    setattr(torch._dynamo.config, "recompile_limit", MAX_VARIANTS)  # noqa: B010
+    for layer in layers:
+        for part in layer.children():
+            part.compile(dynamic=True, backend=BACKEND)
+    return len(layers)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether layers of `model` are compiled."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+def _why_not(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str:
+    """Return why `model` cannot be compiled, in words; "" if it can."""
+    experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
+    reasons = {
+        "its layers are not marked as such (transformers' GradientCheckpointingLayer)": not layers,
+        "its layers carry a state from token to token, so that each length is a program of its own": model._is_stateful,
+        OWN_CODE: not uses_attention_interface(model),
+        "which experts compute is another thing for each row": experts,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
