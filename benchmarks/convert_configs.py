@@ -22,8 +22,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from packtrain.cli import app
-from packtrain.convert.commented_yaml import commented_yaml
-from packtrain.convert.conversion import Conversion, convert_file
+from packtrain.convert.conversion import Conversion, commented_yaml, convert_file
 from packtrain.errors import UserError
 
 _BLOCK = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)

@@ -320,7 +320,7 @@ def convert(
     as_json: AsJson = False,
 ) -> int:
     """Write a config of axolotl, LLaMA-Factory, ms-swift or TRL as one of ours; every key of theirs is converted or listed."""
-    from packtrain.convert.commented_yaml import write_conversion
+    from packtrain.convert.conversion import write_conversion
 
     return write_conversion(file, origin, devices, output, as_json=as_json)
 

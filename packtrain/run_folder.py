@@ -24,11 +24,14 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from packtrain.config.schema import Trainer
 from packtrain.errors import Problem, UserError
 from packtrain.system import sync, write_text
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 REPLACED_LOGS = ("attempt", "lock", "channel.json", "ranks.json", "diagnosis.txt", "restarts.json", "stacks-rank-*")
 """Files in logs/ that a run replaces; it appends to all others."""
@@ -36,6 +39,9 @@ _REPORTED = (
     *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "tokenizers", "deepspeed"),
     *("flash-attn", "flash-attn-4", "kernels", "liger-kernel"),
 )
+
+
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
@@ -225,19 +231,19 @@ def _entries() -> list[_Entry]:
     return [kind for kind in vars(RunFolder).values() if isinstance(kind, _Entry)]
 
 
-def as_type(value: Any, kind: Any) -> Any:
-    """Return a value from JSON as `kind`, a dataclass or other annotated type. Raises ValueError for anything else."""
-    return _adapter_of(kind).validate_json(json.dumps(value), strict=True)
-
-
 @cache
-def _adapter_of(kind: Any) -> Any:
+def _adapter_of(kind: type[_Kind]) -> TypeAdapter[_Kind]:
     from pydantic import TypeAdapter  # slow to import, and only needed between processes
 
     return TypeAdapter(kind)
 
 
-def read_as(file: Path, content: Any, kind: Any) -> Any:
+def as_type(value: object, kind: type[_Kind]) -> _Kind:
+    """Return a value from JSON as `kind`, a dataclass or other annotated type. Raises ValueError for anything else."""
+    return _adapter_of(kind).validate_json(json.dumps(value), strict=True)
+
+
+def read_as(file: Path, content: object, kind: type[_Kind]) -> _Kind:
     """Apply `as_type` to a file of a run folder, which may have been edited. Raises UserError for a wrong type."""
     from pydantic import ValidationError
 
@@ -277,7 +283,7 @@ def _holds_something(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     """Write a JSON file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -7,7 +7,7 @@ configs are in examples/ and its file in data/, and its commands run in the fold
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +22,8 @@ FILE = "dataset_info.json"
 _PLACES = (FILE, f"data/{FILE}", f"*/{FILE}", f"*/*/{FILE}")
 
 
-def name_files(data: Data, folders: Iterable[Path]) -> Data:
+def name_files(data: Data, folders: Sequence[Path]) -> Data:
     """Add the file to each name without one. Raises UserError for a name that no file has, or several have."""
-    found = [file for folder in folders for file in _files(folder)]
 
     def named(value: object, key: str) -> Any:
         if is_list(value):
@@ -35,7 +34,7 @@ def name_files(data: Data, folders: Iterable[Path]) -> Data:
             return replace(value, path=named(value.path, key))
         if not isinstance(value, str) or not value.startswith(LISTED) or "#" in value:
             return value
-        return f"{LISTED}{_file_of(value.removeprefix(LISTED), found, key)}#{value.removeprefix(LISTED)}"
+        return f"{LISTED}{_file_of(value.removeprefix(LISTED), folders, key)}#{value.removeprefix(LISTED)}"
 
     return replace(data, train=named(data.train, "data.train"), eval=named(data.eval, "data.eval"))
 
@@ -61,7 +60,8 @@ def _files(folder: Path) -> list[Path]:
     return []
 
 
-def _file_of(name: str, files: list[Path], key: str) -> Path:
+def _file_of(name: str, folders: Sequence[Path], key: str) -> Path:
+    files = [file for folder in folders for file in _files(folder)]
     lists: dict[Path, dict[str, Path]] = {}
     for file in files:
         with suppress(UserError):  # `datasets` saves a file of this name beside its own

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 Examples = Literal["documents", "pairs", "answers"]
 """Kinds of examples: documents, pairs of a chosen and a rejected answer, answers with a label."""
-_TAKEN = {"step", "epoch", "lr", "learning_rate", "grad_norm", "tokens", "examples", "seconds", "memory_bytes", "mfu"}
-_TAKEN |= {"tokens_per_second", "padding_fraction", "data_fraction", *get_args(Examples)}
+_TAKEN = {
+    *("step", "epoch", "lr", "learning_rate", "grad_norm", "tokens", "examples", "seconds", "memory_bytes", "mfu"),
+    *("tokens_per_second", "padding_fraction", "data_fraction", *get_args(Examples)),
+}
 """Names in a line of metrics.jsonl that are no figures of objectives. Names of losses end in `loss`."""
 
 

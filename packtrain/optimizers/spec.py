@@ -14,15 +14,19 @@ _KEEPS = "keeps a state for a whole weight"
 _EPS = 1e-8
 
 
+def _none(beta1: float, beta2: float) -> Mapping[str, object]:
+    return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
     """An optimizer. Names and arguments are those of transformers, for the same name."""
 
     made_by: str
     """Its class, as MODULE:NAME."""
-    betas: Callable[[float, float], Mapping[str, object]] = lambda beta1, beta2: {}
+    betas: Callable[[float, float], Mapping[str, object]] = _none
     """Return its arguments from optim.beta1 and optim.beta2."""
-    options: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict[str, object])
     """Its other arguments beside the learning rate."""
     states: int
     """Numbers that it keeps for each weight. A row and a column for each matrix count as nothing."""
@@ -80,7 +84,7 @@ _BNB_ADAMW = OptimizerSpec(
 )
 _ADEMAMIX = replace(_BNB_ADAMW, made_by="bitsandbytes.optim:AdEMAMix", betas=_ademamix, states=3)
 _LION = replace(_BNB_ADAMW, made_by="bitsandbytes.optim:Lion", betas=_lion, states=1)
-_RMSPROP = replace(_LION, made_by="bitsandbytes.optim:RMSprop", betas=lambda beta1, beta2: {})
+_RMSPROP = replace(_LION, made_by="bitsandbytes.optim:RMSprop", betas=_none)
 
 OPTIMIZERS = {
     "adamw_torch": replace(_ADAMW, lists_weights=True),

@@ -112,12 +112,9 @@ def compare_counts(members: Sequence[Member]) -> CheckFailed | None:
         what = f"{short[0].per_node} GPUs on each machine are needed, but some have fewer ({here})"
         fix = f"Set {GPUS_PER_NODE}={min(item.gpus for item in short)} on every machine, and {_CHECK_GPUS}."
         return CheckFailed(what, where=GPUS_PER_NODE, fix=fix)
+    gpus = {item.node: "some" if item.gpus else "none" for item in members}
     facts_of = {
-        item.node: {
-            "topology.nodes": str(item.nodes),
-            GPUS_PER_NODE: str(item.per_node),
-            "GPUs": "some" if item.gpus else "none",
-        }
+        item.node: {"topology.nodes": str(item.nodes), GPUS_PER_NODE: str(item.per_node), "GPUs": gpus[item.node]}
         for item in members
     }
     fixes = {

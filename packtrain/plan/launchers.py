@@ -119,29 +119,27 @@ def read_process(
     if all(env.get(name) for name in TORCH):
         return "RANK, WORLD_SIZE and MASTER_ADDR are set", {}
     task = allocation is not None and allocation.place == "task"
+    started = [names for names in _MPI if read_number(env, names[1], 1) > 1]
+    started = [names for names in started if names[2] in env or not task]  # srun may set PMI_SIZE as well
     port = topology.main_port
-    for names in _MPI:
-        if read_number(env, names[1], 1) > 1 and not (task and names[2] not in env):  # srun may set PMI_SIZE as well
-            require(env, names)
-            rank, total, local, per_node = (read_number(env, name, 0) for name in names)
-            address = topology.main_address or env.get("MASTER_ADDR") or ("127.0.0.1" if per_node == total else None)
-            if address is None:
-                what = (
-                    f"mpirun has started {total} processes on several machines, and the first one's name is not known"
-                )
-                fix = "Set it, or MASTER_ADDR (mpirun -x MASTER_ADDR=HOST)."
-                raise UserError(what, where="topology.main_address", fix=fix)
-            by, port = f"mpirun has started it ({names[0]})", port or read_number(env, "MASTER_PORT", DEFAULT_PORT)
-            break
-    else:
-        if allocation is None or allocation.tasks < 2:
-            if read_pod(topology, env) is None and read_number(env, "WORLD_SIZE", 1) > 1:
-                require(env, TORCH)
-            return None
+    if started:
+        require(env, started[0])
+        rank, total, local, per_node = (read_number(env, name, 0) for name in started[0])
+        address = topology.main_address or env.get("MASTER_ADDR") or ("127.0.0.1" if per_node == total else None)
+        if address is None:
+            what = f"mpirun has started {total} processes on several machines, and the first one's name is not known"
+            fix = "Set it, or MASTER_ADDR (mpirun -x MASTER_ADDR=HOST)."
+            raise UserError(what, where="topology.main_address", fix=fix)
+        by, port = f"mpirun has started it ({started[0][0]})", port or read_number(env, "MASTER_PORT", DEFAULT_PORT)
+    elif allocation is not None and allocation.tasks > 1:
         rank, local = read_number(env, "SLURM_PROCID", 0), read_number(env, "SLURM_LOCALID", 0)
         total, per_node = allocation.tasks * len(allocation.hosts), allocation.tasks
         by, address = f"srun has started {per_node} tasks on each machine", allocation.hosts[0]
         port = port or allocation.port
+    else:
+        if read_pod(topology, env) is None and read_number(env, "WORLD_SIZE", 1) > 1:
+            require(env, TORCH)
+        return None
     numbers = {
         "RANK": rank,
         "WORLD_SIZE": total,

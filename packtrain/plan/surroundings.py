@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 from packtrain.errors import UserError
@@ -101,13 +102,9 @@ def visible_gpus(machine: int, cuda_visible_devices: str | None) -> int:
     """Count the machine's GPUs that CUDA sees. CUDA reads the list up to its first invalid entry."""
     if cuda_visible_devices is None:
         return machine
-    visible = 0
-    for name in cuda_visible_devices.split(","):
-        name = name.strip()
-        if not name or name.startswith("-") or ((number := whole(name)) is not None and number >= machine):
-            break
-        visible += 1
-    return min(visible, machine)
+    names = (name.strip() for name in cuda_visible_devices.split(","))
+    valid = takewhile(lambda name: name and name[0] != "-" and (whole(name) or 0) < machine, names)
+    return len([*valid][:machine])
 
 
 def _gpus_of_machine() -> list[int]:

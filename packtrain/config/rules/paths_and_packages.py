@@ -41,19 +41,24 @@ _MODEL_FILES = ("config.json", "adapter_config.json")
 
 def check_paths(config: RunConfig) -> Iterator[Fault]:
     """Yield a fault for each path that is certainly local and does not exist."""
-    model, trainer = config.model, config.trainer
+    reference = config.objective.reference
     yield from _data(config.data)
-    yield from _reference(config.objective.reference)
-    yield from resume_folder(trainer.resume)
-    for key, path in (("model.path", model.path), ("model.tokenizer", model.tokenizer)):
-        yield from _missing(key, path or "", MODEL_SUFFIXES)
-    for key, path in (("model.path", model.path), ("objective.reference", config.objective.reference)):
+    yield from resume_folder(config.trainer.resume)
+    yield from _missing("model.tokenizer", config.model.tokenizer or "", MODEL_SUFFIXES)
+    models = {"model.path": config.model.path or ""}
+    if "/" in reference or _there(reference):
+        models["objective.reference"] = reference
+    elif reference not in REFERENCES:
+        hint = suggest(reference, REFERENCES, f"Allowed: {', '.join(REFERENCES)}, a folder, or a hub id.")
+        yield Fault(("objective.reference",), f"there is no reference {reference!r}", hint)
+    for key, path in models.items():
+        yield from _missing(key, path, MODEL_SUFFIXES)
         try:
-            model_of(path or "")
+            model_of(path)
         except UserError as error:
-            yield from (Fault((key,), f"{problem.where}: {problem.what}", problem.fix) for problem in error.problems)
-    for key, folder in (("trainer.output_dir", trainer.output_dir), ("data.cache_dir", config.data.cache_dir or "")):
-        if _there(folder) and not os.path.isdir(os.path.expanduser(folder)):
+            yield from (Fault((key,), f"{one.where}: {one.what}", one.fix) for one in error.problems)
+    for key, folder in (("trainer.output_dir", config.trainer.output_dir), ("data.cache_dir", config.data.cache_dir)):
+        if folder and _there(folder) and not os.path.isdir(os.path.expanduser(folder)):
             yield Fault((key,), f"{folder} is a file", "Name a folder, existing or new.")
 
 
@@ -104,14 +109,13 @@ def _bucket(key: str, url: str | None) -> Iterator[Fault]:
     """Yield a fault for a URL that fsspec cannot open. Its protocol is unknown, or the protocol's package is missing."""
     if url is None:
         return
-    known_implementations: Mapping[str, Mapping[str, str]] = importlib.import_module(
-        "fsspec.registry"
-    ).known_implementations
+    known: Mapping[str, Mapping[str, str]] = importlib.import_module("fsspec.registry").known_implementations
     protocol, _, name = url.partition("://")
-    if not name.strip("/") or protocol not in known_implementations:
-        fix = suggest(protocol, known_implementations, "It begins with s3://, gs://, az://, … (docs/resume.md).")
+    if not name.strip("/") or protocol not in known:
+        fix = suggest(protocol, known, "It begins with s3://, gs://, az://, … (docs/resume.md).")
         yield Fault((key,), f"{url!r} is no URL of a bucket", fix)
-    elif importlib.util.find_spec(package := known_implementations[protocol]["class"].partition(".")[0]) is None:
+    else:
+        package = known[protocol]["class"].partition(".")[0]
         yield from _not_installed(key, f"{protocol}://", package, package)
 
 
@@ -134,14 +138,6 @@ def _data(data: Data) -> Iterator[Fault]:
         hint = suggest(as_name(template), template_names(), otherwise, 3)
         what, fix = f"there is no chat template {template!r}", f"{hint} Or name a .jinja file."
         yield Fault(("data.chat_template",), what, fix)
-
-
-def _reference(reference: str) -> Iterator[Fault]:
-    if "/" in reference or _there(reference):
-        yield from _missing("objective.reference", reference, MODEL_SUFFIXES)
-    elif reference not in REFERENCES:
-        hint = suggest(reference, REFERENCES, f"Allowed: {', '.join(REFERENCES)}, a folder, or a hub id.")
-        yield Fault(("objective.reference",), f"there is no reference {reference!r}", hint)
 
 
 def resume_folder(resume: str) -> Iterator[Fault]:
@@ -183,11 +179,8 @@ def model_of(path: str) -> str:
     Raises UserError for a run that has not ended, and for other folders without a model.
     """
     place = Path(os.path.expanduser(path))
-    if (
-        path in ("", BUILT_IN, *REFERENCES)
-        or not place.is_dir()
-        or any((place / name).exists() for name in _MODEL_FILES)
-    ):
+    has_model = any((place / name).exists() for name in _MODEL_FILES)
+    if path in ("", BUILT_IN, *REFERENCES) or not place.is_dir() or has_model:
         return path
     if not _is_run(place):
         what = f"there is neither a {_MODEL_FILES[0]} nor an {_MODEL_FILES[1]}"

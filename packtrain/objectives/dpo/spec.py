@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from typing import TYPE_CHECKING
 
+from packtrain.config import is_list
 from packtrain.config.fault import Fault, Option, is_number
 from packtrain.objectives.spec import Figure, Spec
 from packtrain.wording import counted
@@ -12,8 +13,10 @@ from packtrain.wording import counted
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
 
-_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired")
-_LOSSES += ("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm")
+_LOSSES = (
+    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
+    *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
+)
 _SORTING = ("aot", "aot_unpaired")
 _DIVERGING = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 _SMOOTHED = {"exo_pair", "robust", *_SORTING}
@@ -33,7 +36,7 @@ _FIGURES = (
 
 
 def _are_weights(value: object) -> bool:
-    return isinstance(value, list) and any(value) and all(is_number(weight) and weight >= 0 for weight in value)
+    return is_list(value) and any(value) and all(is_number(weight) and weight >= 0 for weight in value)
 
 
 _OPTIONS = {
@@ -52,7 +55,7 @@ def _rules(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     objective = config.objective
     losses, smoothing = objective.losses, objective.option("label_smoothing")
     weights = objective.option("loss_weights")
-    if isinstance(weights, list) and len(weights) != len(losses):
+    if is_list(weights) and len(weights) != len(losses):
         what = f"{counted(len(weights), 'weights')} for {counted(len(losses), 'losses')}"
         yield Fault(("objective.options.loss_weights",), what, "Give one for each, in their order.")
     if "exo_pair" in losses and smoothing == 0:

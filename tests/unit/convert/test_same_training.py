@@ -14,8 +14,7 @@ import pytest
 from data_tokenizers import tokenizer_of
 
 from packtrain.config.compose import load_config
-from packtrain.convert.commented_yaml import commented_yaml, write_conversion
-from packtrain.convert.conversion import Conversion, Note, convert_file
+from packtrain.convert.conversion import Conversion, Note, commented_yaml, convert_file, write_conversion
 from packtrain.data.prepare import prepare
 
 AXOLOTL = "base_model: m/m\ndatasets: [{path: o/d, type: chat_template}]\nlearning_rate: 1e-5\n"
