@@ -206,8 +206,9 @@ def schedule_of(corpus: Corpus, packing: Packing, processes: int, cost: float) -
     else:
         slots = pairs.lengths if packing.share_prefix is False else pairs.shared_lengths.astype(np.int32)
     asked, limit = config.strategy.sequence_parallel, batch.limits(packing.mode)[1]
-    is_split = packing.mode != "padding" and limit is not None
-    together = choose_ranks_per_row(asked, int(slots.max()), limit, processes) if is_split else 1
+    together = 1
+    if packing.mode != "padding" and limit is not None:
+        together = choose_ranks_per_row(asked, int(slots.max()), limit, processes)
     return make_schedule(
         slots,
         packing,
