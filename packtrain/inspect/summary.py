@@ -1,4 +1,4 @@
-"""The verb `packtrain inspect`, and its summary of a config's data as one JSON document, also for reports."""
+"""The verb `packtrain inspect`, and the summary of data that it and reports show."""
 
 from __future__ import annotations
 

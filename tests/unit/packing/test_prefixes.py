@@ -1,4 +1,4 @@
-"""What documents begin with alike is in a row once: every token is found where it should be, and sees and predicts what it should."""
+"""A row holds each common beginning once: tokens see and predict the right ones."""
 
 from __future__ import annotations
 
