@@ -107,14 +107,14 @@ SUMMED = ("truncated", "split", "dropped_chunks", "cut_tokens", "apart", "retold
 class TokenDataset:
     """Documents for training. They pickle with stores as paths, so that loader processes share the mapped files.
 
-    lengths: int32[n], tokens of each document. trained: int32[n], its trained targets. `fingerprint` changes whenever
-    a token, a mask or the order changes.
+    lengths: int32[n], tokens of each document. trained: int32[n], its trained targets. first: int64[stores + 1], the row number
+    of each store's first document. `fingerprint` changes whenever a token, a mask or the order changes.
     """
 
     def __init__(self, stores: Sequence[Store], rows: np.ndarray, report: DataReport) -> None:
         """Select `rows` int64[n], numbered through the stores one after the other."""
         self.stores, self.rows, self.report = tuple(stores), rows, report
-        self._first = np.concatenate([[0], np.cumsum([len(store) for store in self.stores])]).astype(np.int64)
+        self.first = np.concatenate([[0], np.cumsum([len(store) for store in self.stores])]).astype(np.int64)
         self.lengths: np.ndarray = np.concatenate([store.lengths for store in self.stores])[rows]
         self.trained: np.ndarray = np.concatenate([store.trained for store in self.stores])[rows]
         self.fingerprint = _hash("".join(store.fingerprint for store in self.stores).encode(), rows)
@@ -122,7 +122,7 @@ class TokenDataset:
     @cached_property
     def source_of(self) -> np.ndarray:
         """Return the number of each document's source, in report.sources: int16[n]."""
-        return (np.searchsorted(self._first, self.rows, side="right") - 1).astype(np.int16)
+        return (np.searchsorted(self.first, self.rows, side="right") - 1).astype(np.int16)
 
     def part(self, first: int, end: int) -> TokenDataset:
         """Return the documents from number `first` to before `end`, with the report of the whole."""
@@ -134,8 +134,8 @@ class TokenDataset:
     def __getitem__(self, index: int) -> Document:
         """Return document number `index`, 0 to len - 1."""
         row = self.rows[index]
-        store = int(np.searchsorted(self._first, row, side="right")) - 1
-        return self.stores[store][int(row - self._first[store])]
+        store = int(np.searchsorted(self.first, row, side="right")) - 1
+        return self.stores[store][int(row - self.first[store])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,12 +191,9 @@ def sample_answers(
     last, earlier, inside, endless = set[int](), set[int](), set[int](), 0
     for document in whole:
         endless += control.isdisjoint(document.input_ids[document.loss_mask].tolist())
-        borders = np.flatnonzero(np.diff(document.loss_mask.astype(np.int8))) + 1
-        answers = [
-            part for part in np.split(np.arange(len(document.loss_mask)), borders) if document.loss_mask[part[0]]
-        ]
-        for number, part in enumerate(answers, start=1):
-            ids = document.input_ids[part].tolist()
+        borders = np.flatnonzero(np.diff(document.loss_mask)) + 1
+        answers = np.split(document.input_ids, borders)[1::2]  # the first token is never trained
+        for number, ids in enumerate(map(np.ndarray.tolist, answers), start=1):
             places = [at for at, token in enumerate(ids) if token in control]
             if places and not tokenizer.decode(ids[places[-1] + 1 :]).strip():
                 (last if number == len(answers) else earlier).add(ids[places.pop()])
@@ -232,7 +229,7 @@ class TokenScan:
 
 def scan(corpus: Corpus) -> TokenScan:
     """Read every token of the corpus's stores."""
-    total = len(corpus.lengths)
+    total = len(corpus.documents)
     scanned = TokenScan(np.empty(total, np.uint64), *(np.zeros(total, bool) for _ in range(5)))
 
     def scan_block(block: tuple[int, int, int]) -> None:
@@ -240,7 +237,7 @@ def scan(corpus: Corpus) -> TokenScan:
         store = corpus.stores[store_number]
         ids, mask = store.read(first, end)
         lengths = store.lengths[first:end].astype(np.int64)
-        inside = slice(*(int(corpus.first_documents[store_number]) + at for at in (first, end)))
+        inside = slice(*(int(corpus.documents.first[store_number]) + at for at in (first, end)))
         scanned.hashes[inside] = hash_documents(ids, lengths)
         _set_flags(scanned, inside, corpus, ids, mask, lengths)
 

@@ -73,9 +73,9 @@ class Corpus:
         return locate(*splits[store], config.trainer.seed, config.objective.kind, config.data.split_text)
 
     @cached_property
-    def first_documents(self) -> np.ndarray:
-        """Number of each store's first document, int64[stores + 1]."""
-        return np.concatenate([[0], np.cumsum([len(store) for store in self.stores])]).astype(np.int64)
+    def documents(self) -> TokenDataset:
+        """All documents of the stores."""
+        return TokenDataset(self.stores, np.arange(sum(map(len, self.stores))), self.train.report)
 
     @cached_property
     def first_rows(self) -> np.ndarray:
@@ -93,11 +93,6 @@ class Corpus:
         return np.repeat(np.arange(len(self.fates)), self.fates["documents"])
 
     @cached_property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each document, int32[documents]."""
-        return np.concatenate([store.lengths for store in self.stores])
-
-    @cached_property
     def labels(self) -> np.ndarray | None:
         """Whether each document is a desirable answer, bool[documents]. None for objectives without labels."""
         labelled = self.spec.examples == "answers"
@@ -106,14 +101,14 @@ class Corpus:
     @cached_property
     def in_train(self) -> np.ndarray:
         """Whether each document is trained on, bool[documents]."""
-        return np.bincount(self.train.rows, minlength=len(self.lengths)) > 0
+        return np.bincount(self.train.rows, minlength=len(self.documents)) > 0
 
     @cached_property
     def in_eval(self) -> np.ndarray:
         """Whether each document is held out, bool[documents]."""
-        inside = np.zeros(len(self.lengths), bool)
+        inside = np.zeros(len(self.documents), bool)
         if self.eval is not None:
-            inside[self.eval.rows + (0 if self._shares_stores else self.first_documents[len(self.train.stores)])] = True
+            inside[self.eval.rows + (0 if self._shares_stores else self.documents.first[len(self.train.stores)])] = True
         return inside
 
     @cached_property
@@ -122,12 +117,6 @@ class Corpus:
         inside = np.arange(len(self.fates)) < self.first_rows[len(self.train.stores)]
         inside[self.row_of[self.in_eval]] = False
         return inside
-
-    def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read ids int32[T] and loss mask bool[T] of a document. They are not mapped."""
-        store = int(np.searchsorted(self.first_documents, number, side="right")) - 1
-        at = int(number - self.first_documents[store])
-        return self.stores[store].read(at, at + 1)
 
     def bad_rows(self) -> dict[int, str]:
         """Return the rows skipped by data.bad_rows=skip, each with the reason."""
@@ -217,8 +206,9 @@ def schedule_of(corpus: Corpus, packing: Packing, processes: int, cost: float) -
     else:
         slots = pairs.lengths if packing.share_prefix is False else pairs.shared_lengths.astype(np.int32)
     asked, limit = config.strategy.sequence_parallel, batch.limits(packing.mode)[1]
-    is_split = packing.mode != "padding" and limit is not None
-    together = choose_ranks_per_row(asked, int(slots.max()), limit, processes) if is_split else 1
+    together = 1
+    if packing.mode != "padding" and limit is not None:
+        together = choose_ranks_per_row(asked, int(slots.max()), limit, processes)
     return make_schedule(
         slots,
         packing,

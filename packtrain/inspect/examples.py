@@ -114,23 +114,24 @@ def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> Show
     together, packing = corpus.spec.documents, corpus.config.packing
     row = int(corpus.row_of[number])
     fate, place = corpus.fates[row], places[row]
-    documents = [corpus.read(number + side) for side in range(together)]
+    documents = [corpus.documents[number + side] for side in range(together)]
     notes = [] if corpus.labels is None else ["desirable" if corpus.labels[number] else "undesirable"]
     notes += ["held out"] if corpus.in_eval[number] else []
     common, parts = 0, []
     if together == 2 and packing.mode != "padding" and packing.share_prefix is not False:
         # the last token of the prompt predicts the answer, so it runs with both answers
-        common = max(0, min(int(np.argmax(mask)) for _, mask in documents) - 1)
+        common = max(0, min(int(np.argmax(document.loss_mask)) for document in documents) - 1)
     if common:
-        ids, mask = documents[0]
-        parts.append({"name": "prompt", "tokens": common, "spans": _show_spans(corpus, ids[:common], mask, 0)})
-    for name, (ids, mask) in zip(("chosen", "rejected") if together == 2 else ("",), documents, strict=True):
+        ids, mask = documents[0].input_ids[:common], documents[0].loss_mask
+        parts.append({"name": "prompt", "tokens": common, "spans": _show_spans(corpus, ids, mask, 0)})
+    for name, document in zip(("chosen", "rejected") if together == 2 else ("",), documents, strict=True):
+        ids, mask = document.input_ids, document.loss_mask
         parts.append({"name": name, "tokens": len(ids) - common, "spans": _show_spans(corpus, ids, mask, common)})
     return {
         "where": visible(place),
         "note": ", ".join(notes),
         "tokens": sum(part["tokens"] for part in parts),
-        "trained": int(sum(mask.sum() for _, mask in documents)),
+        "trained": int(sum(document.loss_mask.sum() for document in documents)),
         "cut": int(fate["cut_tokens"]),
         "parts": parts,
     }

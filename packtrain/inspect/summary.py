@@ -1,4 +1,4 @@
-"""The verb `packtrain inspect`, and its summary of a config's data as one JSON document, also for reports."""
+"""The verb `packtrain inspect`, and the summary of data that it and reports show."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def _choose_typical(corpus: Corpus) -> list[int]:
     """Choose examples of usual length from the start of the data, by their first documents."""
     together = corpus.spec.documents
     first = corpus.train.rows[: _CANDIDATES * together : together]
-    order = np.argsort(np.abs(corpus.lengths[first] - np.median(corpus.lengths[first])), kind="stable")
+    lengths = corpus.documents.lengths[first]
+    order = np.argsort(np.abs(lengths - np.median(lengths)), kind="stable")
     return sorted(list(dict.fromkeys(first[order].tolist()))[:SHOWN])
 
 

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
+from typing import Protocol
 
 import numpy as np
 
-from packtrain.data.dataset import TokenDataset
+from packtrain.data.dataset import Document
 from packtrain.packing.balance import Layout, MicroBatchLimits, lay_out, work_of_ranks
 from packtrain.packing.bins import best_fit
 from packtrain.packing.segments import Segments
@@ -236,7 +237,15 @@ class PrefixIndex:
         return numbers
 
 
-def index_prefixes(documents: TokenDataset) -> PrefixIndex:
+class IndexedDocuments(Protocol):
+    """Documents by number, and their `lengths` int[n]."""
+
+    lengths: np.ndarray
+
+    def __getitem__(self, number: int, /) -> Document: ...
+
+
+def index_prefixes(documents: IndexedDocuments) -> PrefixIndex:
     """Build the index of a data set of Documents. Reads all of them; documents that begin alike are read further."""
     lengths = np.asarray(documents.lengths)
     order: list[int] = []

@@ -345,7 +345,7 @@ def stage(schedule: Schedule, mixture: Mixture, source_of: np.ndarray, names: tu
     held = np.bincount(source_of, minlength=len(names))
     for name, number, shares in zip(names, held, zip(*mixture.shares, strict=True), strict=True):
         if not number and any(shares):
-            fix = "Take it out of the stages, or see data.eval and what was dropped of it."
+            fix = "Take it out of the stages, or see data.eval and the dropped rows."
             raise UserError(f"there is nothing to train on in {name}", where="data.stages", fix=fix)
     given = {item.name: getattr(schedule, item.name) for item in fields(schedule)}
     return StagedSchedule(**given, mixture=mixture, source_of=source_of)

@@ -109,7 +109,7 @@ def refuse_chat_columns(row: Row) -> None:
 def make_conversation(row: Row, messages: Messages, answer_from: int | None = None) -> Conversation:
     """Make the conversation of these messages, with the row's tools and template variables.
 
-    A system prompt that lists the same tools already stays as it is, and the template gets none: it would list them again.
+    A system prompt that lists the same tools stays unchanged. The template then gets none, or it would list them again.
     Raises BadRow if it lists other tools.
     """
     tools, variables = read_tools(row), read_variables(row)

@@ -281,7 +281,7 @@ def read_tools(row: Row) -> Tools | None:
 
 
 def read_listed_tools(messages: Messages) -> Tools:
-    """Return the tools that system prompts list as <tools>…</tools>, as in `read_tools`; [] without a list.
+    """Return the tools that system prompts list in <tools>…</tools>; [] without a list.
 
     We read JSON (a list, or one object after the other) and, as in Hermes' data, a list of Python.
     """

@@ -1,5 +1,6 @@
-"""Read files as streams of chunks, here or through fsspec: buckets (s3://, gs://, https://) and the Hugging Face hub (hf://).
+"""Read files as streams of chunks, on this machine or through fsspec.
 
+fsspec reads buckets (s3://, gs://, https://) and the Hugging Face hub (hf://).
 Memory is bounded, except for a file with one JSON value or a text that is one row.
 We do not read JSON Lines and csv with `datasets` or pandas: those infer one schema for the whole file
 (a row that differs fails far from its line, structs are filled with nulls), and name neither the line nor the field.

@@ -231,7 +231,7 @@ class ChatEncoder:
         return frozenset(ends)
 
     def _check_tools(self, conversation: Conversation, text: str) -> None:
-        """Raise BadRow if the text is the same without the tools, or lacks the system prompt that lists them."""
+        """Raise BadRow if the text lacks the tools, or the system prompt that lists them."""
         are_lost = conversation.tools_in_system and self.drops_system
         if conversation.tools:
             with suppress(BadRow):  # some templates are for tools only
