@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
 
 import torch
 from transformers import AttentionInterface
@@ -22,6 +21,8 @@ from packtrain.attention.sliding_window import local_segments
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments, SplitSegments
 
+AttentionOf = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""A function of transformers' AttentionInterface: outputs [count, T, heads, d_v] come first."""
 _EAGER_ONLY = ("softcap", "s_aux")  # features that sdpa lacks
 
 
@@ -63,7 +64,7 @@ def row_of(
     attention_mask: torch.Tensor | None,
     segments: Segments | None,
     sliding_window: int | None,
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, object],
 ) -> tuple[Segments, int | None]:
     """Return the segments of the row `query` as this layer sees them, and its window.
 
@@ -82,7 +83,7 @@ def row_of(
     raise CheckFailed(f"{type(module).__name__} {what}", fix="set model.attention=per_document")
 
 
-def attention_function(module: torch.nn.Module, kwargs: dict[str, Any]) -> Callable[..., Any]:
+def attention_function(module: torch.nn.Module, kwargs: Mapping[str, object]) -> AttentionOf:
     """Return the attention function of this layer: sdpa, or the model's own eager one."""
     if all(kwargs.get(name) is None for name in _EAGER_ONLY):
         return sdpa_attention_forward
@@ -91,7 +92,7 @@ def attention_function(module: torch.nn.Module, kwargs: dict[str, Any]) -> Calla
 
 @lru_cache(maxsize=16)
 def mask_of(
-    attend: Callable, queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device
+    attend: AttentionOf, queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
     """Return the causal mask of one segment, [1, 1, queries, keys]. Its `queries` are the last of its `keys`.
 
@@ -106,7 +107,7 @@ def mask_of(
     return as_mask(attend, visible, dtype)
 
 
-def as_mask(attend: Callable, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def as_mask(attend: AttentionOf, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `visible` [queries, keys] as `attend` takes it, [1, 1, queries, keys]. It is boolean for sdpa, additive for eager functions."""
     if attend is sdpa_attention_forward:
         return visible[None, None]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ def local_segments(
     """
     if sliding_window is not None:
         return segments, sliding_window
-    config: Any = getattr(module, "config", None)
+    config = getattr(module, "config", None)
     kind = _layer_kind(config, getattr(module, "layer_idx", None))
     window, chunk = (_positive(config, name) for name in ("sliding_window", "attention_chunk_size"))
     if kind == "sliding_attention" and window:
@@ -43,12 +42,12 @@ def local_segments(
     return segments, None
 
 
-def _layer_kind(config: Any, layer: int | None) -> str | None:
+def _layer_kind(config: object, layer: int | None) -> str | None:
     kinds = getattr(config, "layer_types", None)
     return kinds[layer] if kinds and layer is not None and layer < len(kinds) else None
 
 
-def _positive(config: Any, name: str) -> int | None:
+def _positive(config: object, name: str) -> int | None:
     value = getattr(config, name, None)
     return value if isinstance(value, int) and value > 0 else None
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from accelerate.utils import gather_object
@@ -35,6 +35,7 @@ from packtrain.proof.isolation import NO_FIGURES, TREE, Proof, check_causal_and_
 from packtrain.proof.leak import Leak
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.strategies.spec import DEFAULT
+from packtrain.train.objectives.examples import ComparedSteps
 from packtrain.train.objectives.first_loss import FirstLoss
 from packtrain.train.objectives.loss import ReferenceLoss
 from packtrain.train.objectives.training_objective import ReferenceObjective
@@ -42,7 +43,7 @@ from packtrain.train.optim.seen_updates import FEW, expected_share
 from packtrain.train.preflight import why_not_split, why_not_together
 from packtrain.train.preparation import Prepared, begin, load, masters_of, settle_precision, spread_model
 from packtrain.train.sync import Peers
-from packtrain.train.verify.command import finite
+from packtrain.train.verify.command import Report, finite
 from packtrain.train.verify.modes import (
     MODES,
     SHARED,
@@ -78,7 +79,7 @@ def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
 
     The code is 0 if every process finds `exact`, else 3. Raises UserError if something cannot be loaded or is not available, CheckFailed
     if the proof cannot run."""
-    outcome: Any
+    outcome: Report | CheckFailed
     try:
         outcome = _measure(config, ranks, peers)
     except Disagreement:  # raised on all processes
@@ -92,17 +93,19 @@ def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
             "model.dtype=bfloat16",
         )
     with waiting("the reports of all ranks"):
-        outcomes = cast(list[Any], gather_object([outcome]))
-    for refusal in outcomes:
-        if isinstance(refusal, CheckFailed):
-            raise refusal
-    worst = max(outcomes, key=lambda report: _BADNESS.index(report["verdict"]))
+        outcomes = cast(list[Report | CheckFailed], gather_object([outcome]))
+    reports = list[Report]()
+    for found in outcomes:
+        if isinstance(found, CheckFailed):
+            raise found
+        reports.append(found)
+    worst = max(reports, key=lambda report: _BADNESS.index(report["verdict"]))
     if ranks.main:
         write_json(RunFolder.of(config.trainer).verification, finite(worst))
     return 0 if worst["verdict"] == "exact" else CheckFailed.exit_code
 
 
-def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, Any]:
+def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> Report:
     """Return the report, in plain values."""
     started, share = time.perf_counter(), config.packing.share_prefix
     run = _load(begin(config, ranks, peers))
@@ -183,13 +186,16 @@ def _modes(run: Prepared, isolation: Isolation, *, shares: bool) -> tuple[Head |
     head = loss.choose_head(steps)
     if isinstance(objective, ReferenceObjective) and objective.reference.at_start:
         packed = None if run.config.packing.mode == "padding" else backend
-        own = replace(steps, layout="padding" if packed is None else "shared" if shares else "flat")
+        own = replace(
+            cast(ComparedSteps, steps), layout="padding" if packed is None else "shared" if shares else "flat"
+        )
         precomputed = objective.reference.kind == "precomputed"
         start = start_on_random_pairs(cast(ReferenceLoss, loss), own, packed, precomputed=precomputed)
     split = not run.config.objective.sorting_losses
     parts = 1 if isolation.problem else _ranks_per_row(run.config, run.ranks)
-    how: Any = {"shares": shares, "split": split, "part": run.ranks.rank % parts, "ranks_per_row": parts}
-    return head, compare_modes(loss, steps, backend, **how), start
+    part = run.ranks.rank % parts
+    compared = compare_modes(loss, steps, backend, shares=shares, split=split, part=part, ranks_per_row=parts)
+    return head, compared, start
 
 
 def _ranks_per_row(config: RunConfig, ranks: Ranks) -> int:
