@@ -203,20 +203,8 @@ def _ranks_per_row(config: RunConfig, ranks: Ranks) -> int:
     return choose_ranks_per_row(config.strategy.sequence_parallel, min(2, ranks.world_size), 1, ranks.world_size)
 
 
-def _split(
-    isolation: Isolation, model: PreTrainedModel, autocast: torch.dtype | None, ranks: Ranks, parts: int
-) -> Isolation:
-    """Prove rows that are split over ranks. The returned proof replaces the exact one of whole rows."""
-    open_group(parts)
-    reason, proof = why_not_split(model, isolation.backend or ""), None
-    if not reason:
-        reason, proof = prove_backend(isolation.backend or "", model, autocast, part=ranks.rank % parts, parts=parts)
-    problem = Problem(f"rows split over {parts} processes: {reason}", KEY, f"set {KEY}=1") if reason else None
-    return replace(isolation, proof=proof or isolation.proof, problem=problem)
-
-
 def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autocast: torch.dtype | None) -> Isolation:
-    """Choose the backend as training does. Keep all measurements of a named backend that is not exact."""
+    """Choose the backend as training does, and prove rows that are split over ranks. Keep all measurements of a named backend that is not exact."""
     try:
         check_causal_and_padding(model, padding=False, autocast=autocast)
         choice = choose_attention(config.model.attention, model, model.device, autocast=autocast)
@@ -227,9 +215,14 @@ def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autoca
         problem = refusal.problems[0]
         return Isolation(None, problem.what, problem=problem)
     problem = why_not_together(ranks, choice.backend.name, model) if config.packing.mode != "padding" else None
-    isolation = Isolation(choice.backend.name, choice.why, choice.rejected, choice.proof, problem)
-    parts = _ranks_per_row(config, ranks)
-    return isolation if problem or parts == 1 else _split(isolation, model, autocast, ranks, parts)
+    name, proof, parts = choice.backend.name, choice.proof, _ranks_per_row(config, ranks)
+    if not problem and parts > 1:
+        open_group(parts)
+        if not (reason := why_not_split(model, name)):
+            reason, split = prove_backend(name, model, autocast, part=ranks.rank % parts, parts=parts)
+            proof = split or proof
+        problem = Problem(f"rows split over {parts} processes: {reason}", KEY, f"set {KEY}=1") if reason else None
+    return Isolation(name, choice.why, choice.rejected, proof, problem)
 
 
 def _findings(
