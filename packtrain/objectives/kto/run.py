@@ -28,8 +28,8 @@ from packtrain.packing.balance import Layout, parts_of_rank
 from packtrain.packing.schedule import Schedule
 from packtrain.packing.split_rows import lay_out_split
 from packtrain.train.loader import ByStep, MicroBatch
-from packtrain.train.objectives.examples import AnswerSteps
 from packtrain.train.objectives.loss import EvaluationBatches, Logps, ReferenceLoss, Setup
+from packtrain.train.objectives.pairs_and_answers import AnswerSteps
 from packtrain.train.objectives.training_objective import ReferenceObjective, Start
 from packtrain.train.settings import LoopSettings
 from packtrain.wording import counted

@@ -35,9 +35,9 @@ from packtrain.proof.isolation import NO_FIGURES, TREE, Proof, check_causal_and_
 from packtrain.proof.leak import Leak
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.strategies.spec import DEFAULT
-from packtrain.train.objectives.examples import ComparedSteps
 from packtrain.train.objectives.first_loss import FirstLoss
 from packtrain.train.objectives.loss import ReferenceLoss
+from packtrain.train.objectives.pairs_and_answers import ComparedSteps
 from packtrain.train.objectives.training_objective import ReferenceObjective
 from packtrain.train.optim.seen_updates import FEW, expected_share
 from packtrain.train.preflight import why_not_split, why_not_together

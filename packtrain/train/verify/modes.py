@@ -43,9 +43,9 @@ from packtrain.proof.comparison import (
 )
 from packtrain.proof.isolation import max_positions, vocabulary_size
 from packtrain.train.loader import MicroBatch, Steps
-from packtrain.train.objectives.examples import Compared, ComparedSteps
 from packtrain.train.objectives.first_loss import FirstLoss, check_answer_forward, measure_first_loss
 from packtrain.train.objectives.loss import Loss, ReferenceLoss, Setup
+from packtrain.train.objectives.pairs_and_answers import Compared, ComparedSteps
 from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 
