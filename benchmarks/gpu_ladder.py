@@ -439,8 +439,8 @@ def preferences(note: Note, tiny: bool) -> None:
     from packtrain.data.tokens.pretrained import load_tokenizer
     from packtrain.objectives.dpo.run import DPOLoss
     from packtrain.packing.schedule import make_schedule
-    from packtrain.train.objectives.answer_objectives import PairSteps
     from packtrain.train.objectives.loss import Setup
+    from packtrain.train.objectives.pairs_and_answers import PairSteps
     from packtrain.train.run_state import LoopSettings, StopRequest
 
     settle_kernels()

@@ -2,5 +2,5 @@
 
 Read `backends` first: it describes the backends, each a file, and installs one on a model. spec.py declares them. `segmented` (any device) and
 `flash` (GPU kernels) replace the model's attention function, by `flattened`; `per_document` serves models that cannot be flattened.
-`sliding_window` handles windows and chunks, `forwards` calls and length-dependent rotary embeddings.
+`forwards` handles calls and length-dependent rotary embeddings.
 """

@@ -105,7 +105,7 @@ class AttentionFunction(Attention):
         ours = _switch(model, self.implementation)
 
         @functools.wraps(type(model).forward)
-        def forward(_: PreTrainedModel, *args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
+        def forward(_: PreTrainedModel, *args: object, segments: Segments | None = None, **kwargs: object) -> object:
             if segments is None:
                 return inner(*args, **kwargs)
             with ours(), kept_for_recomputation(model, ours):

@@ -6,10 +6,8 @@ gets the kernel that was found right for its features (kernel_choice.py): a mode
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.flash_attention import get_target_dtype
 
 from packtrain.attention.backends import AttentionFunction, Service
@@ -37,7 +35,7 @@ def flash_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     dropout: float = 0.0,
-    **_: Any,
+    **_: object,
 ) -> torch.Tensor:
     """Call a varlen kernel once; `s_aux` (sinks) [heads]. The output has the kernel's number format. Raises CheckFailed if no
     kernel is right for the layer."""
@@ -64,7 +62,7 @@ class Flash(AttentionFunction):
         Special needs of single layers (windows, sinks) are checked when they run; dropout is read from the config, since proofs run
         without it.
         """
-        config: Any = model.config.get_text_config()
+        config = model.config.get_text_config()
         if any(getattr(config, name, None) for name in ("attention_dropout", "attn_pdrop", "attn_dropout")):
             return Service(None, _DROPS)
         choice = choose_kernel(plain_features(config, dtype), device)
@@ -74,7 +72,7 @@ class Flash(AttentionFunction):
         return Service(name, f"{name} ({choice.why_not()})" if choice.lacks else name)
 
 
-def plain_features(config: Any, dtype: torch.dtype) -> LayerFeatures:
+def plain_features(config: PreTrainedConfig, dtype: torch.dtype) -> LayerFeatures:
     """Return the features of an attention layer by the model's config. Windows, soft-cap and sinks are left out."""
     heads = getattr(config, "num_attention_heads", None) or 1
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -3,25 +3,31 @@
 A function is registered in `AttentionInterface` only: for a name that `AttentionMaskInterface` does not have, transformers builds no mask.
 So the model's own mask, whose builder may ignore `position_ids`, is not used. The row's Segments arrive as the keyword argument
 `segments` of the model's forward; a model that does not pass it down to its layers fails here at once instead of leaking.
+
+Most local layers pass `sliding_window` to their attention function. Others rely on the mask that the model builds: the window of their config
+is applied here instead. If the config is ambiguous the layer is refused, even if all documents of the row are shorter than the window (as in
+the isolation proof).
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from itertools import pairwise
 
 import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from packtrain.attention.over_ranks import attend_over_ranks
-from packtrain.attention.sliding_window import local_segments
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments, SplitSegments
 
+AttentionOf = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""A function of transformers' AttentionInterface: outputs [count, T, heads, d_v] come first."""
+_UNSURE = "it cannot be flattened exactly: set model.attention=per_document"
 _EAGER_ONLY = ("softcap", "s_aux")  # features that sdpa lacks
 
 
@@ -63,7 +69,7 @@ def row_of(
     attention_mask: torch.Tensor | None,
     segments: Segments | None,
     sliding_window: int | None,
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, object],
 ) -> tuple[Segments, int | None]:
     """Return the segments of the row `query` as this layer sees them, and its window.
 
@@ -82,7 +88,7 @@ def row_of(
     raise CheckFailed(f"{type(module).__name__} {what}", fix="set model.attention=per_document")
 
 
-def attention_function(module: torch.nn.Module, kwargs: dict[str, Any]) -> Callable[..., Any]:
+def attention_function(module: torch.nn.Module, kwargs: Mapping[str, object]) -> AttentionOf:
     """Return the attention function of this layer: sdpa, or the model's own eager one."""
     if all(kwargs.get(name) is None for name in _EAGER_ONLY):
         return sdpa_attention_forward
@@ -91,7 +97,7 @@ def attention_function(module: torch.nn.Module, kwargs: dict[str, Any]) -> Calla
 
 @lru_cache(maxsize=16)
 def mask_of(
-    attend: Callable, queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device
+    attend: AttentionOf, queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
     """Return the causal mask of one segment, [1, 1, queries, keys]. Its `queries` are the last of its `keys`.
 
@@ -106,8 +112,60 @@ def mask_of(
     return as_mask(attend, visible, dtype)
 
 
-def as_mask(attend: Callable, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def as_mask(attend: AttentionOf, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `visible` [queries, keys] as `attend` takes it, [1, 1, queries, keys]. It is boolean for sdpa, additive for eager functions."""
     if attend is sdpa_attention_forward:
         return visible[None, None]
     return torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype)[None, None]
+
+
+def local_segments(
+    module: torch.nn.Module, segments: Segments, sliding_window: int | None
+) -> tuple[Segments, int | None]:
+    """Return the segments of the row as this layer sees them, and its window. It is in tokens (itself included) or None.
+
+    Chunked attention is plain attention over smaller segments. Raises CheckFailed if the layer's window is unknown.
+    """
+    if sliding_window is not None:
+        return segments, sliding_window
+    config = getattr(module, "config", None)
+    kind = _layer_kind(config, getattr(module, "layer_idx", None))
+    window, chunk = (_positive(config, name) for name in ("sliding_window", "attention_chunk_size"))
+    if kind == "sliding_attention" and window:
+        return segments, window
+    if kind == "chunked_attention" and chunk:
+        return chunks(segments, chunk), None
+    if kind is None and (window or chunk):
+        raise CheckFailed(
+            f"{type(module).__name__} may see only {window or chunk} tokens back by its config, but does not say so",
+            fix=_UNSURE,
+        )
+    return segments, None
+
+
+def _layer_kind(config: object, layer: int | None) -> str | None:
+    kinds = getattr(config, "layer_types", None)
+    return kinds[layer] if kinds and layer is not None and layer < len(kinds) else None
+
+
+def _positive(config: object, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+@lru_cache(maxsize=64)
+def chunks(segments: Segments, size: int) -> Segments:
+    """Cut the row where positions pass a multiple of `size`: the chunks of chunked attention.
+
+    A segment that begins inside a chunk continues it: the last chunk of the segment before it on its path.
+    """
+    lengths: list[int] = []
+    prefixes: list[int | None] = []
+    last: list[int] = []  # chunk of each segment
+    for length, before, prefix in zip(segments.lengths, segments.prefix_lengths, segments.shared, strict=True):
+        inside = None if prefix is None or before % size == 0 else last[prefix]
+        cuts = [before, *range((before // size + 1) * size, before + length, size), before + length]
+        lengths += [end - start for start, end in pairwise(cuts)]
+        prefixes += [inside, *[None] * (len(cuts) - 2)]
+        last.append(len(lengths) - 1)
+    return Segments(tuple(lengths), tuple(prefixes))

@@ -11,7 +11,6 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,12 +27,12 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
     return model._can_set_attn_implementation()
 
 
-def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+def replace_forward(module: nn.Module, forward: Callable[..., object]) -> Callable[[], None]:
     """Send calls of `module` to `forward(module, ...)`. Returns the undo function. Deep copies of it run their class's own forward."""
     own = module.__dict__.get("forward")
 
     @functools.wraps(forward)
-    def ours(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def ours(self: nn.Module, *args: object, **kwargs: object) -> object:
         # a deep copy takes this method along, but `forward` runs the weights of the original
         return forward(self, *args, **kwargs) if self is module else type(self).forward(self, *args, **kwargs)
 
@@ -54,7 +53,9 @@ def kept_for_recomputation(model: nn.Module, around: Callable[[], ContextDecorat
     By then another row may have run, so the context that `around` makes is bound to the checkpointed function.
     """
 
-    def within(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def within(
+        checkpoint: Callable[..., object], function: Callable[..., object], *args: object, **kwargs: object
+    ) -> object:
         return checkpoint(around()(function), *args, **kwargs)
 
     own = [
@@ -94,8 +95,13 @@ def _is_longrope(module: nn.Module) -> bool:
 
 
 def _rotate_by_document(
-    inner: Callable[..., Any], module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
+    inner: Callable[..., tuple[torch.Tensor, ...]],
+    module: nn.Module,
+    x: torch.Tensor,
+    position_ids: torch.Tensor,
+    *args: object,
+    **kwargs: object,
+) -> tuple[torch.Tensor, ...]:
     if position_ids.dim() != 2 or len(position_ids) != 1:
         return inner(x, position_ids, *args, **kwargs)
     borders = (position_ids[0].diff() != 1).nonzero()[:, 0] + 1

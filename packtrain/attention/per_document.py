@@ -33,7 +33,7 @@ def run_one_document_at_a_time(model: PreTrainedModel) -> Undo:
     inner = model.forward
 
     @functools.wraps(type(model).forward)
-    def forward(self: PreTrainedModel, *args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
+    def forward(self: PreTrainedModel, *args: object, segments: Segments | None = None, **kwargs: object) -> object:
         if segments is None:
             return inner(*args, **kwargs)
         row = segments.unrolled()

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 
 from packtrain.attention.backends import AttentionFunction
-from packtrain.attention.flattened import attention_function, mask_of, registered
+from packtrain.attention.flattened import AttentionOf, attention_function, mask_of, registered
 from packtrain.attention.varlen import Gathered, borders_of
 from packtrain.packing.segments import Segments
 
@@ -66,8 +66,8 @@ def segmented_attention(
 
 
 def _attend_in_blocks(
-    run: Callable[..., Any],
-    attend: Callable,
+    run: AttentionOf,
+    attend: AttentionOf,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -150,7 +150,7 @@ def from_hub(repository: str) -> Attend:
     return _by_signature(get_kernel(repository, version=FLASH_ATTN_KERNEL_VERSIONS[repository]).flash_attn_varlen_func)
 
 
-def _by_signature(function: Callable[..., Any]) -> Attend:
+def _by_signature(function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]) -> Attend:
     """Adapt the functions of FlashAttention 2, 3, 4 and others. Their arguments differ by their features."""
     names = signature(function).parameters
     sink_name = "s_aux" if "s_aux" in names and "learnable_sink" not in names else "learnable_sink"

@@ -28,7 +28,7 @@ class Figure:
 
     Figures with the same `title` (by default the name) share a drawing of the report, where `label` names the curve.
     A `headline` is shown of each evaluation, at the end of a run, and on top of its report, with the remark `note`.
-    It is a mean, unless it is an `extreme`, or the `difference` of two other figures.
+    It is a mean, unless it is an `extreme`, or the `difference` of two figures before it.
     """
 
     name: str

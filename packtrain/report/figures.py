@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 
 from packtrain.objectives.spec import Examples
-from packtrain.report.run_record import Metrics, RunRecord, harmless
+from packtrain.report.run_record import Json, Metrics, RunRecord, harmless
 from packtrain.run_folder import losses_of_sets
 
 POINTS_OF_A_CURVE = 2000
@@ -108,7 +108,7 @@ def _curves(drawing: Drawing, runs: Sequence[RunRecord]) -> Iterator[Curve]:
                     yield Curve(number, prefix + key, held_out if prefix else label, base, bool(prefix))
 
 
-def points_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
+def points_of(runs: Sequence[RunRecord]) -> Json:
     """Return all points of the page in plain containers, for page.js. {"runs": [name], "xs": [{axis: [x]}], "figures": [{"curves": …}]}
 
     A curve has its `y`, and the number of its x values in `xs`. Long curves are thinned (`thin`).
@@ -119,7 +119,7 @@ def points_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
     numbers: dict[tuple[int, bytes], int] = {}
     places: list[dict[str, list[float]]] = []
 
-    def points(curve: Curve, scale: float) -> dict[str, Any]:
+    def points(curve: Curve, scale: float) -> Json:
         lines, values = runs[curve.run].metrics.points(curve.key)
         kept = thin(values, most)
         at = numbers.setdefault((curve.run, lines[kept].tobytes()), len(numbers))

@@ -7,13 +7,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from packtrain import wording
 from packtrain.inspect.rendering import percent
-from packtrain.report.run_record import RunRecord
+from packtrain.report.run_record import Json, RunRecord
 from packtrain.run_folder import losses_of_sets
 
 SLOW = 1.2
@@ -126,7 +126,7 @@ def cost_s(run: RunRecord) -> float | None:
 
 def rank_times(run: RunRecord) -> list[RankTime]:
     """Return the times of the ranks from summary.json, or []. One process or an unfinished run has none."""
-    times: Any = run.summary.get("rank_seconds")
+    times = run.summary.get("rank_seconds") or {}
     try:
         columns = zip(*times.values(), strict=True)
         by_rank = [{phase: float(value) for phase, value in zip(times, column, strict=True)} for column in columns]
@@ -144,7 +144,7 @@ def compare_settings(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def answers(runs: Sequence[RunRecord]) -> dict[str, list[Mapping[str, Any]]]:
+def answers(runs: Sequence[RunRecord]) -> dict[str, list[Json]]:
     """Return each run's answers by prompt, in the order of the first run. An answer has `before` and `after`, or is {} for a missing prompt."""
     lists = [asked if isinstance(asked := run.summary.get("answers"), list) else [] for run in runs]
     by_run = [{str(entry.get("prompt")): entry for entry in asked if isinstance(entry, Mapping)} for asked in lists]

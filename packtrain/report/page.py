@@ -16,7 +16,6 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from jinja2 import Environment, TemplateError
 from markupsafe import Markup
@@ -157,7 +156,7 @@ def write_page(file: Path, text: str) -> None:
         raise UserError(f"the report cannot be written: {error.strerror}", where=str(file), fix=fix) from error
 
 
-def _finalize(value: Any) -> Any:
+def _finalize(value: object) -> object:
     return harmless(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
@@ -165,7 +164,7 @@ def _read(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
-def _inline(values: Any) -> Markup:
+def _inline(values: object) -> Markup:
     """Return JSON that is safe inside a script element, with any texts."""
     text = json.dumps(values, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

@@ -27,6 +27,9 @@ from packtrain.objectives.spec import OBJECTIVES, Figure
 from packtrain.run_folder import RunFolder, object_of, text_of
 from packtrain.wording import Redactor, visible
 
+Json = Mapping[str, Any]
+"""An object of a JSON or YAML file."""
+
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
@@ -66,13 +69,13 @@ class RunRecord:
     facts: Mapping[str, str] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
     settings: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    batch: Mapping[str, Any] = field(default_factory=dict)
+    summary: Json = field(default_factory=dict)
+    batch: Json = field(default_factory=dict)
     processes: int = 1
-    environment: Mapping[str, Any] = field(default_factory=dict)
+    environment: Json = field(default_factory=dict)
     results: Sequence[tuple[str, int]] = ()
-    restarts: Sequence[Mapping[str, Any]] = ()
-    data: Mapping[str, Any] | None = None
+    restarts: Sequence[Json] = ()
+    data: Json | None = None
 
     @property
     def figures(self) -> list[Figure]:
@@ -134,7 +137,7 @@ def harmless(value: Any, text: Callable[[str], str] = str) -> Any:
     return [harmless(inner, text) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+def _settings(config: Json) -> dict[str, tuple[str, str]]:
     """Return value and default of every key of a resolved config."""
     known, settings = keys(), {}
     for group, values in config.items():
@@ -145,11 +148,11 @@ def _settings(config: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     return settings
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _restart(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _restart(entry: Json) -> Json:
     machines, why = (value if isinstance(value := entry.get(name), list) else [] for name in ("machines", "why"))
     return {"when": None, "step": None, **entry, "machines": ", ".join(map(str, machines)), "why": [*map(str, why)]}
 
@@ -166,14 +169,14 @@ def _size(place: Path) -> int:
     return 0
 
 
-def read_config(file: Path) -> Mapping[str, Any]:
+def read_config(file: Path) -> Json:
     """Return the config of a run; empty if it is missing or torn."""
     with suppress(ValueError, RecursionError, yaml.YAMLError):
         return _mapping(yaml.safe_load(text_of(file)))
     return {}
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Json:
     return value if isinstance(value, Mapping) else {}
 
 

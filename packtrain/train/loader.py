@@ -40,7 +40,7 @@ _FIRST_TOKENS = 2048
 class MicroBatch:
     """The `inputs` of one forward pass, and its counts. `trained` targets, real `tokens`, `slots` (with padding), `examples`; a filler has
     only slots. For pairs and for answers with labels, `trained` counts the targets of the chosen answers and `rejected` the others. The first
-    micro-batch of a step may hold `mismatched` pairs of the whole step (objectives/kto/mismatched.py). If `parts` ranks split the row, `inputs` holds the
+    micro-batch of a step may hold `mismatched` pairs of the whole step (objectives/kto/run.py). If `parts` ranks split the row, `inputs` holds the
     tokens of part number `part`; the counts are for the whole row.
     """
 

@@ -15,7 +15,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import flattened, segmented
 from packtrain.attention.backends import OWN_CODE, attend_by, attending_by
-from packtrain.attention.sliding_window import chunks
+from packtrain.attention.flattened import chunks
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.forward import add_loss_sum
 from packtrain.model.load import check_positions

@@ -37,7 +37,7 @@ from packtrain.objectives.dpo.run import DPO
 from packtrain.objectives.dpo.spec import SPEC
 from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import make_schedule
-from packtrain.train.objectives.answer_objectives import PairSteps
+from packtrain.train.objectives.pairs_and_answers import PairSteps
 
 ALONE = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "aot": {"label_smoothing": 0.1}}
 TOGETHER: list[dict[str, Any]] = [  # tests/unit/objectives/test_losses.py has all of them

@@ -26,7 +26,7 @@ from packtrain.packing.segments import Segments
 from packtrain.train.loader import MicroBatch
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives import first_loss
-from packtrain.train.objectives.answer_objectives import PairSteps
+from packtrain.train.objectives.pairs_and_answers import PairSteps
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

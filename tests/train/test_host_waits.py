@@ -14,7 +14,7 @@ from tiny_dpo import Pairs
 from packtrain.config.schema import Batch, Packing
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.loader import step_loader
-from packtrain.train.objectives.answer_objectives import PairSteps
+from packtrain.train.objectives.pairs_and_answers import PairSteps
 
 LATE = {"packtrain/train/log/metrics.py::tolist": LAST - FIRST + 1}
 """The counts of each step, once its work is queued: they have arrived before its forward pass (LateCopy)."""

@@ -13,8 +13,7 @@ from trl import KTOConfig
 
 from packtrain.config.schema import Batch, Packing
 from packtrain.data.dataset import Document
-from packtrain.objectives.kto.mismatched import UnpairedSteps
-from packtrain.objectives.kto.run import KTOLoss
+from packtrain.objectives.kto.run import KTOLoss, UnpairedSteps
 from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.loop import StepTrainer

@@ -17,8 +17,8 @@ from packtrain.objectives.answers import Figures, Inputs, PairLogps, Pairs, Toke
 from packtrain.objectives.losses import PairOptions, make_pairs, pair_loss
 from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import MicroBatch, Steps
-from packtrain.train.objectives.answer_objectives import PairObjective
 from packtrain.train.objectives.loss import Logps, ReferenceLoss, Setup
+from packtrain.train.objectives.pairs_and_answers import PairObjective
 from packtrain.train.objectives.training_objective import ReferenceObjective
 from packtrain.wording import counted
 

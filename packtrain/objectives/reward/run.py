@@ -25,8 +25,8 @@ from packtrain.proof.comparison import check_equal, evaluating, model_refusals, 
 from packtrain.train.loader import MicroBatch
 from packtrain.train.log import console
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.answer_objectives import PairObjective, PairSteps
 from packtrain.train.objectives.loss import ExampleLoss, Setup, at_places
+from packtrain.train.objectives.pairs_and_answers import PairObjective, PairSteps
 from packtrain.train.objectives.training_objective import Start
 
 

@@ -23,12 +23,13 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_a
 from packtrain.attention.over_ranks import sum_over_parts
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import Document
+from packtrain.errors import UserError
 from packtrain.model.forward import Head, patch_forward
 from packtrain.model.layers import compile_layers, is_compiled
 from packtrain.model.load import base_model
 from packtrain.model.spread import placement_of
 from packtrain.monitor.heartbeat import waiting
-from packtrain.objectives.answers import Figures, Inputs, Targets
+from packtrain.objectives.answers import Figures, Inputs, Sum, Targets
 from packtrain.objectives.spec import Figure
 from packtrain.packing.collate import on_device
 from packtrain.packing.segments import SplitSegments
@@ -402,7 +403,7 @@ def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, float]]) -> dict
 class FigureSums:
     """Logged figures over micro-batches, on the device until a line is logged: no step waits for them.
 
-    `sums` float64 [means, 2] of totals and weights, `ends` float64 [extremes], the least ones negated.
+    `sums` float64 [figures, 2] of totals and weights, `ends` float64 [figures] of extremes, the least ones negated.
     """
 
     figures: Sequence[Figure]
@@ -412,39 +413,40 @@ class FigureSums:
     @staticmethod
     def none(figures: Sequence[Figure], device: torch.device) -> FigureSums:
         """Return the sums over no micro-batch."""
-        means = len([one for one in figures if not (one.extreme or one.difference)])
-        sums = torch.zeros(means, 2, dtype=torch.float64, device=device)
-        ends = [-torch.inf for one in figures if one.extreme]
-        return FigureSums(figures, sums, torch.tensor(ends, dtype=torch.float64, device=device))
-
-    @property
-    def _means(self) -> list[str]:
-        return [one.name for one in self.figures if not (one.extreme or one.difference)]
-
-    @property
-    def _signs(self) -> dict[str, int]:
-        return {one.name: -1 if one.extreme == "least" else 1 for one in self.figures if one.extreme}
+        sums = torch.zeros(len(figures), 2, dtype=torch.float64, device=device)
+        return FigureSums(figures, sums, torch.full_like(sums[:, 0], -torch.inf))
 
     def plus(self, found: Figures, *, counted: bool) -> FigureSums:
-        """Add the figures of a micro-batch. If not `counted`, add zeros: another rank adds the same row."""
-        sums, ends = self.sums, self.ends
-        if len(sums):
-            sums = sums + torch.stack([torch.stack([*found[name]]) for name in self._means]) * counted
-        if len(ends):
-            own = torch.stack([sign * cast(torch.Tensor, found[name]) for name, sign in self._signs.items()])
-            ends = ends.maximum(own.double())
-        return replace(self, sums=sums, ends=ends)
+        """Add the figures of a micro-batch. If not `counted`, add zeros: another rank adds the same row.
+
+        Raises UserError unless `found` has exactly the declared figures.
+        """
+        if (declared := {one.name for one in self.figures if not one.difference}) != found.keys():
+            what = f"measure returns the figures {', '.join(sorted(found)) or 'none'}, the spec declares others"
+            raise UserError(what, where="objective.kind", fix=f"Return {', '.join(sorted(declared)) or 'none'}.")
+        if not self.figures:
+            return self
+        nothing = FigureSums.none(self.figures[:1], self.sums.device)
+        values = [found.get(one.name) for one in self.figures]
+        sums = [torch.stack(value) if isinstance(value, Sum) else nothing.sums[0] for value in values]
+        ends = [value.double() if isinstance(value, torch.Tensor) else nothing.ends[0] for value in values]
+        ends = [-end if one.extreme == "least" else end for one, end in zip(self.figures, ends, strict=True)]
+        sums = self.sums + torch.stack(sums) * counted
+        return FigureSums(self.figures, sums, self.ends.maximum(torch.stack(ends)))
 
     def values(self, accelerator: Accelerator) -> dict[str, float]:
         """Return each figure over all processes. A figure without values has none."""
+        if not self.figures:
+            return {}
         with waiting("the metrics of all ranks"):
             totals = cast(torch.Tensor, accelerator.reduce(self.sums, reduction="sum")).tolist()
-            ends = cast(torch.Tensor, accelerator.gather(self.ends)) if len(self.ends) else self.ends
-        found = {name: total / weight for name, (total, weight) in zip(self._means, totals, strict=True) if weight}
-        most = ends.view(-1, len(self.ends)).amax(dim=0).tolist() if len(ends) else []
-        signed = zip(self._signs.items(), most, strict=True)
-        found |= {name: sign * end for (name, sign), end in signed if end != -math.inf}
-        for one in self.figures:
-            if one.difference and {*one.difference} <= found.keys():
+            ends = cast(torch.Tensor, accelerator.gather(self.ends)).view(-1, len(self.ends)).amax(dim=0).tolist()
+        found = dict[str, float]()
+        for one, (total, weight), end in zip(self.figures, totals, ends, strict=True):
+            if one.extreme and end != -math.inf:
+                found[one.name] = -end if one.extreme == "least" else end
+            elif weight:
+                found[one.name] = total / weight
+            elif one.difference and {*one.difference} <= found.keys():
                 found[one.name] = found[one.difference[0]] - found[one.difference[1]]
-        return {one.name: found[one.name] for one in self.figures if one.name in found}
+        return found

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from packtrain.config.schema import Peft, RunConfig
 from packtrain.data.tokens.cache import cache_folder
@@ -77,8 +77,8 @@ class TrainingObjective:
         return int(data.lengths.max())
 
     def take_reference(
-        self, model: Any, tokenizer: Any, ranks: Ranks, precision: Precision, *, seed: int
-    ) -> dict[str, Any]:
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, precision: Precision, *, seed: int
+    ) -> dict[str, str]:
         """Load the reference, if any, before `model` is sharded.
 
         Returns facts about it by config key. They must be equal in a run that resumes.
@@ -165,8 +165,8 @@ class ReferenceObjective(TrainingObjective):
         return " + ".join(self.objective.losses) or self.objective.kind
 
     def take_reference(
-        self, model: Any, tokenizer: Any, ranks: Ranks, precision: Precision, *, seed: int
-    ) -> dict[str, Any]:
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, precision: Precision, *, seed: int
+    ) -> dict[str, str]:
         """See TrainingObjective.
 
         Raises UserError if `model` asks for a loss of its routers: answers have none.

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -36,6 +36,8 @@ _ISOLATION_FIGURES = {
     "a document in a row and alone differ by": "max_abs_diff_alone",
 }
 _COLOURS = {"exact": "green", "leaks": "red", "unsupported": "yellow"}
+Report = dict[str, Any]
+"""verify.json: the report of measure.py or foreign_collator.py in plain values."""
 Row = tuple[str, float | None, float | None]
 
 
@@ -61,16 +63,22 @@ def run_verification(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_on_collator(model: Model, peft: Peft, trainer: Trainer, spec: str, *, as_json: bool, **how: Any) -> int:
-    """Prove a foreign collator in this process, and show the report; return the exit code.
-
-    `how` are the arguments of `verify_collator`.
-    """
+def run_on_collator(
+    model: Model,
+    peft: Peft,
+    trainer: Trainer,
+    spec: str,
+    *,
+    as_json: bool,
+    attention: str | None = None,
+    attached: bool = False,
+) -> int:
+    """Prove a foreign collator in this process, and show the report; return the exit code. See `verify_collator`."""
     with stdout_on_stderr(), fast_imports():
         from packtrain.train.verify.foreign_collator import verify_collator
     with stdout_on_stderr():
-        code, report = verify_collator(model, peft, trainer, spec, **how)
-    print_verdicts(finite(report), as_json=as_json)
+        code, report = verify_collator(model, peft, trainer, spec, attention=attention, attached=attached)
+    print_verdicts(cast(Report, finite(report)), as_json=as_json)
     return code
 
 
@@ -85,7 +93,7 @@ def on_this_machine(config: RunConfig, verb: str) -> LaunchPlan:
     return plan_launch(replace(config, topology=here), replace(surroundings, env=own), verb)
 
 
-def print_verdicts(report: dict[str, Any], *, as_json: bool) -> None:
+def print_verdicts(report: Report, *, as_json: bool) -> None:
     """Print the report of measure.py or foreign_collator.py as a JSON document or a table."""
     if as_json:
         print(json.dumps(report, indent=2))
@@ -112,7 +120,7 @@ def print_verdicts(report: dict[str, Any], *, as_json: bool) -> None:
         console.print(f"  → {escape(report['fix'])}")
 
 
-def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _head(report: Report) -> Iterator[tuple[str, str]]:
     """Yield name and text of the lines above the table."""
     mixed = report.get("mixed_precision", "no")
     precision = report["dtype"] + (f", computed in {mixed}" if mixed != "no" else "")
@@ -141,7 +149,7 @@ def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "documents", f"{len(lengths)} of {', '.join(map(str, lengths))} random tokens; {report['seconds']} s"
 
 
-def _isolation_rows(report: dict[str, Any], proof: str = "isolation") -> Iterator[Row]:
+def _isolation_rows(report: Report, proof: str = "isolation") -> Iterator[Row]:
     """Yield the table's rows for the proof `isolation` or `pairs`."""
     figures, of = report[proof], "" if proof == "isolation" else f", {proof}"
     for what, name in _ISOLATION_FIGURES.items():
@@ -151,7 +159,7 @@ def _isolation_rows(report: dict[str, Any], proof: str = "isolation") -> Iterato
     yield f"control: the same without borders{of}", figures["control"], figures["least_control"]
 
 
-def _rows(report: dict[str, Any]) -> Iterator[Row]:
+def _rows(report: Report) -> Iterator[Row]:
     """Yield each measurement, its figure and its tolerance. For a control the tolerance is the least figure it must show."""
     yield from _isolation_rows(report)
     if "collator" in report:
@@ -172,7 +180,7 @@ def _rows(report: dict[str, Any]) -> Iterator[Row]:
         yield "updates that the model sees (docs/precision.md)", report["updates_seen"], tolerances["updates_seen"]
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> object:
     """Replace nan and inf in `value` by null, because JSON has no number for them."""
     if isinstance(value, dict):
         return {key: finite(entry) for key, entry in value.items()}

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from packtrain.attention.backends import own_attention
 from packtrain.config.keys import suggest
@@ -29,12 +29,15 @@ from packtrain.library.attach import attach
 from packtrain.model.load import base_model, load_model
 from packtrain.model.precision import decide_precision
 from packtrain.model.spread import Ranks
+from packtrain.objectives.answers import Inputs
 from packtrain.packing.collate import IGNORE, on_device
 from packtrain.proof.comparison import evaluating, model_refusals
 from packtrain.proof.isolation import DOCUMENTS, LENGTHS, measure, vocabulary_size
 from packtrain.proof.leak import find_leak
+from packtrain.train.verify.command import Report
 from packtrain.wording import first_line
 
+Collator = Callable[..., Any]
 _OPTION = "--collator"
 _FEATURES = "input_ids, labels and attention_mask (lists of a document's tokens, their labels, and ones)"
 
@@ -43,7 +46,7 @@ _FEATURES = "input_ids, labels and attention_mask (lists of a document's tokens,
 class Collated:
     """A `batch` of the collator. `places` has row and first column of each document in its input_ids."""
 
-    batch: dict[str, Any]
+    batch: Inputs
     places: tuple[tuple[int, int], ...]
 
     def split(self, values: torch.Tensor) -> list[torch.Tensor]:
@@ -72,7 +75,7 @@ class Collated:
 @torch.no_grad()
 def verify_collator(
     model: Model, peft: Peft, trainer: Trainer, spec: str, *, attention: str | None = None, attached: bool = False
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, Report]:
     """Prove the collator `spec` on the model of a config; return exit code and report.
 
     The exit code is 0 for exact, else 3. `attention` is transformers' name of an implementation (None: its default). `attached` proves it
@@ -133,7 +136,7 @@ def import_named(spec: str, option: str = _OPTION) -> Any:
     return getattr(module, name)
 
 
-def _collator_of(thing: Any, spec: str, known: Mapping[str, Any]) -> Callable[..., Any]:
+def _collator_of(thing: Collator, spec: str, known: Mapping[str, object]) -> Collator:
     """Return `thing`. Call it first if it is a class or function that requires only `known` arguments."""
     if not isinstance(thing, type) and not inspect.isfunction(thing):
         return thing
@@ -146,15 +149,15 @@ def _collator_of(thing: Any, spec: str, known: Mapping[str, Any]) -> Callable[..
         return thing(**{name: known[name] for name in required})
 
 
-def _ids(model: PreTrainedModel, tokenizer: Any) -> np.ndarray:
+def _ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Draw random tokens, none of them special, as int64 [2, T]."""
     ordinary = np.setdiff1d(np.arange(min(vocabulary_size(model), len(tokenizer))), tokenizer.all_special_ids)
     return np.random.default_rng(0).choice(ordinary, (2, sum(LENGTHS)))
 
 
 def _measure_isolation(
-    model: PreTrainedModel, spec: str, collator: Callable[..., Any], ids: np.ndarray, autocast: torch.dtype | None
-) -> dict[str, Any]:
+    model: PreTrainedModel, spec: str, collator: Collator, ids: np.ndarray, autocast: torch.dtype | None
+) -> Report:
     """Return the figures and the verdict."""
     own = np.split(ids[0], DOCUMENTS.starts[1:])
 
@@ -193,7 +196,7 @@ def _measure_isolation(
     return {**report, "verdict": verdict, "problem": problem, "fix": fix}
 
 
-def _finding(report: Mapping[str, Any], verdict: str) -> tuple[str, str, str]:
+def _finding(report: Report, verdict: str) -> tuple[str, str, str]:
     """Return verdict, problem and fix; problem and fix are "" if all is exact."""
     ours = "use packtrain's attach and PackedCollator (docs/library.md); --attach shows this collator with it"
     if report["leaks"]:
@@ -214,7 +217,7 @@ def _finding(report: Mapping[str, Any], verdict: str) -> tuple[str, str, str]:
     return verdict, "", ""
 
 
-def _collate(spec: str, collator: Callable[..., Any], documents: list[np.ndarray]) -> Collated:
+def _collate(spec: str, collator: Collator, documents: list[np.ndarray]) -> Collated:
     """Collate the documents and find their places. Raises UserError if a document is not whole in the batch."""
     lists = [document.tolist() for document in documents]
     features = [{"input_ids": ids, "labels": list(ids), "attention_mask": [1] * len(ids)} for ids in lists]
@@ -237,7 +240,7 @@ def _collate(spec: str, collator: Callable[..., Any], documents: list[np.ndarray
     return Collated(dict(made), tuple(places))
 
 
-def _plain_row(model: PreTrainedModel, documents: list[np.ndarray]) -> dict[str, Any]:
+def _plain_row(model: PreTrainedModel, documents: list[np.ndarray]) -> Inputs:
     """Make one row [1, T] of documents with nothing between them. A single document makes the call that defines its outputs."""
     ids = torch.from_numpy(np.concatenate(documents))[None]
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -246,7 +249,7 @@ def _plain_row(model: PreTrainedModel, documents: list[np.ndarray]) -> dict[str,
     return batch
 
 
-def _logits(model: PreTrainedModel, batch: dict[str, Any], spec: str = "") -> torch.Tensor:
+def _logits(model: PreTrainedModel, batch: Inputs, spec: str = "") -> torch.Tensor:
     """Return float32 logits [rows, T, vocabulary], without a cache, as trainers call a model. `spec` names the batch's collator."""
     torch.manual_seed(0)  # for the noise of training mode
     name = type(model).__name__

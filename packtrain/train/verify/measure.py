@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from accelerate.utils import gather_object
@@ -37,12 +37,13 @@ from packtrain.run_folder import RunFolder, write_json
 from packtrain.strategies.spec import DEFAULT
 from packtrain.train.objectives.first_loss import FirstLoss
 from packtrain.train.objectives.loss import ReferenceLoss
+from packtrain.train.objectives.pairs_and_answers import ComparedSteps
 from packtrain.train.objectives.training_objective import ReferenceObjective
 from packtrain.train.optim.seen_updates import FEW, expected_share
 from packtrain.train.preflight import why_not_split, why_not_together
 from packtrain.train.preparation import Prepared, begin, load, masters_of, settle_precision, spread_model
 from packtrain.train.sync import Peers
-from packtrain.train.verify.command import finite
+from packtrain.train.verify.command import Report, finite
 from packtrain.train.verify.modes import (
     MODES,
     SHARED,
@@ -78,7 +79,7 @@ def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
 
     The code is 0 if every process finds `exact`, else 3. Raises UserError if something cannot be loaded or is not available, CheckFailed
     if the proof cannot run."""
-    outcome: Any
+    outcome: Report | CheckFailed
     try:
         outcome = _measure(config, ranks, peers)
     except Disagreement:  # raised on all processes
@@ -92,17 +93,19 @@ def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
             "model.dtype=bfloat16",
         )
     with waiting("the reports of all ranks"):
-        outcomes = cast(list[Any], gather_object([outcome]))
-    for refusal in outcomes:
-        if isinstance(refusal, CheckFailed):
-            raise refusal
-    worst = max(outcomes, key=lambda report: _BADNESS.index(report["verdict"]))
+        outcomes = cast(list[Report | CheckFailed], gather_object([outcome]))
+    reports = list[Report]()
+    for found in outcomes:
+        if isinstance(found, CheckFailed):
+            raise found
+        reports.append(found)
+    worst = max(reports, key=lambda report: _BADNESS.index(report["verdict"]))
     if ranks.main:
         write_json(RunFolder.of(config.trainer).verification, finite(worst))
     return 0 if worst["verdict"] == "exact" else CheckFailed.exit_code
 
 
-def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, Any]:
+def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> Report:
     """Return the report, in plain values."""
     started, share = time.perf_counter(), config.packing.share_prefix
     run = _load(begin(config, ranks, peers))
@@ -183,13 +186,16 @@ def _modes(run: Prepared, isolation: Isolation, *, shares: bool) -> tuple[Head |
     head = loss.choose_head(steps)
     if isinstance(objective, ReferenceObjective) and objective.reference.at_start:
         packed = None if run.config.packing.mode == "padding" else backend
-        own = replace(steps, layout="padding" if packed is None else "shared" if shares else "flat")
+        own = replace(
+            cast(ComparedSteps, steps), layout="padding" if packed is None else "shared" if shares else "flat"
+        )
         precomputed = objective.reference.kind == "precomputed"
         start = start_on_random_pairs(cast(ReferenceLoss, loss), own, packed, precomputed=precomputed)
     split = not run.config.objective.sorting_losses
     parts = 1 if isolation.problem else _ranks_per_row(run.config, run.ranks)
-    how: Any = {"shares": shares, "split": split, "part": run.ranks.rank % parts, "ranks_per_row": parts}
-    return head, compare_modes(loss, steps, backend, **how), start
+    part = run.ranks.rank % parts
+    compared = compare_modes(loss, steps, backend, shares=shares, split=split, part=part, ranks_per_row=parts)
+    return head, compared, start
 
 
 def _ranks_per_row(config: RunConfig, ranks: Ranks) -> int:
@@ -197,20 +203,8 @@ def _ranks_per_row(config: RunConfig, ranks: Ranks) -> int:
     return choose_ranks_per_row(config.strategy.sequence_parallel, min(2, ranks.world_size), 1, ranks.world_size)
 
 
-def _split(
-    isolation: Isolation, model: PreTrainedModel, autocast: torch.dtype | None, ranks: Ranks, parts: int
-) -> Isolation:
-    """Prove rows that are split over ranks. The returned proof replaces the exact one of whole rows."""
-    open_group(parts)
-    reason, proof = why_not_split(model, isolation.backend or ""), None
-    if not reason:
-        reason, proof = prove_backend(isolation.backend or "", model, autocast, part=ranks.rank % parts, parts=parts)
-    problem = Problem(f"rows split over {parts} processes: {reason}", KEY, f"set {KEY}=1") if reason else None
-    return replace(isolation, proof=proof or isolation.proof, problem=problem)
-
-
 def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autocast: torch.dtype | None) -> Isolation:
-    """Choose the backend as training does. Keep all measurements of a named backend that is not exact."""
+    """Choose the backend as training does, and prove rows that are split over ranks. Keep all measurements of a named backend that is not exact."""
     try:
         check_causal_and_padding(model, padding=False, autocast=autocast)
         choice = choose_attention(config.model.attention, model, model.device, autocast=autocast)
@@ -221,9 +215,14 @@ def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autoca
         problem = refusal.problems[0]
         return Isolation(None, problem.what, problem=problem)
     problem = why_not_together(ranks, choice.backend.name, model) if config.packing.mode != "padding" else None
-    isolation = Isolation(choice.backend.name, choice.why, choice.rejected, choice.proof, problem)
-    parts = _ranks_per_row(config, ranks)
-    return isolation if problem or parts == 1 else _split(isolation, model, autocast, ranks, parts)
+    name, proof, parts = choice.backend.name, choice.proof, _ranks_per_row(config, ranks)
+    if not problem and parts > 1:
+        open_group(parts)
+        if not (reason := why_not_split(model, name)):
+            reason, split = prove_backend(name, model, autocast, part=ranks.rank % parts, parts=parts)
+            proof = split or proof
+        problem = Problem(f"rows split over {parts} processes: {reason}", KEY, f"set {KEY}=1") if reason else None
+    return Isolation(name, choice.why, choice.rejected, proof, problem)
 
 
 def _findings(

@@ -44,7 +44,8 @@ from packtrain.proof.comparison import (
 from packtrain.proof.isolation import max_positions, vocabulary_size
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.objectives.first_loss import FirstLoss, check_answer_forward, measure_first_loss
-from packtrain.train.objectives.loss import ReferenceLoss, Setup
+from packtrain.train.objectives.loss import Loss, ReferenceLoss, Setup
+from packtrain.train.objectives.pairs_and_answers import Compared, ComparedSteps
 from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.run_state import LoopSettings, StopRequest
 
@@ -106,8 +107,8 @@ class Comparison:
 
 
 def compare_modes(
-    loss: Any,
-    padded: Any,
+    loss: Loss,
+    padded: Steps,
     backend: str | None,
     *,
     shares: bool = False,
@@ -123,7 +124,7 @@ def compare_modes(
     model, base = loss.model, base_model(loss.model)
     if isinstance(loss, ReferenceLoss):
         loss.reference = None
-        padded = with_own_reference(loss, padded, off=_OFF)
+        padded = with_own_reference(loss, cast(ComparedSteps, padded), off=_OFF)
         check_answer_forward(loss, padded, 0, own_attention(base))
     every = list(range(len(padded.data)))
     flat, shared = replace(padded, layout="flat"), replace(padded, layout="shared")
@@ -168,7 +169,7 @@ def compare_modes(
     return Comparison(lengths, reference, measured, control, tolerance)
 
 
-def _lay_out(padded: Any, flat: Any, every: list[int], split: bool) -> dict[str, list[MicroBatch]]:
+def _lay_out(padded: Steps, flat: Steps, every: list[int], split: bool) -> dict[str, list[MicroBatch]]:
     """Make the micro-batches of the modes and the control. With `split`, padding and padding_free get two."""
     half = len(every) // 2
     parts = [every[:half], every[half:]] if split else [every]
@@ -180,7 +181,7 @@ def _lay_out(padded: Any, flat: Any, every: list[int], split: bool) -> dict[str,
     }
 
 
-def _loss_of(loss: Any, steps: Steps, batches: Sequence[MicroBatch]) -> float:
+def _loss_of(loss: Loss, steps: Steps, batches: Sequence[MicroBatch]) -> float:
     """Return the loss of one step of these micro-batches, in the layout of `steps`. Add its gradients to the parameters'."""
     model, autocast = loss.model, loss.settings.autocast
     counts = torch.tensor([batch.counts for batch in batches]).sum(0).to(model.device)
@@ -254,7 +255,7 @@ def loss_on_random_examples(
     tokenizer: PreTrainedTokenizerBase,
     precision: Precision,
     settings: Trainer,
-) -> tuple[Any, Any]:
+) -> tuple[Loss, Steps]:
     """Return the objective's loss, against its loaded reference, and padded steps of a one-step run.
 
     The step has all random examples. The forward of `model` must not be patched yet.
@@ -266,14 +267,16 @@ def loss_on_random_examples(
     schedule = make_schedule(data.lengths, Packing(mode="padding_free"), batch, max_steps=1)
     schedule = replace(schedule, prefixes=prefixes)
     pad = int(cast(Any, tokenizer.pad_token_id) or 0)
-    steps: Any = replace(objective.steps(data, schedule, pad, Ranks(0, 1, model.device)), layout="padding")
+    steps = replace(objective.steps(data, schedule, pad, Ranks(0, 1, model.device)), layout="padding")
     steps = steps.within(max(data.lengths))  # stay within the model's positions
     place, autocast = Path(settings.output_dir), precision.autocast
     loop = LoopSettings(steps, {}, StopRequest(), place, {}, autocast=autocast, trainer=settings)
     return objective.loss(Setup(model, tokenizer, loop)), steps
 
 
-def start_on_random_pairs(loss: ReferenceLoss, steps: Any, backend: str | None, *, precomputed: bool) -> FirstLoss:
+def start_on_random_pairs(
+    loss: ReferenceLoss, steps: ComparedSteps, backend: str | None, *, precomputed: bool
+) -> FirstLoss:
     """Measure the FirstLoss on the random examples of `steps`; the model is its own reference.
 
     `backend` runs the rows (None: padded). `precomputed` computes the examples' log-probabilities here, as a run with precomputed ones does.
@@ -284,7 +287,7 @@ def start_on_random_pairs(loss: ReferenceLoss, steps: Any, backend: str | None, 
         return measure_first_loss(loss, (with_own_reference(loss, steps) if precomputed else steps).first_batch(0))
 
 
-def with_own_reference(loss: ReferenceLoss, steps: Any, *, off: float = 0.0) -> Any:
+def with_own_reference(loss: ReferenceLoss, steps: Compared, *, off: float = 0.0) -> Compared:
     """Return `steps` whose reference log-probabilities are the model's own plus noise of `off` nats."""
 
     def logps(batch: MicroBatch) -> np.ndarray:

@@ -15,7 +15,7 @@ from packtrain.data.dataset import PairDataset, TokenDataset, UnpairedDataset
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.errors import UserError
 from packtrain.packing.schedule import make_schedule
-from packtrain.train.objectives.answer_objectives import PairSteps
+from packtrain.train.objectives.pairs_and_answers import PairSteps
 
 TOKENIZER = tokenizer_of("smollm")
 

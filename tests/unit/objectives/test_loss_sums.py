@@ -13,6 +13,7 @@ import pytest
 import torch
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
+from packtrain.errors import UserError
 from packtrain.objectives.answers import LabelledAnswers, PairLogps, Pairs, Sum, Targets, TokenFigures, sum_answers
 from packtrain.objectives.dpo.run import pair_figures
 from packtrain.objectives.kto.run import unpaired_figures
@@ -124,6 +125,8 @@ def test_extremes_and_differences_are_figures() -> None:
     for low, high in ((1.0, 2.0), (0.5, 0.5)):
         sums = sums.plus({"low": torch.tensor(low), "high": torch.tensor(high)}, counted=True)
     assert sums.values(ALONE) == {"low": 0.5, "high": 2.0, "span": 1.5}
+    with pytest.raises(UserError, match="figures low, the spec declares others"):
+        sums.plus({"low": torch.tensor(1.0)}, counted=True)
 
 
 def test_weights_by_wpo_need_their_output_of_the_head() -> None:
