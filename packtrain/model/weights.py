@@ -1,4 +1,4 @@
-"""Weights in files: each process reads and hashes its own slices; none is passed over in silence.
+"""Weights in files: each process reads and hashes its own slices.
 
 transformers reads safetensors by slices into parameters that are DTensors, also if experts are stacked while they are read
 (core_model_loading.DtensorShardOperation). So inside `reading_files` a model on the meta device gets such parameters before its files are
@@ -79,22 +79,22 @@ def reading_files(mesh: DeviceMesh | None) -> Iterator[None]:
 
     def noted(
         model: PreTrainedModel,
-        state_dict: dict[str, torch.Tensor] | None,
-        checkpoint_files: list[str] | None,
-        load_config: LoadStateDictConfig,
+        state_dict: dict | None,
+        paths: list[str] | None,
+        settings: LoadStateDictConfig,
         *more: object,
-        **named: object,
     ) -> tuple[LoadStateDictInfo, object]:
-        files, own, changes = checkpoint_files or [], model.state_dict(), load_config.weight_mapping or []
+        files, own, changes = paths or [], model.state_dict(), settings.weight_mapping or []
         of_gguf = dict.fromkeys((*(state_dict or ()), *passed_over), ("", torch.empty(0, device="meta")))
         held = of_gguf or _shapes(files)
-        by_slices = state_dict is None and load_config.hf_quantizer is None and bool(files)
-        sliced = by_slices and all(file.endswith(".safetensors") for file in files)
-        if mesh is not None and sliced:
+        whole = (
+            state_dict is not None or settings.hf_quantizer or any(not one.endswith(".safetensors") for one in files)
+        )
+        if sliced := mesh if files and not whole else None:
             vars(model)["hash_of_files"] = sampled_hash(files)
-            _place(model, mesh, changes)
-        loaded, rest = read(model, state_dict, checkpoint_files, load_config, *more, **named)
-        if mesh is not None and sliced:
+            _place(model, sliced, changes)
+        loaded, rest = read(model, state_dict, paths, settings, *more)
+        if sliced:
             _settle(model, loaded)
         renamings = [one for one in changes if isinstance(one, WeightRenaming)]
         conversions = [one for one in changes if isinstance(one, WeightConverter)]
@@ -105,10 +105,8 @@ def reading_files(mesh: DeviceMesh | None) -> Iterator[None]:
         vars(model)["source"] = WeightFiles(files, len(held), untaken)
         return loaded, rest
 
-    with (
-        holding(PreTrainedModel, _load_pretrained_model=staticmethod(noted)),
-        holding(gguf, get_gguf_hf_weights_map=map_names),
-    ):
+    noting = holding(PreTrainedModel, _load_pretrained_model=staticmethod(noted))
+    with noting, holding(gguf, get_gguf_hf_weights_map=map_names):
         yield
 
 
@@ -118,7 +116,7 @@ def source_of(model: nn.Module) -> WeightFiles | None:
 
 
 def _settle(model: PreTrainedModel, loaded: LoadStateDictInfo) -> None:
-    """Give the slices that were not read a whole weight, or none where this process has no rows."""
+    """Replace slices that no file has filled: by whole weights, or by nothing if this process has no rows."""
     for names, weight in _sliced(model).items():
         own = weight.to_local()
         # the converter of experts fails where a process has none of them

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -35,10 +35,6 @@ from packtrain.run_folder import RunFolder
 from packtrain.serve.trained import adapters_of, find_trained, load_trained
 from packtrain.train.verify.command import finite, on_this_machine, stdout_on_stderr
 from packtrain.wording import counted, shortened, visible
-
-if TYPE_CHECKING:
-    from transformers import GenerationMixin, PreTrainedModel
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 Score = Callable[[str, str, str], float]
 """Score from 0 (wrong) to 1 (right), given the answer, the held-out answer and the prompt."""
@@ -212,13 +208,7 @@ def _found(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def answer_held_out(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    run: RunConfig,
-    judge: Score,
-    *,
-    rows: int,
-    tokens: int,
+    model: Any, tokenizer: Any, run: RunConfig, judge: Score, *, rows: int, tokens: int
 ) -> dict[str, Any]:
     """Answer the first `rows` documents of data.eval, in up to `tokens` tokens each. Return the share of right answers, and the answers."""
     import torch
@@ -233,9 +223,8 @@ def answer_held_out(
     for prompt, wanted in _questions(documents, rows):
         ids = torch.tensor(prompt[None].astype("int64"), device=model.device)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.pad_token_id}
-        generate = cast("GenerationMixin", model).generate
-        made = generate(**given, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
-        texts = [str(tokenizer.decode(part, skip_special_tokens=True)) for part in (made, wanted, prompt)]
+        made = model.generate(**given, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
+        texts = [tokenizer.decode(part, skip_special_tokens=True) for part in (made, wanted, prompt)]
         named = dict(zip(("answer", "expected", "prompt"), texts, strict=True))
         with boundary("the score failed", "--score"):
             answers.append({**named, "score": float(judge(*texts))})
@@ -262,7 +251,7 @@ def _questions(documents: Any, rows: int) -> Iterator[tuple[np.ndarray, np.ndarr
             yield document.input_ids[:begin], document.input_ids[begin:last]
 
 
-def run_tasks(tasks: list[str], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def run_tasks(tasks: list[str], model: Any, tokenizer: Any) -> dict[str, Any]:
     """Run tasks of lm-evaluation-harness; return results by name. Raises UserError if it fails, or knows no such task."""
     with boundary("lm_eval failed", "--tasks", "lm-eval ls tasks shows those that there are."):
         from lm_eval import simple_evaluate  # type: ignore[import-not-found]
