@@ -261,9 +261,7 @@ class _LabelledHead:
             if value.dim() > 0
         }
         if not len(places):  # connected to every parameter even without labels, as DDP's reducer needs
-            figures["log_probs"] = (
-                figures["log_probs"] + (hidden.sum() + cast(torch.Tensor, scored.log_probs).sum()) * 0.0
-            )
+            figures["log_probs"] = figures["log_probs"] + (hidden.sum() + scored["log_probs"].sum()) * 0.0
         return FusedCausalLMOutput(**figures)
 
 

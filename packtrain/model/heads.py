@@ -66,10 +66,8 @@ def compare_gradients(hidden: torch.Tensor, targets: torch.Tensor, head: nn.Line
         log_probs = -F.cross_entropy(F.linear(rows, weight, bias).float(), targets, reduction="none")
         definition = TOKEN_LOSSES[loss](log_probs).sum()
         pairs = zip(torch.autograd.grad(own, inputs), torch.autograd.grad(definition, inputs), strict=True)
-        differences = [
-            (one.float() - other.float()).norm() / other.float().norm().clamp(min=1e-30) for one, other in pairs
-        ]
-        return torch.stack(differences).max()
+        floats = [(one.float(), other.float()) for one, other in pairs]
+        return torch.stack([(one - other).norm() / other.norm().clamp(min=1e-30) for one, other in floats]).max()
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -183,11 +181,9 @@ def is_reward_model(config: PreTrainedConfig) -> bool:
 def with_one_score(config: PreTrainedConfig) -> PreTrainedConfig:
     """Set `config` to one score, and return it. Raises UserError if the saved model has another number of scores."""
     if is_reward_model(config) and config.num_labels != 1:
-        raise UserError(
-            f"this model was trained to give {config.num_labels} scores (num_labels), a reward model gives one",
-            where="model.path",
-            fix="name a reward model, or a causal language model: it gets a new head",
-        )
+        what = f"this model was trained to give {config.num_labels} scores (num_labels), a reward model gives one"
+        fix = "name a reward model, or a causal language model: it gets a new head"
+        raise UserError(what, where="model.path", fix=fix)
     config.num_labels = 1
     return config
 
@@ -212,7 +208,7 @@ def check_score_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     if tokenizer.pad_token_id is None:
         what = "the tokenizer has neither a padding token nor EOS: a reward model finds the end of a document by it"
         raise UserError(what, where="model.tokenizer", fix="set pad_token on the tokenizer")
-    vars(model.config.get_text_config())["pad_token_id"] = tokenizer.pad_token_id
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
 def add_calls(model: PreTrainedModel, names: tuple[str, ...], run: Callable[..., object]) -> None:
@@ -225,11 +221,9 @@ def add_calls(model: PreTrainedModel, names: tuple[str, ...], run: Callable[...,
     @functools.wraps(type(model).forward)
     def forward(self: PreTrainedModel, *args: object, label_places: object = None, **batch: object) -> object:
         asked = [name for name in names if batch.pop(name, False)]
-        return (
-            run(self, asked[0], batch.pop("shift_labels", None), label_places, batch)
-            if asked
-            else inner(*args, **batch)
-        )
+        if not asked:
+            return inner(*args, **batch)
+        return run(self, asked[0], batch.pop("shift_labels", None), label_places, batch)
 
     model.forward = types.MethodType(forward, model)
 
@@ -244,11 +238,9 @@ def add_scores(model: PreTrainedModel) -> None:
 @contextmanager
 def outputs_of_tokens(model: PreTrainedModel) -> Iterator[None]:
     """Make `model` return `logits` [rows, T, n] of every token inside the block. A reward model returns scores [rows, T, 1]."""
-    if not hasattr(model, HEAD):
-        yield
-        return
     inner = model.forward
-    model.forward = types.MethodType(lambda self, **kwargs: _scores(self, kwargs), model)
+    if hasattr(model, HEAD):
+        model.forward = types.MethodType(lambda self, **kwargs: _scores(self, kwargs), model)
     try:
         yield
     finally:

@@ -51,6 +51,8 @@ from packtrain.errors import UserError, read_json
 from packtrain.monitor.heartbeat import waiting
 from packtrain.wording import counted
 
+_SAFETENSORS = re.compile(r"\.safetensors$")
+
 
 class _Names(dict[str, str]):
     """A table of names that appends to `passed_over` the ones it does not have."""
@@ -87,10 +89,8 @@ def reading_files(mesh: DeviceMesh | None) -> Iterator[None]:
         files, own, changes = paths or [], model.state_dict(), settings.weight_mapping or []
         of_gguf = dict.fromkeys((*(state_dict or ()), *passed_over), ("", torch.empty(0, device="meta")))
         held = of_gguf or _shapes(files)
-        whole = (
-            state_dict is not None or settings.hf_quantizer or any(not one.endswith(".safetensors") for one in files)
-        )
-        if sliced := mesh if files and not whole else None:
+        by_slices = state_dict is None and settings.hf_quantizer is None and all(map(_SAFETENSORS.search, files))
+        if sliced := mesh if files and by_slices else None:
             vars(model)["hash_of_files"] = sampled_hash(files)
             _place(model, sliced, changes)
         loaded, rest = read(model, state_dict, paths, settings, *more)
@@ -131,11 +131,8 @@ def _settle(model: PreTrainedModel, loaded: LoadStateDictInfo) -> None:
 
 def _place(model: nn.Module, mesh: DeviceMesh, conversions: Sequence[WeightTransform]) -> None:
     """Make the meta parameters of `model` DTensors. Each process has the rows that fully_shard would give it."""
-    whole = [
-        cast(WeightConverter, made.reverse_transform())
-        for made in conversions
-        if isinstance(made, WeightConverter) and not _by_rows(made)
-    ]
+    converters = [made for made in conversions if isinstance(made, WeightConverter)]
+    whole = [cast(WeightConverter, made.reverse_transform()) for made in converters if not _by_rows(made)]
     for names, weight in _named(model).items():
         if weight.dim() and not any(apply_converters(name, whole)[1] for name in names):
             shape, _ = compute_local_shape_and_global_offset(weight.shape, mesh, [Shard(0)])
@@ -390,9 +387,7 @@ def _shapes(files: Iterable[str | Path]) -> dict[str, tuple[str, torch.Tensor]]:
 def _forget(config: Path) -> str:
     """Set the counts of layers for multi-token prediction in config.json to 0. Returns words about it, "" if there were none."""
     values = read_json(config) if config.exists() else {}
-    counts = {
-        name for name, value in values.items() if MTP.search(name) and type(value) is int and value and "layer" in name
-    }
-    if counts:
+    named = [name for name in values if MTP.search(name) and "layer" in name]
+    if counts := [name for name in named if type(values[name]) is int and values[name]]:
         config.write_text(json.dumps(values | dict.fromkeys(counts, 0), indent=2, sort_keys=True) + "\n")
     return "".join(f", {name} 0 in its config.json" for name in counts)

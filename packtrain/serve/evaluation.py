@@ -104,10 +104,8 @@ def load_evaluated(
     said, root = Path(read_config(folder.config).values.get("trainer", {}).get("output_dir", "")), place.resolve()
     start = root.parents[len(said.parts) - 1] if str(root).endswith(f"/{said}") else Path.cwd()
     if start != Path.cwd():
-        cd = f"cd {shlex.quote(str(start))}"
-        note(
-            f"{path}: relative paths start at {Path.cwd()} now, and did at {start} in training: {cd} for the same files"
-        )
+        now = f"{path}: relative paths start at {Path.cwd()} now, and did at {start} in training"
+        note(f"{now}: cd {shlex.quote(str(start))} for the same files")
     given = (str(folder.config), [assignment("model.path", path), *changes])
     return given, load_config(*given, note)
 
@@ -154,12 +152,9 @@ def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConf
                 what, fix = "the reference is the start of the training, new weights that nobody has", "Name a model."
                 raise UserError(what, where="objective.reference", fix=fix)
             objective = replace(objective, reference=start.path)
-    held_out, data = config.data.eval, config.data
-    data = (
-        data
-        if isinstance(held_out, int | float)
-        else replace(data, train=[*sources(held_out, "eval")], streaming=False, stages=[])
-    )
+    data = config.data
+    if not isinstance(data.eval, int | float):
+        data = replace(data, train=[*sources(data.eval, "eval")], streaming=False, stages=[])
     trainer = replace(config.trainer, max_steps=1, resume="never", samples=[], restarts=0, mirror=None)
     trainer = replace(trainer, checkpoint_every=None, eval_every=None, early_stop_patience=None)
     optim = replace(config.optim, bf16_rounding="undithered")
@@ -231,11 +226,8 @@ def answer_held_out(
     if not answers:
         what = "no document of data.eval has a prompt"
         raise UserError(what, where="--generate", fix="Give conversations or prompts.")
-    return {
-        "rows": len(answers),
-        "share": sum(answer["score"] for answer in answers) / len(answers),
-        "answers": answers,
-    }
+    share = sum(answer["score"] for answer in answers) / len(answers)
+    return {"rows": len(answers), "share": share, "answers": answers}
 
 
 def _questions(documents: Any, rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
