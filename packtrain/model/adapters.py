@@ -120,11 +120,10 @@ def fit_to_layers(model: PreTrainedModel, peft: Peft) -> Peft:
     of_experts = ("experts", "gate_up_proj", *(part for table in tables.values() for part in table)) if joint else ()
     fixes = dict.fromkeys(of_experts, f"Leave it out: experts are joint tensors ({', '.join(joint)}) without adapters.")
     what = f"{type(model).__name__} has no module"
-    problems = [
-        Problem(f"{what} {name!r}", f"peft.{key}", fixes.get(name) or suggest(name, parts, _names(model)))
-        for key, name in absent
-        if name not in known
-    ]
+    problems = []
+    for key, name in ((key, name) for key, name in absent if name not in known):
+        fix = fixes.get(name) or suggest(name, parts, _names(model))
+        problems.append(Problem(f"{what} {name!r}", f"peft.{key}", fix))
     chosen = {name.rpartition(".")[2] for name in names if is_adapted(name, targets) and not is_adapted(name, excluded)}
     if asked := [name for name in odd if name in chosen]:
         fix = f"Leave them out: peft.options.exclude_modules={json.dumps(asked)}"

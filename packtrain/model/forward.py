@@ -10,14 +10,12 @@ gradients in the forward pass (heads.py). Full logits replace the fused heads in
 
 from __future__ import annotations
 
-import functools
 import math
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -30,7 +28,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 from packtrain.attention.backends import attend_by
 from packtrain.config.objective import Objective
 from packtrain.errors import CheckFailed
-from packtrain.model.heads import Batch, add_scores, compare_gradients, sum_losses
+from packtrain.model.heads import Batch, add_calls, add_scores, compare_gradients, sum_losses
 from packtrain.model.precision import compute_in
 from packtrain.objectives.losses import TOKEN_LOSSES
 from packtrain.packing.collate import IGNORE, label_positions, to_device
@@ -108,42 +106,25 @@ def add_loss_sum(model: PreTrainedModel, *, loss: str = "nll", neftune_alpha: fl
     inner_forward = model.forward
     head, labelled = Head(loss, "summed" if _is_linear(model) else "by token"), _LabelledHead(model, ("log_probs",))
 
-    @functools.wraps(type(model).forward)
-    def forward(
-        self: PreTrainedModel,
-        *args: object,
-        loss_sum: bool = False,
-        token_losses: bool = False,
-        head_gradients: bool = False,
-        label_places: np.ndarray | None = None,
-        **kwargs: Any,
-    ) -> object:
-        if not (loss_sum or token_losses or head_gradients):
-            return inner_forward(*args, **kwargs)
-        labels = kwargs.pop("shift_labels")
+    def lose(self: PreTrainedModel, asked: str, labels: torch.Tensor, at: np.ndarray | None, batch: Batch) -> object:
         if getattr(self.config.get_text_config(), "output_router_logits", False):
-            kwargs["output_router_logits"] = False  # skips the model's own router loss, which is not used
-        noise = _embedding_noise(self, neftune_alpha, kwargs) if neftune_alpha and self.training else nullcontext()
-        with noise:
-            places = _on_device_of(labels, label_places)  # a place may occur several times
+            batch["output_router_logits"] = False  # skips the model's own router loss, which is not used
+        with _embedding_noise(self, neftune_alpha, batch) if neftune_alpha and self.training else nullcontext():
+            places = _on_device_of(labels, at)  # a place may occur several times
             if head.kind == "full logits":
-                log_probs = _log_probs(inner_forward(**kwargs, use_cache=False).logits, labels)
+                log_probs = _log_probs(inner_forward(**batch, use_cache=False).logits, labels)
             else:
-                hidden = self.base_model(**kwargs, use_cache=False).last_hidden_state
-                if head.kind == "summed" and not token_losses:
-                    run = compare_gradients if head_gradients else sum_losses
-                    return run(
-                        hidden.flatten(0, 1)[places],
-                        labels.flatten()[places],
-                        cast(nn.Linear, self.get_output_embeddings()),
-                        loss,
-                    )
-                once = _on_device_of(labels, None if label_places is None else np.unique(label_places))
+                hidden = self.base_model(**batch, use_cache=False).last_hidden_state
+                if head.kind == "summed" and asked != "token_losses":
+                    run = compare_gradients if asked == "head_gradients" else sum_losses
+                    output = cast(nn.Linear, self.get_output_embeddings())
+                    return run(hidden.flatten(0, 1)[places], labels.flatten()[places], output, loss)
+                once = _on_device_of(labels, None if at is None else np.unique(at))
                 log_probs = cast(torch.Tensor, labelled.run_head(hidden, labels, once).log_probs)
         losses = TOKEN_LOSSES[loss](log_probs)
-        return losses if token_losses else losses.flatten()[places].sum()
+        return losses if asked == "token_losses" else losses.flatten()[places].sum()
 
-    model.forward = types.MethodType(forward, model)
+    add_calls(model, ("loss_sum", "token_losses", "head_gradients"), lose)
     return head
 
 
@@ -238,24 +219,13 @@ def add_answer_scores(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
     With it the forward takes a collated batch with `shift_labels` and returns the outputs for each token, [rows, T], 0 without a label.
     """
     name_backbone(model)
-    inner = model.forward
     head = _LabelledHead(model, outputs)
 
-    @functools.wraps(type(model).forward)
-    def forward(
-        self: PreTrainedModel,
-        *args: object,
-        answer_scores: bool = False,
-        label_places: np.ndarray | None = None,
-        **kwargs: Any,
-    ) -> object:
-        if not answer_scores:
-            return inner(*args, **kwargs)
-        labels = kwargs.pop("shift_labels")
-        hidden = self.base_model(**{**kwargs, "use_cache": False}).last_hidden_state
-        return head.run_head(hidden, labels, _on_device_of(labels, label_places))
+    def score(self: PreTrainedModel, asked: str, labels: torch.Tensor, at: np.ndarray | None, batch: Batch) -> object:
+        hidden = self.base_model(**{**batch, "use_cache": False}).last_hidden_state
+        return head.run_head(hidden, labels, _on_device_of(labels, at))
 
-    model.forward = types.MethodType(forward, model)
+    add_calls(model, ("answer_scores",), score)
 
 
 class _LabelledHead:
@@ -291,9 +261,7 @@ class _LabelledHead:
             if value.dim() > 0
         }
         if not len(places):  # connected to every parameter even without labels, as DDP's reducer needs
-            figures["log_probs"] = (
-                figures["log_probs"] + (hidden.sum() + cast(torch.Tensor, scored.log_probs).sum()) * 0.0
-            )
+            figures["log_probs"] = figures["log_probs"] + (hidden.sum() + scored["log_probs"].sum()) * 0.0
         return FusedCausalLMOutput(**figures)
 
 

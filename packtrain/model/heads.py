@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -50,19 +50,15 @@ def sum_losses(hidden: torch.Tensor, targets: torch.Tensor, head: nn.Linear, los
 
     The products of `head` are in float32 on a CPU, elsewhere in autocast's format or the format of `hidden`.
     """
-    with maybe_gather_lm_head_ctx(*_parameters(head)):
+    with maybe_gather_lm_head_ctx(head.weight, head.bias):  # type: ignore[arg-type]
         return _SummedLoss.apply(hidden, head.weight, head.bias, targets, loss, torch.is_grad_enabled())  # type: ignore[return-value]
-
-
-def _parameters(head: nn.Linear) -> list[nn.Parameter]:
-    return [head.get_parameter(name) for name in ("weight", "bias") if getattr(head, name) is not None]
 
 
 @torch.enable_grad()
 def compare_gradients(hidden: torch.Tensor, targets: torch.Tensor, head: nn.Linear, loss: str) -> torch.Tensor:
     """Compare the gradients of `sum_losses` with full logits. Returns the largest relative difference, a scalar, over `hidden` [n, d]
     and the trained weights of `head`."""
-    with maybe_gather_lm_head_ctx(*_parameters(head)):
+    with maybe_gather_lm_head_ctx(head.weight, head.bias):  # type: ignore[arg-type]
         rows, weight = hidden.detach().requires_grad_(), head.weight.detach().requires_grad_(head.weight.requires_grad)
         bias = None if head.bias is None else head.bias.detach().requires_grad_(head.bias.requires_grad)
         inputs = [tensor for tensor in (rows, weight, bias) if tensor is not None and tensor.requires_grad]
@@ -70,21 +66,14 @@ def compare_gradients(hidden: torch.Tensor, targets: torch.Tensor, head: nn.Line
         log_probs = -F.cross_entropy(F.linear(rows, weight, bias).float(), targets, reduction="none")
         definition = TOKEN_LOSSES[loss](log_probs).sum()
         pairs = zip(torch.autograd.grad(own, inputs), torch.autograd.grad(definition, inputs), strict=True)
-        differences = [
-            (one.float() - other.float()).norm() / other.float().norm().clamp(min=1e-30) for one, other in pairs
-        ]
-        return torch.stack(differences).max()
-
-
-class _Context(FunctionCtx):
-    needs_input_grad: tuple[bool, ...]
-    gradients: tuple[tuple[torch.Tensor | None, torch.dtype | None], ...] | None
+        floats = [(one.float(), other.float()) for one, other in pairs]
+        return torch.stack([(one - other).norm() / other.norm().clamp(min=1e-30) for one, other in floats]).max()
 
 
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Context,
+        ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -114,19 +103,13 @@ class _SummedLoss(torch.autograd.Function):
                 _kernels()._addmm_fp32(of_weight, logits.t(), part)
             if of_bias is not None:
                 of_bias += logits.sum(dim=0, dtype=torch.float32)
-        ctx.gradients = (
-            (of_hidden, hidden.dtype),
-            (of_weight, weight.dtype),
-            (of_bias, None if bias is None else bias.dtype),
-        )
+        ctx.gradients = (of_hidden, hidden.dtype), (of_weight, weight.dtype), (of_bias, bias is not None and bias.dtype)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise RuntimeError("the gradients were made in the forward pass, for one backward pass")
         scaled = [made if made is None else made.mul_(gradient).to(dtype) for made, dtype in gradients]
         return *scaled, None, None, None
 
@@ -198,11 +181,9 @@ def is_reward_model(config: PreTrainedConfig) -> bool:
 def with_one_score(config: PreTrainedConfig) -> PreTrainedConfig:
     """Set `config` to one score, and return it. Raises UserError if the saved model has another number of scores."""
     if is_reward_model(config) and config.num_labels != 1:
-        raise UserError(
-            f"this model was trained to give {config.num_labels} scores (num_labels), a reward model gives one",
-            where="model.path",
-            fix="name a reward model, or a causal language model: it gets a new head",
-        )
+        what = f"this model was trained to give {config.num_labels} scores (num_labels), a reward model gives one"
+        fix = "name a reward model, or a causal language model: it gets a new head"
+        raise UserError(what, where="model.path", fix=fix)
     config.num_labels = 1
     return config
 
@@ -227,31 +208,39 @@ def check_score_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     if tokenizer.pad_token_id is None:
         what = "the tokenizer has neither a padding token nor EOS: a reward model finds the end of a document by it"
         raise UserError(what, where="model.tokenizer", fix="set pad_token on the tokenizer")
-    vars(model.config.get_text_config())["pad_token_id"] = tokenizer.pad_token_id
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+
+
+def add_calls(model: PreTrainedModel, names: tuple[str, ...], run: Callable[..., object]) -> None:
+    """Let `model(**batch, name=True)` return `run(model, name, labels, places, batch)`, for each of `names`.
+
+    `labels` are the `shift_labels` of a collated batch, `places` its `label_places`; None if it has none.
+    """
+    inner = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self: PreTrainedModel, *args: object, label_places: object = None, **batch: object) -> object:
+        asked = [name for name in names if batch.pop(name, False)]
+        if not asked:
+            return inner(*args, **batch)
+        return run(self, asked[0], batch.pop("shift_labels", None), label_places, batch)
+
+    model.forward = types.MethodType(forward, model)
 
 
 def add_scores(model: PreTrainedModel) -> None:
     """Add `every_token=True` to the forward of `model`.
 
     It then returns the scores of all tokens of a row, `logits` [1, T, 1]."""
-    inner = model.forward
-
-    @functools.wraps(type(model).forward)
-    def forward(self: PreTrainedModel, *args: object, every_token: bool = False, **kwargs: object) -> object:
-        return _scores(self, kwargs) if every_token else inner(*args, **kwargs)
-
-    model.forward = types.MethodType(forward, model)
+    add_calls(model, ("every_token",), lambda self, asked, labels, places, batch: _scores(self, batch))
 
 
 @contextmanager
 def outputs_of_tokens(model: PreTrainedModel) -> Iterator[None]:
     """Make `model` return `logits` [rows, T, n] of every token inside the block. A reward model returns scores [rows, T, 1]."""
-    if not hasattr(model, HEAD):
-        yield
-        return
     inner = model.forward
-
-    model.forward = types.MethodType(lambda self, **kwargs: _scores(self, kwargs), model)
+    if hasattr(model, HEAD):
+        model.forward = types.MethodType(lambda self, **kwargs: _scores(self, kwargs), model)
     try:
         yield
     finally:

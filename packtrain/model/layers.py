@@ -147,9 +147,8 @@ def compile_layers(model: PreTrainedModel) -> int:
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if why := _why_not(model, layers):
-        raise UserError(
-            f"{type(model).__name__} cannot be compiled: {why}", where=COMPILE_KEY, fix=f"set {COMPILE_KEY}=false"
-        )
+        what, fix = f"{type(model).__name__} cannot be compiled: {why}", f"set {COMPILE_KEY}=false"
+        raise UserError(what, where=COMPILE_KEY, fix=fix)
     for name in attention_functions():
         AttentionInterface.register(name, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name]))
     setattr(torch._inductor.config, "fallback_random", True)  # noqa: B010  # dropout draws the same numbers as without compiling

@@ -185,12 +185,9 @@ def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> No
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
     if padded and isinstance(original, int) and original < longest and rotates_by_length(base_model(model)):
-        raise UserError(
-            f"the longest document has {longest} tokens: beyond {original} this model uses other rotary frequencies for all "
-            "documents of a padded batch",
-            where="packing.mode",
-            fix=f"set it to packed, or data.max_length to {original}",
-        )
+        what = f"the longest document has {longest} tokens: beyond {original} this model uses other rotary frequencies"
+        fix = f"set it to packed, or data.max_length to {original}"
+        raise UserError(f"{what} for all documents of a padded batch", where="packing.mode", fix=fix)
     positions = max_positions(base_model(model))
     if positions is not None and positions < longest:
         name = "max_position_embeddings" if hasattr(config, "max_position_embeddings") else "max_seq_len"
@@ -200,10 +197,7 @@ def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> No
 
 
 def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: int, *, scores: bool) -> PreTrainedModel:
-    place, dtype = (
-        location(cast(str, config.path), config),
-        _DTYPES[config.dtype],
-    )  # config/rules/ refuses a missing path
+    dtype, place = _DTYPES[config.dtype], location(cast(str, config.path), config)
     model_config = _config_of(config, tokenizer, scores=scores)
     own = getattr(model_config, "quantization_config", None)
     if own and own.get("quant_method") in EXPANDED:

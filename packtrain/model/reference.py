@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,16 +28,6 @@ from packtrain.model.weights import weights_hash
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.known_model import ReferenceChoice
 from packtrain.system import aside, publish
-
-
-class PartOfRow(Protocol):
-    """A micro-batch, or part number `part` of a row that ranks split."""
-
-    @property
-    def part(self) -> int: ...
-
-
-Part = TypeVar("Part", bound=PartOfRow)
 
 
 def load_reference(
@@ -72,9 +62,9 @@ def load_reference(
 def precompute(
     place: Path,
     shape: tuple[int, ...],
-    parts: Iterable[tuple[np.ndarray, Part]],
+    parts: Iterable[tuple[np.ndarray, Any]],
     ranks: Ranks,
-    logps: Callable[[Part], torch.Tensor],
+    logps: Callable[[Any], torch.Tensor],
 ) -> np.ndarray:
     """Return the log-probabilities of all examples, float32 of this `shape`. They are read from `place`.npy, or computed and written there.
 

@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,15 +28,7 @@ from packtrain.packing.collate import IGNORE
 from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of
 
 KEY = "model.config.output_router_logits"
-Counted = TypeVar("Counted", bound="HasExamples")
 _EXPECTED_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-
-
-class HasExamples(Protocol):
-    """A micro-batch of `examples`, 0 for a filler."""
-
-    @property
-    def examples(self) -> int: ...
 
 
 def balance(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -80,7 +72,7 @@ class RouterLoss:
         self._step: torch.Tensor | None = None
         self._values: list[torch.Tensor] = []
 
-    def open_step(self, batches: Sequence[Counted], run: Callable[[Counted], object], accelerator: Accelerator) -> None:
+    def open_step(self, batches: Sequence[Any], run: Callable[[Any], object], accelerator: Accelerator) -> None:
         """Count the load of the step over all its micro-batches and ranks. `run` is the forward pass of one batch; a filler has 0 `examples`."""
         self._step = None
         if len(batches) == 1 and accelerator.num_processes == 1:

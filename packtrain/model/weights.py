@@ -1,4 +1,4 @@
-"""Weights in files: each process reads and hashes its own slices; none is passed over in silence.
+"""Weights in files: each process reads and hashes its own slices.
 
 transformers reads safetensors by slices into parameters that are DTensors, also if experts are stacked while they are read
 (core_model_loading.DtensorShardOperation). So inside `reading_files` a model on the meta device gets such parameters before its files are
@@ -51,6 +51,8 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.system import holding
 from packtrain.wording import counted
 
+_SAFETENSORS = re.compile(r"\.safetensors$")
+
 
 class _Names(dict[str, str]):
     """A table of names that appends to `passed_over` the ones it does not have."""
@@ -79,22 +81,20 @@ def reading_files(mesh: DeviceMesh | None) -> Iterator[None]:
 
     def noted(
         model: PreTrainedModel,
-        state_dict: dict[str, torch.Tensor] | None,
-        checkpoint_files: list[str] | None,
-        load_config: LoadStateDictConfig,
+        state_dict: dict | None,
+        paths: list[str] | None,
+        settings: LoadStateDictConfig,
         *more: object,
-        **named: object,
     ) -> tuple[LoadStateDictInfo, object]:
-        files, own, changes = checkpoint_files or [], model.state_dict(), load_config.weight_mapping or []
+        files, own, changes = paths or [], model.state_dict(), settings.weight_mapping or []
         of_gguf = dict.fromkeys((*(state_dict or ()), *passed_over), ("", torch.empty(0, device="meta")))
         held = of_gguf or _shapes(files)
-        by_slices = state_dict is None and load_config.hf_quantizer is None and bool(files)
-        sliced = by_slices and all(file.endswith(".safetensors") for file in files)
-        if mesh is not None and sliced:
+        by_slices = state_dict is None and settings.hf_quantizer is None and all(map(_SAFETENSORS.search, files))
+        if sliced := mesh if files and by_slices else None:
             vars(model)["hash_of_files"] = sampled_hash(files)
-            _place(model, mesh, changes)
-        loaded, rest = read(model, state_dict, checkpoint_files, load_config, *more, **named)
-        if mesh is not None and sliced:
+            _place(model, sliced, changes)
+        loaded, rest = read(model, state_dict, paths, settings, *more)
+        if sliced:
             _settle(model, loaded)
         renamings = [one for one in changes if isinstance(one, WeightRenaming)]
         conversions = [one for one in changes if isinstance(one, WeightConverter)]
@@ -105,10 +105,8 @@ def reading_files(mesh: DeviceMesh | None) -> Iterator[None]:
         vars(model)["source"] = WeightFiles(files, len(held), untaken)
         return loaded, rest
 
-    with (
-        holding(PreTrainedModel, _load_pretrained_model=staticmethod(noted)),
-        holding(gguf, get_gguf_hf_weights_map=map_names),
-    ):
+    noting = holding(PreTrainedModel, _load_pretrained_model=staticmethod(noted))
+    with noting, holding(gguf, get_gguf_hf_weights_map=map_names):
         yield
 
 
@@ -118,7 +116,7 @@ def source_of(model: nn.Module) -> WeightFiles | None:
 
 
 def _settle(model: PreTrainedModel, loaded: LoadStateDictInfo) -> None:
-    """Give the slices that were not read a whole weight, or none where this process has no rows."""
+    """Replace slices that no file has filled: by whole weights, or by nothing if this process has no rows."""
     for names, weight in _sliced(model).items():
         own = weight.to_local()
         # the converter of experts fails where a process has none of them
@@ -133,11 +131,8 @@ def _settle(model: PreTrainedModel, loaded: LoadStateDictInfo) -> None:
 
 def _place(model: nn.Module, mesh: DeviceMesh, conversions: Sequence[WeightTransform]) -> None:
     """Make the meta parameters of `model` DTensors. Each process has the rows that fully_shard would give it."""
-    whole = [
-        cast(WeightConverter, made.reverse_transform())
-        for made in conversions
-        if isinstance(made, WeightConverter) and not _by_rows(made)
-    ]
+    converters = [made for made in conversions if isinstance(made, WeightConverter)]
+    whole = [cast(WeightConverter, made.reverse_transform()) for made in converters if not _by_rows(made)]
     for names, weight in _named(model).items():
         if weight.dim() and not any(apply_converters(name, whole)[1] for name in names):
             shape, _ = compute_local_shape_and_global_offset(weight.shape, mesh, [Shard(0)])
@@ -393,9 +388,7 @@ def _shapes(files: Iterable[str | Path]) -> dict[str, tuple[str, torch.Tensor]]:
 def _forget(config: Path) -> str:
     """Set the counts of layers for multi-token prediction in config.json to 0. Returns words about it, "" if there were none."""
     values = read_json(config) if config.exists() else {}
-    counts = {
-        name for name, value in values.items() if MTP.search(name) and type(value) is int and value and "layer" in name
-    }
-    if counts:
+    named = [name for name in values if MTP.search(name) and "layer" in name]
+    if counts := [name for name in named if type(values[name]) is int and values[name]]:
         config.write_text(json.dumps(values | dict.fromkeys(counts, 0), indent=2, sort_keys=True) + "\n")
     return "".join(f", {name} 0 in its config.json" for name in counts)

@@ -149,7 +149,7 @@ def known_sizes(model: Model) -> dict[str, Any]:
 
 
 def quantised_by(sizes: Mapping[str, Any], *, gpu: bool) -> str:
-    """Return the method by which a model with this config stays quantised once it is loaded; "" if its weights are whole then."""
+    """Return the method by which a loaded model stays quantised. "" if its weights are whole."""
     settings = sizes.get("quantization_config")
     if not isinstance(settings, Mapping):
         return ""
@@ -159,7 +159,7 @@ def quantised_by(sizes: Mapping[str, Any], *, gpu: bool) -> str:
 
 
 def check_quantised(model: Model, peft: Peft, *, gpu: bool) -> None:
-    """Raise the UserError of a training on weights that stay quantised, if their config is on this machine."""
+    """Raise UserError if the training would change weights that stay quantised. Their config must be on this machine."""
     method = quantised_by(known_sizes(model), gpu=gpu) if model.init == "pretrained" else ""
     takes_adapters = method not in _WITHOUT_GRADIENTS
     if method and not (takes_adapters and peft.kind == "lora"):
@@ -366,8 +366,10 @@ def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
 
 
 def _headers(folder: Path) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], dict[str, tuple[int, ...]]]:
-    """Return format, shape and bytes of each tensor in a folder's safetensors files, and the real shapes that are written beside packed
-    ones. A sharded model's index names its files."""
+    """Return format, shape and bytes of each tensor in a folder's safetensors files.
+
+    Also return the real shapes that are written beside packed tensors. A sharded model's index names its files.
+    """
     index = _read(folder / "model.safetensors.index.json").get("weight_map")
     names = sorted(set(map(str, index.values()))) if isinstance(index, dict) and index else ["model.safetensors"]
     tensors, real = dict[str, tuple[str, tuple[int, ...], int]](), dict[str, tuple[int, ...]]()

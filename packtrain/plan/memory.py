@@ -98,11 +98,6 @@ def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tupl
     return waiting, gradients + (made if every and (layers.number - 1) % every == 0 else 0)
 
 
-def offloaded(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
-    """Return the bytes of all layers' inputs in the host's memory; 0 without trainer.activation_offload."""
-    return layers.number * batch.tokens * layers.hidden * batch.stream if config.trainer.activation_offload else 0
-
-
 def _count_layer(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     """Return the bytes per token that a layer keeps for its backward pass."""
     full, compute = config.peft.kind == "none", batch.compute
@@ -231,9 +226,8 @@ class Memory:
         if self.accumulated is None:
             return ""
         if self.exchanges_once:
-            return (
-                f"exchanged once a step; {in_gib(self.total + self.accumulated)} GiB in all between its micro-batches"
-            )
+            most = in_gib(self.total + self.accumulated)
+            return f"exchanged once a step; {most} GiB in all between its micro-batches"
         why = "which is not known to fit" if self.fits is None else "which is too much"
         return f"exchanged after each micro-batch; once a step would take {in_gib(self.accumulated)} GiB more, {why}"
 
@@ -415,7 +409,9 @@ def _activations(config: RunConfig, model: ModelSize, batch: FullestBatch | None
     if batch is None:
         return None, 0, "not known: a micro-batch has no longest document (data.max_length) and no most tokens"
     waiting, working = count_layers(config, layers, batch)
-    return waiting + max(working, _head(config, layers, batch)), offloaded(config, layers, batch), ""
+    inputs = layers.number * batch.tokens * layers.hidden * batch.stream  # of all layers
+    moved = inputs if config.trainer.activation_offload else 0
+    return waiting + max(working, _head(config, layers, batch)), moved, ""
 
 
 def _head(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from packtrain.errors import UserError, boundary
 from packtrain.serve.trained import find_trained, load_trained
@@ -15,8 +15,6 @@ from packtrain.system import Stopped
 from packtrain.wording import visible
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import GenerationMixin, PreTrainedModel
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 _COMMANDS = "/undo, /retry, /system TEXT, /base (adapters off and on), /quit; Ctrl-C ends an answer"
@@ -27,7 +25,7 @@ class Speaker:
     """A model that answers. `adapts`: whether its adapters are on, None if it has none."""
 
     name: str
-    model: PreTrainedModel
+    model: Any
     tokenizer: PreTrainedTokenizerBase
     adapts: bool | None
 
@@ -48,10 +46,10 @@ class Speaker:
 
         with (
             _ended_by_ctrl_c(),
-            cast("PeftModel", self.model).disable_adapter() if self.adapts is False else nullcontext(),
+            self.model.disable_adapter() if self.adapts is False else nullcontext(),
             boundary("it cannot answer", self.name, "Ask less at once."),
         ):
-            cast("GenerationMixin", self.model).generate(
+            self.model.generate(
                 input_ids=inputs["input_ids"],
                 attention_mask=inputs["attention_mask"],
                 max_new_tokens=tokens,

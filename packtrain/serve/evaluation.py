@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -34,10 +34,6 @@ from packtrain.run_folder import RunFolder
 from packtrain.serve.trained import adapters_of, find_trained, load_trained
 from packtrain.train.verify.command import finite, on_this_machine, stdout_on_stderr
 from packtrain.wording import counted, shortened, visible
-
-if TYPE_CHECKING:
-    from transformers import GenerationMixin, PreTrainedModel
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 Score = Callable[[str, str, str], float]
 """Score from 0 (wrong) to 1 (right), given the answer, the held-out answer and the prompt."""
@@ -107,10 +103,8 @@ def load_evaluated(
     said, root = Path(read_config(folder.config).values.get("trainer", {}).get("output_dir", "")), place.resolve()
     start = root.parents[len(said.parts) - 1] if str(root).endswith(f"/{said}") else Path.cwd()
     if start != Path.cwd():
-        cd = f"cd {shlex.quote(str(start))}"
-        note(
-            f"{path}: relative paths start at {Path.cwd()} now, and did at {start} in training: {cd} for the same files"
-        )
+        now = f"{path}: relative paths start at {Path.cwd()} now, and did at {start} in training"
+        note(f"{now}: cd {shlex.quote(str(start))} for the same files")
     given = (str(folder.config), [assignment("model.path", path), *changes])
     return given, load_config(*given, note)
 
@@ -157,12 +151,9 @@ def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConf
                 what, fix = "the reference is the start of the training, new weights that nobody has", "Name a model."
                 raise UserError(what, where="objective.reference", fix=fix)
             objective = replace(objective, reference=start.path)
-    held_out, data = config.data.eval, config.data
-    data = (
-        data
-        if isinstance(held_out, int | float)
-        else replace(data, train=[*sources(held_out, "eval")], streaming=False, stages=[])
-    )
+    data = config.data
+    if not isinstance(data.eval, int | float):
+        data = replace(data, train=[*sources(data.eval, "eval")], streaming=False, stages=[])
     trainer = replace(config.trainer, max_steps=1, resume="never", samples=[], restarts=0, mirror=None)
     trainer = replace(trainer, checkpoint_every=None, eval_every=None, early_stop_patience=None)
     optim = replace(config.optim, bf16_rounding="undithered")
@@ -211,13 +202,7 @@ def _found(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def answer_held_out(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    run: RunConfig,
-    judge: Score,
-    *,
-    rows: int,
-    tokens: int,
+    model: Any, tokenizer: Any, run: RunConfig, judge: Score, *, rows: int, tokens: int
 ) -> dict[str, Any]:
     """Answer the first `rows` documents of data.eval, in up to `tokens` tokens each. Return the share of right answers, and the answers."""
     import torch
@@ -232,20 +217,16 @@ def answer_held_out(
     for prompt, wanted in _questions(documents, rows):
         ids = torch.tensor(prompt[None].astype("int64"), device=model.device)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.pad_token_id}
-        generate = cast("GenerationMixin", model).generate
-        made = generate(**given, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
-        texts = [str(tokenizer.decode(part, skip_special_tokens=True)) for part in (made, wanted, prompt)]
+        made = model.generate(**given, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
+        texts = [tokenizer.decode(part, skip_special_tokens=True) for part in (made, wanted, prompt)]
         named = dict(zip(("answer", "expected", "prompt"), texts, strict=True))
         with boundary("the score failed", "--score"):
             answers.append({**named, "score": float(judge(*texts))})
     if not answers:
         what = "no document of data.eval has a prompt"
         raise UserError(what, where="--generate", fix="Give conversations or prompts.")
-    return {
-        "rows": len(answers),
-        "share": sum(answer["score"] for answer in answers) / len(answers),
-        "answers": answers,
-    }
+    share = sum(answer["score"] for answer in answers) / len(answers)
+    return {"rows": len(answers), "share": share, "answers": answers}
 
 
 def _questions(documents: Any, rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -261,7 +242,7 @@ def _questions(documents: Any, rows: int) -> Iterator[tuple[np.ndarray, np.ndarr
             yield document.input_ids[:begin], document.input_ids[begin:last]
 
 
-def run_tasks(tasks: list[str], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def run_tasks(tasks: list[str], model: Any, tokenizer: Any) -> dict[str, Any]:
     """Run tasks of lm-evaluation-harness; return results by name. Raises UserError if it fails, or knows no such task."""
     with boundary("lm_eval failed", "--tasks", "lm-eval ls tasks shows those that there are."):
         from lm_eval import simple_evaluate  # type: ignore[import-not-found]

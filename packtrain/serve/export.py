@@ -156,10 +156,8 @@ def give_to_ollama(model: str, file: Path, name: str) -> list[str]:
     template, modelfile = ollama_template(AutoTokenizer.from_pretrained(model)), file.parent / "Modelfile"
     modelfile.write_text(f"FROM ./{file.name}\n{template}", "utf-8")
     left = "the chat template cannot be written in Ollama's terms: Ollama goes by the one in the .gguf"
-    command, said = (
-        ["ollama", "create", name, "-f", str(modelfile)],
-        [str(file), str(modelfile), *([] if template else [left])],
-    )
+    command = ["ollama", "create", name, "-f", str(modelfile)]
+    said = [str(file), str(modelfile), *([] if template else [left])]
     if shutil.which("ollama") is None:
         return [*said, f"Ollama is not installed here; where it is: {shlex.join(command)}"]
     _run(command, "See whether its server runs: ollama serve.")

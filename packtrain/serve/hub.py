@@ -48,9 +48,8 @@ def push(trained: Trained, name: str | None, *, public: bool) -> str:
     from huggingface_hub import CommitOperationAdd, HfApi
 
     if not name:
-        raise UserError(
-            "the hub needs a name for the model", where="--repo", fix="Give --repo YOU/NAME, or --repo NAME."
-        )
+        fix = "Give --repo YOU/NAME, or --repo NAME."
+        raise UserError("the hub needs a name for the model", where="--repo", fix=fix)
     if trained.base is not None and not is_public_name(trained.base):
         what = "these adapters belong to a model in a local folder, which nobody else has"
         fix = f"packtrain export {trained.path} --to merged, then export that folder."
@@ -65,15 +64,12 @@ def push(trained: Trained, name: str | None, *, public: bool) -> str:
         if not (public or api.model_info(address.repo_id).private):
             fix = "Take another name, or say that everybody may see the model: --public."
             raise UserError("this is a public repository already", where=f"--repo {name}", fix=fix)
-        operations = [
-            CommitOperationAdd(path, str(source) if isinstance(source, Path) else source)
-            for path, source in files.items()
-        ]
+        operations = [CommitOperationAdd(path, source) for path, source in files.items()]
         api.create_commit(address.repo_id, operations, commit_message="Model trained with packtrain")
     return f"{address} ({'public' if public else 'private'})"
 
 
-def _files(folder: Path) -> Iterator[tuple[str, Path | bytes]]:
+def _files(folder: Path) -> Iterator[tuple[str, str | bytes]]:
     """Yield the files of a model by path. Configs come without local paths."""
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         path = file.relative_to(folder)
@@ -83,7 +79,7 @@ def _files(folder: Path) -> Iterator[tuple[str, Path | bytes]]:
         local = [key for key in _NAMED if isinstance(content.get(key), str) and os.path.exists(content[key])]
         for key in local:
             content[key] = ""
-        yield path.as_posix(), json.dumps(content, indent=2).encode() if local else file
+        yield path.as_posix(), json.dumps(content, indent=2).encode() if local else str(file)
 
 
 def is_public_name(path: str | None) -> bool:
@@ -128,10 +124,9 @@ def model_card(trained: Trained) -> str:
         figures = {text: summary.get(key) for key, text in _FIGURES.items()}
         columns = read_metrics(run.metrics).columns
         best = np.flatnonzero(columns.get("eval_loss", np.zeros(0)) == summary.get("eval_loss"))[-1:]
-        found = {
-            key: float(values[best[0]]) for key, values in columns.items() if key.startswith("eval_") and len(best)
-        }
-        figures |= {f"held-out {key[5:]}": at for key, at in found.items() if key != "eval_loss" and np.isfinite(at)}
+        others = [key for key in columns if key.startswith("eval_") and key != "eval_loss" and len(best)]
+        found = {key: float(columns[key][best[0]]) for key in others}
+        figures |= {f"held-out {key[5:]}": at for key, at in found.items() if np.isfinite(at)}
         rows = [f"| {name} | {_number(value)} |" for name, value in figures.items() if value is not None]
         parts += ["## Figures", "\n".join(["| | |", "|---|---|", *rows])]
         parts += ["## Config", f"```yaml\n{yaml.safe_dump(public_config(config), sort_keys=False)}```"]
@@ -144,13 +139,12 @@ def model_card(trained: Trained) -> str:
 def public_config(config: Mapping[str, object]) -> dict[str, object]:
     """Return the config's changes of defaults. The place of the run, secrets and local paths are left out."""
     defaults = {name: asdict(group()) for name, group in groups().items() if name not in _OF_A_PLACE}
-    changed = {
-        group: {key: value for key, value in _mapping(values).items() if value != defaults[group].get(key)}
-        for group, values in config.items()
-        if group in defaults
-    }
-    kept = {group: _without_paths(values) for group, values in changed.items()}
-    return Redactor(os.environ).plain({group: values for group, values in kept.items() if values})
+    kept = {}
+    for name, own in defaults.items():
+        changed = {key: value for key, value in _mapping(config.get(name)).items() if value != own.get(key)}
+        if shown := _without_paths(changed):
+            kept[name] = shown
+    return Redactor(os.environ).plain(kept)
 
 
 def _without_paths(value: object) -> object:

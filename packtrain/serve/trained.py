@@ -6,7 +6,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Any, Literal
 
 from packtrain import fast_imports
 from packtrain.config.rules.fitting import PEFT_OPTIONS
@@ -15,12 +15,6 @@ from packtrain.config.schema import Model, Peft
 from packtrain.errors import UserError, read_json
 from packtrain.plan.known_model import base_of
 from packtrain.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
-    Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +80,7 @@ def load_trained(
     trust: bool = False,
     on_gpu: bool = False,
     dequantize: bool = False,
-) -> Loaded:
+) -> tuple[Any, Any]:
     """Load the model in eval mode, and its tokenizer. `on_gpu`: use a GPU if there is one. Adapters stay apart (a PeftModel).
 
     `dequantize`: quantised weights become numbers in the model's format.
@@ -104,8 +98,7 @@ def load_trained(
 
     named = Model(path=trained.path, dtype=dtype, trust_remote_code=trust)
     tokenizer = load_tokenizer(named)
-    model = load_model(
-        named, Peft(), tokenizer, seed=0, scores=trained.scores, dequantize=dequantize, apart=True
-    ).requires_grad_(False)
+    scores = trained.scores
+    model: Any = load_model(named, Peft(), tokenizer, seed=0, scores=scores, dequantize=dequantize, apart=True)
     device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
-    return cast(torch.nn.Module, model).to(device).eval(), tokenizer  # type: ignore[return-value]
+    return model.to(device).eval().requires_grad_(False), tokenizer

@@ -25,6 +25,7 @@ from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
 from packtrain.model.load import load_model
+from packtrain.plan.memory import Memory, estimate
 from packtrain.serve.export import merge
 from packtrain.serve.trained import find_trained, load_trained
 
@@ -214,6 +215,8 @@ def test_a_model_in_mxfp4_trains_as_what_its_weights_stand_for(tmp_path: Path) -
     config["model"]["path"] = str(folder)
     packed, padded = (run_here(tmp_path, config, f"packing.mode={mode}", name=mode) for mode in ("packed", "padding"))
     assert packed.losses == pytest.approx(padded.losses, rel=1e-6) and packed.losses[-1] != packed.losses[0]
+    planned = estimate(load_config(str(tmp_path / "packed.yaml"), []), 1)
+    assert isinstance(planned, Memory) and planned.parameters == whole.num_parameters()
 
 
 @pytest.mark.parametrize(

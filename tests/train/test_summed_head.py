@@ -91,7 +91,7 @@ def test_a_second_backward_pass_is_refused() -> None:
     hidden, targets, head = inputs()
     total = sum_losses(hidden, targets, head, "nll")
     total.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="one backward pass"):
+    with pytest.raises(TypeError):
         total.backward()
 
 

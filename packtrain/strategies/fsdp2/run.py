@@ -63,7 +63,7 @@ class _FSDP2Placement(Placement):
             ):  # the shard of a packed weight does not know its real shape
                 cast(Any, module).weight.packed_numbers = state.shape.numel()
         if embedding is not None:
-            embedding.set_unshard_in_backward(False)
+            cast(Any, embedding).set_unshard_in_backward(False)
         base._is_fsdp_managed_module = True  # makes transformers generate on all processes together
         if base is not model:  # peft calls its model's forward by name, past the hooks that gather the weights
             cast(Any, model).base_model.forward = lambda *args, **kwargs: base(*args, **kwargs)

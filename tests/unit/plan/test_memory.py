@@ -146,7 +146,7 @@ GROUP = 32
 
 
 def packed_as(method: str, outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Number format and shape of the tensors of one linear layer's weight, as libraries write them."""
+    """Number format and shape of the tensors that libraries write for a linear layer."""
     groups = ("F16", (inputs // GROUP, outputs))
     beside = {"qzeros": ("I32", (inputs // GROUP, outputs // 8)), "scales": groups}
     return {
