@@ -1,4 +1,4 @@
-"""Contents of a checkpoint by weight, and loading them into this run's model and optimizer, under any strategy.
+"""Contents of a checkpoint by weight, loaded into this run under any strategy.
 
 A strategy's reader is in its folder. Files are mapped into memory, so that a process holds little more than the tensors that it asks for.
 DeepSpeed's universal checkpoints offer the same for Adam only, as a second copy on disk. Each process takes its share of one whole weight

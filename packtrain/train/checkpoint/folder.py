@@ -66,10 +66,9 @@ def best_step_of(checkpoint: Path) -> int | None:
 def tidy(folder: Path) -> None:
     """Remove files that libraries add beside the weights, and give all files the umask's permissions.
 
-    training_args.bin is a pickle of local paths and README.md an empty model card. safetensors writes files for the owner only.
+    README.md is an empty model card. safetensors writes files for the owner only.
     """
-    for name in ("training_args.bin", "README.md"):
-        (folder / name).unlink(missing_ok=True)
+    (folder / "README.md").unlink(missing_ok=True)
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*"):
