@@ -7,11 +7,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from packtrain.config.schema import Optim
@@ -26,9 +27,9 @@ from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.final_weights import Exact
 from packtrain.train.optim.float32_step import AVERAGE, MASTER, loses_updates, stepping_in_float32
-from packtrain.train.optim.seen_updates import optimizer_inside
 from packtrain.train.optim.weight_groups import group_weights
 from packtrain.train.run_state import LoopSettings
+from packtrain.train.spikes import Norm
 
 Judge = Callable[[Callable[[], torch.Tensor]], bool | None]
 """Judges a step by a function for the norm of its gradients: True if it gets no update, None if steps are not judged."""
@@ -40,8 +41,8 @@ class Engine:
     A subclass for each strategy wraps the model, exchanges gradients, and saves and loads checkpoints.
     """
 
-    optimizer: Any
-    lr_schedule: Any
+    optimizer: Optimizer
+    lr_schedule: LambdaLR
 
     def __init__(self, loss: Loss, settings: LoopSettings) -> None:
         self._changes, self._optim, self._seed = loss.changes, settings.optim, settings.trainer.seed
@@ -49,7 +50,7 @@ class Engine:
         self.exchanges_once, self.ema = settings.exchange_once, settings.trainer.ema
         self.model, self.accelerator = loss.model, loss.accelerator
         self.has_adapters = base_model(self.model) is not self.model
-        self.wrapped: Any = self.model
+        self.wrapped: nn.Module = self.model
         self.weight_order: list[str] = []
         """Names of the trained weights, in the order of the optimizer."""
         self.dither = Dither()
@@ -68,13 +69,14 @@ class Engine:
         self.weight_order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]
         self.wrapped, self.optimizer = self.wrap(optimizer)
         with boundary(f"the schedule {optim.schedule} cannot be made", "optim.schedule_options"):
-            self.lr_schedule = get_scheduler(
+            schedule = get_scheduler(
                 optim.schedule,
                 optimizer=self.optimizer,
                 num_warmup_steps=warmup_of(optim, steps),
                 num_training_steps=steps,
                 scheduler_specific_kwargs=dict(optim.schedule_options),
             )
+            self.lr_schedule = cast(LambdaLR, schedule)
         check_spread(self.spec, self.wrapped, self.model)
 
     def _make_optimizer(self, say: Callable[[str], None]) -> Optimizer:
@@ -91,7 +93,7 @@ class Engine:
                 optim.keeps_masters or self.spec.keeps_masters
             ):  # config/rules/ cannot know it with model.dtype=auto
                 say("optim.bf16_rounding has no effect: no trained weight is bfloat16")
-            make: Callable[..., Optimizer] = kind
+            make = cast(Callable[..., Optimizer], kind)
             arguments = {**optim.spec.betas(optim.beta1, optim.beta2), **optim.spec.options}
             made = make(group_weights(self.model, optim), lr=optim.learning_rate, **arguments)
             if optim.spec.options.get("optim_bits") == 8:
@@ -101,11 +103,11 @@ class Engine:
     # Parts that differ by strategy: spreading and steps.
 
     @staticmethod
-    def is_spread(spec: StrategySpec, wrapped: Any, model: nn.Module) -> bool:
+    def is_spread(spec: StrategySpec, wrapped: nn.Module, model: nn.Module) -> bool:
         """Return whether the strategy `spec` is active. `wrapped` is called in training, `model` is inside it."""
         raise NotImplementedError
 
-    def wrap(self, optimizer: Any) -> tuple[Any, Any]:
+    def wrap(self, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Return the model that a step calls, and the optimizer around `optimizer`."""
         return self.accelerator.prepare(self.model, optimizer)
 
@@ -128,13 +130,14 @@ class Engine:
             return [stepped] if stepped.dtype == torch.float32 and rounded else []
         return [stepped] if getattr(self.plain_optimizer, "masters", False) else []
 
-    def exchanging_gradients(self, *, last: bool) -> AbstractContextManager[Any]:
+    def exchanging_gradients(self, *, last: bool) -> AbstractContextManager[object]:
         """Return the context to run a micro-batch in. Ranks exchange gradients with the `last` one, or as torch's model does it."""
         return nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
-    def clip(self) -> Any:
+    def clip(self) -> Norm:
         """Clip the step's gradients to optim.max_grad_norm; return their norm."""
-        return self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self._optim.max_grad_norm or math.inf)
+        limit = self._optim.max_grad_norm or math.inf
+        return cast(Norm, self.accelerator.clip_grad_norm_(self.wrapped.parameters(), limit))
 
     def update(self) -> float:
         """Make the update; return its learning rate."""
@@ -159,9 +162,12 @@ class Engine:
                 states[weight][AVERAGE] = exact.clone()
 
     @property
-    def plain_optimizer(self) -> Any:
+    def plain_optimizer(self) -> Optimizer:
         """Return torch's optimizer, which accelerate and DeepSpeed wrap."""
-        return optimizer_inside(self.optimizer)
+        optimizer = self.optimizer
+        while (inner := getattr(optimizer, "optimizer", None)) is not None:
+            optimizer = inner
+        return optimizer
 
     # Parts that differ by strategy: checkpoints and final/.
 
@@ -203,7 +209,7 @@ def engine_of(strategy: str) -> type[Engine]:
     return import_module(STRATEGIES[strategy].run).ENGINE
 
 
-def check_spread(spec: StrategySpec, wrapped: Any, model: nn.Module) -> None:
+def check_spread(spec: StrategySpec, wrapped: nn.Module, model: nn.Module) -> None:
     """Raise CheckFailed if the strategy is not active. Each process would train alone."""
     if not engine_of(spec.name).is_spread(spec, wrapped, model):
         what = f"the run is to train by {spec.name}, but its model is a {type(wrapped).__name__}, which does not"

@@ -33,7 +33,7 @@ from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.seen_updates import FEW, SeenUpdates
 from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
 from packtrain.train.run_state import Listener, LoopSettings, RunState
-from packtrain.train.spikes import Judgement, SpikeJudge
+from packtrain.train.spikes import Judgement, Norm, SpikeJudge
 
 
 def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
@@ -100,7 +100,7 @@ class StepTrainer:
         loss.report_phase = self.clock.enter
         self.state, self.listeners = RunState(), [*listeners]
         self._steps_watched, self._resumed_from = 0, None
-        self._loss_and_counts: Any = None  # of the current step, for `_judge_for_engine`
+        self._loss_and_counts = (torch.zeros(()), torch.zeros(4))  # of the current step, for `_judge_for_engine`
         self._marks: LateCopy | None = (
             None  # of a stream: sums over all ranks of Feed.marks, which show whether ranks read the same rows
         )
@@ -118,7 +118,7 @@ class StepTrainer:
         if checkpoint is not None:
             self.checkpoints.restore(checkpoint)
         if self.engine.dither.rounded:
-            self.seen_updates.watch(self.engine.optimizer, self.engine.masters_of)
+            self.seen_updates.watch(self.engine.plain_optimizer, self.engine.masters_of)
         self.seen_updates.measured = sum("updates_seen" in line for line in self.state.lines)
         self.engine.ask_before_update(self._judge_for_engine)
         self.spikes.read(checkpoint)
@@ -217,12 +217,12 @@ class StepTrainer:
         self.work.end()
         return total
 
-    def clip(self) -> Any:
+    def clip(self) -> Norm:
         """Clip the step's gradients to optim.max_grad_norm; return their norm before clipping."""
         self.clock.enter("optimizer")
         return self.engine.clip()
 
-    def judge(self, loss: torch.Tensor, norm: Any, counts: torch.Tensor) -> Judgement:
+    def judge(self, loss: torch.Tensor, norm: Norm, counts: torch.Tensor) -> Judgement:
         """Judge a step before its update. `loss` is this rank's part of the step's loss.
 
         Raises CheckFailed if the run stops at a spike.
@@ -265,7 +265,7 @@ class StepTrainer:
         due = step in (1, self.state.last_step) or step % self.settings.trainer.log_every == 0
         return due or self.should_evaluate() or self.should_save()
 
-    def log_step(self, norm: Any, rate: float) -> None:
+    def log_step(self, norm: Norm, rate: float) -> None:
         """Log a line on the steps since the last one.
 
         It has their mean loss, counts and figures, the last gradient `norm` and learning `rate`. If all of them were skipped, the loss is the one of the last step before them.

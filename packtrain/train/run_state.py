@@ -1,4 +1,4 @@
-"""What a run is told (`LoopSettings`, `StopRequest`), how far it is (`RunState`), and who is told of it (`Listener`)."""
+"""Settings, stop request and progress of a run, and its listeners."""
 
 from __future__ import annotations
 

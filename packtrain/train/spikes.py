@@ -34,6 +34,8 @@ STATE = "spikes.json"
 _WINDOW, _MIN_RECENT = 64, 8
 """The median covers at most _WINDOW recent steps. With fewer than _MIN_RECENT, no step counts as far above it."""
 _BEFORE = "decided before"
+Norm = torch.Tensor | float
+"""Norm of the gradients of a step."""
 IN_A_ROW = 10
 """Consecutive spikes that end the run under any `trainer.on_spike`: the weights are ruined."""
 
@@ -77,7 +79,7 @@ class Judgement:
     last updated step's. `rollback_to`: step and folder of the checkpoint that the run returns to instead of updating."""
 
     loss: torch.Tensor | None
-    norm: Any
+    norm: Norm
     rollback_to: tuple[int, Path] | None = None
 
 
@@ -117,20 +119,20 @@ class SpikeJudge:
         self.recent = RecentFigures(json.loads(state.read_text()) if state and state.is_file() else None)
         self._skipped = 0
 
-    def judge(self, step: int, part: torch.Tensor, norm: Any, counts: torch.Tensor) -> bool:
+    def judge(self, step: int, part: torch.Tensor, norm: Norm, counts: torch.Tensor) -> bool:
         """Judge `step` (from 1) by this rank's `part` of its loss and the norm. Return whether it gets no update: a spike, or given up."""
         assert self.rules is not None
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
-        figures = torch.stack([part.double(), norm.to(part.device).double()])
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
+        figures = torch.stack([part.double(), whole.to(part.device).double()])
         with waiting("the loss of all ranks"):
             figures = cast(torch.Tensor, self._accelerator.reduce(figures, reduction="mean"))
-        (loss, norm), examples = figures.tolist(), int(counts[3])
+        (loss, size), examples = figures.tolist(), int(counts[3])
         given_up = step in self.decided or not examples
-        self.spike_reason = _BEFORE if given_up else self.recent.spike_reason(loss, norm, self.rules.factor)
+        self.spike_reason = _BEFORE if given_up else self.recent.spike_reason(loss, size, self.rules.factor)
         if self.spike_reason:
-            self._figures = (loss, norm)
+            self._figures = (loss, size)
         else:
-            self.recent.figures.append([loss, norm])
+            self.recent.figures.append([loss, size])
         return bool(self.spike_reason)
 
     def decide(

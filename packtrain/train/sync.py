@@ -21,13 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed import DistError, PrefixStore, Store, TCPStore, distributed_c10d
 
+from packtrain.data.prepare import PreparedData
 from packtrain.errors import CheckFailed, Disagreement, PeerFailed, Problem, UserError
 from packtrain.launch.worker import LOG_DIR
 from packtrain.model.load import base_model
@@ -106,7 +107,7 @@ class Peers:
         texts = cast(list, store.multi_get([str(rank) for rank in came]))
         return {rank: tuple(json.loads(text)) for rank, text in zip(came, texts, strict=True)}
 
-    def _judge(self, store: Store, fixes: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
+    def _judge(self, store: Store, fixes: Mapping[str, str], timeout_s: float) -> dict[str, object]:
         """Return rank 0's verdict on a stage: the problems, or the missing ranks in words."""
         in_time = _wait_for_keys(store, [str(rank) for rank in range(self.world_size)], timeout_s)
         statements = self._statements(store)
@@ -171,8 +172,8 @@ def agree_on_start(peers: Peers | None, config: Mapping[str, str], device: str, 
         peers.settle(_FIRST_STAGE, facts, fixes, timeout_s=timeout_s)
 
 
-def agree_on_data(peers: Peers | None, data: Any, *, timeout_s: float) -> None:
-    """Check that all ranks have prepared the same documents (a PreparedData). Raises Disagreement, PeerFailed."""
+def agree_on_data(peers: Peers | None, data: PreparedData, *, timeout_s: float) -> None:
+    """Check that all ranks have prepared the same documents. Raises Disagreement, PeerFailed."""
     parts = {"data.train": data.train, "data.eval": data.eval}
     facts = {
         key: f"{counted(len(part), 'documents')} with fingerprint {part.fingerprint[:12]}" if part else "none"

@@ -15,10 +15,13 @@ from running import Run, base_config, packtrain, train
 from safetensors.torch import load_file
 from tiny_served import save_model
 from tolerances import EPS, of_adam, of_sum
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from packtrain.config.schema import Optim
 from packtrain.errors import UserError
 from packtrain.optimizers.muon import MuonAndAdamW
+from packtrain.optimizers.spec import OPTIMIZERS
+from packtrain.train.optim.weight_groups import group_weights
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
 NEEDS_BITSANDBYTES = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes")
@@ -264,3 +267,25 @@ def test_an_average_ends_where_a_run_goes_on_without_it_and_begins_anew(folder: 
 def test_an_average_of_what_deepspeed_keeps_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="DeepSpeed keeps flat parts of weights"):
         run_here(folder, config_of(folder), "trainer.ema=0.9", "strategy=zero2", name="refused")
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"muon"}))
+def test_an_optimizer_has_class_and_arguments_of_transformers(name: str, tmp_path: Path) -> None:
+    spec = OPTIMIZERS[name]
+    if spec.package:
+        pytest.importorskip(spec.package)
+    theirs = {"optim": name, "learning_rate": 3e-4, "adam_beta1": 0.8, "adam_beta2": 0.95, "report_to": "none"}
+    kind, arguments = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(str(tmp_path), use_cpu=True, **theirs))
+    assert spec.load() is kind
+    assert {"lr": 3e-4, **spec.betas(0.8, 0.95), **spec.options} == arguments
+
+
+def test_weights_decay_as_transformers_decides(folder: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "base")
+    model.extra = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    decayed, others = group_weights(model, Optim(weight_decay=0.1))
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0)
+    trainer: Any = Trainer
+    assert {names[id(weight)] for weight in decayed["params"]} == {*trainer.get_decay_parameter_names(None, model)}
+    assert len(names) == len(decayed["params"]) + len(others["params"])

@@ -18,7 +18,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from packtrain.model.load import base_model
 from packtrain.model.spread import Placement, loading_whole
 from packtrain.strategies.spec import StrategySpec
-from packtrain.train.checkpoint.contents import CheckpointContents, Names, put_weights
+from packtrain.train.checkpoint.contents import CheckpointContents, Names, States, put_weights
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.engine import Engine
 
@@ -44,7 +44,7 @@ class _DDPPlacement(Placement):
 
 class _DDP(Engine):
     @staticmethod
-    def is_spread(spec: StrategySpec, wrapped: Any, model: nn.Module) -> bool:
+    def is_spread(spec: StrategySpec, wrapped: nn.Module, model: nn.Module) -> bool:
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         return alone or isinstance(wrapped, nn.parallel.DistributedDataParallel)
 
@@ -81,11 +81,11 @@ class _ModelFolder:
             return file.get_tensor(key)
         return self._converted[name]
 
-    def states(self, name: str) -> dict[str, Any]:
+    def states(self, name: str) -> States:
         return self._states[name]
 
     @cached_property
-    def _files(self) -> dict[str, tuple[Any, str]]:
+    def _files(self) -> dict[str, tuple[safe_open, str]]:
         """Map each name in the model to the weight's open file and its name there."""
         model: Any = self._model
         if isinstance(model, PeftModel):

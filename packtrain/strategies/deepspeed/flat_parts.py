@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from packtrain.train.checkpoint.contents import CheckpointContents, Names, exact_weight, put_weights, states_of
+from packtrain.train.checkpoint.contents import CheckpointContents, Names, States, exact_weight, put_weights, states_of
 
 _FLATS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 """Attributes with the float32 weights: of ZeRO-3, of ZeRO-1 and ZeRO-2, and of ZeRO-1 over bfloat16 weights."""
@@ -39,23 +39,26 @@ class FlatParts:
         if name not in self._pieces:  # a buffer
             return self._module[name]
         key = "fp32_flat_groups" if "fp32_flat_groups" in self._ranks[0] else "single_partition_of_fp32_groups"
-        return self._whole(name, [self._ranks[rank][key][group] for rank, group, _, _ in self._pieces[name]])
+        kept = [self._ranks[rank][key][group] for rank, group, _, _ in self._pieces[name]]
+        return cast(torch.Tensor, self._whole(name, kept))
 
-    def states(self, name: str) -> dict[str, Any]:
+    def states(self, name: str) -> States:
         kept = [self._state(rank, group) for rank, group, _, _ in self._pieces[name]]
         return {key: self._whole(name, [state[key] for state in kept]) for key in kept[0]}
 
-    def _state(self, rank: int, group: int) -> dict[str, Any]:
+    def _state(self, rank: int, group: int) -> States:
         kept = self._ranks[rank]
         part = kept["optimizer_state_dict" if "optimizer_state_dict" in kept else "base_optimizer_state"]
         return part["state"].get(group, {})
 
-    def _whole(self, name: str, parts: list[Any]) -> Any:
+    def _whole(self, name: str, parts: Sequence[torch.Tensor | float]) -> torch.Tensor | float:
         """Concatenate the parts. Values that are not split are equal on all ranks; return the first."""
         if not isinstance(parts[0], torch.Tensor) or not parts[0].dim():
             return parts[0]
         places = [(start, count) for _, _, start, count in self._pieces[name]]
-        pieces = [part.narrow(0, *place) for part, place in zip(parts, places, strict=True)]
+        pieces = [
+            part.narrow(0, *place) for part, place in zip(cast(Sequence[torch.Tensor], parts), places, strict=True)
+        ]
         return torch.cat(pieces).view(self._shapes[name])
 
     def _by_fragment(self) -> dict[str, list[tuple[int, int, int, int]]]:

@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from trl.models.utils import prepare_deepspeed
@@ -35,6 +36,7 @@ from packtrain.train.checkpoint.contents import CheckpointContents, Names, put_w
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.engine import Engine, Judge
 from packtrain.train.optim.final_weights import Exact
+from packtrain.train.spikes import Norm
 
 
 class _ZeroPlacement(Placement):
@@ -129,14 +131,16 @@ def _partition(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 class _Zero(Engine):
+    wrapped: Any  # a DeepSpeedEngine, which has no types
     _masters: list[torch.Tensor]
 
     @staticmethod
-    def is_spread(spec: StrategySpec, wrapped: Any, model: nn.Module) -> bool:
+    def is_spread(spec: StrategySpec, wrapped: nn.Module, model: nn.Module) -> bool:
         """The stages shard one, two and three parts."""
-        return type(wrapped).__name__ == "DeepSpeedEngine" and wrapped.zero_optimization_stage() == len(spec.shards)
+        engine = cast(Any, wrapped)
+        return type(engine).__name__ == "DeepSpeedEngine" and engine.zero_optimization_stage() == len(spec.shards)
 
-    def wrap(self, optimizer: Any) -> tuple[Any, Any]:
+    def wrap(self, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Find the masters of bfloat16-computed weights in the flat parts. Move the masters of 16-bit weights."""
         wrapped, optimizer = super().wrap(optimizer)
         self._masters, names = [], {weight: name for name, weight in self.dither.rounded.items()}
@@ -159,12 +163,12 @@ class _Zero(Engine):
         own = [part for part in self._masters if begin <= part.data_ptr() < begin + stepped.nbytes]
         return own or [stepped[:0]]
 
-    def exchanging_gradients(self, *, last: bool) -> AbstractContextManager[Any]:
+    def exchanging_gradients(self, *, last: bool) -> AbstractContextManager[object]:
         """Tell the engine whether to step within the backward pass of this micro-batch."""
         self.accelerator.gradient_state._set_sync_gradients(last)
         return nullcontext()
 
-    def clip(self) -> Any:
+    def clip(self) -> Norm:
         """Return the norm. The engine has already clipped."""
         norm = super().clip()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
@@ -226,7 +230,7 @@ def ask_before_update(optimizer: Any, judge: Judge) -> None:
             gradients, _ = optimizer.get_grads_for_norm()
             return _valid(get_global_norm_of_tensors(gradients, mpu=optimizer.mpu, norm_type=optimizer.norm_type))
 
-        def step_or_not(*given: Any, **named: Any) -> None:
+        def step_or_not(*given: object, **named: object) -> None:
             if judge(norm_of_all):
                 optimizer.clear_hp_grads()
                 optimizer.clear_lp_grads()
@@ -254,7 +258,7 @@ def ask_before_update(optimizer: Any, judge: Judge) -> None:
     optimizer._update_scale = ask
 
 
-def _valid(norm: Any) -> torch.Tensor:
+def _valid(norm: Norm) -> torch.Tensor:
     """Return DeepSpeed's norm, with NaN in place of its -1."""
     norm = torch.as_tensor(norm)
     return torch.where(norm >= 0, norm, torch.nan)

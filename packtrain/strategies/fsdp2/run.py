@@ -28,13 +28,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from packtrain.model.load import base_model
 from packtrain.model.spread import Placement, Ranks, embedding_apart, layers_of, mesh_of
 from packtrain.model.weights import put_slices, take_slices
 from packtrain.strategies.spec import StrategySpec
-from packtrain.train.checkpoint.contents import CheckpointContents, Names
+from packtrain.train.checkpoint.contents import CheckpointContents, Names, States
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.engine import Engine
 
@@ -79,15 +80,15 @@ class _FSDP2Placement(Placement):
 
 class _FSDP2(Engine):
     @staticmethod
-    def is_spread(spec: StrategySpec, wrapped: Any, model: nn.Module) -> bool:
+    def is_spread(spec: StrategySpec, wrapped: nn.Module, model: nn.Module) -> bool:
         return isinstance(base_model(model), FSDPModule)
 
-    def wrap(self, optimizer: Any) -> tuple[Any, Any]:
+    def wrap(self, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """The model is sharded already."""
         wrapped = self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
         return wrapped, self.accelerator.prepare(optimizer)
 
-    def exchanging_gradients(self, *, last: bool) -> AbstractContextManager[Any]:
+    def exchanging_gradients(self, *, last: bool) -> AbstractContextManager[object]:
         """Exchange gradients with the last micro-batch if the run `exchanges_once`, else with each one."""
         if self.exchanges_once:
             cast(FSDPModule, base_model(self.model)).set_requires_gradient_sync(last)
@@ -123,7 +124,7 @@ class _FSDP2(Engine):
 
     def whole_weights(self, *, trained_only: bool) -> dict[str, torch.Tensor] | None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_only)
-        whole: dict[str, Any] = get_model_state_dict(self.model, options=options)
+        whole = cast(dict[str, torch.Tensor], get_model_state_dict(self.model, options=options))
         first: dict[int, str] = {}
         for name, weight in self.model.named_parameters(remove_duplicate=False):
             if trained_only and not weight.requires_grad:
@@ -145,7 +146,7 @@ class _Shards:
     def weight(self, name: str) -> torch.Tensor:
         return self._read([f"model.{name}"])[0]
 
-    def states(self, name: str) -> dict[str, Any]:
+    def states(self, name: str) -> States:
         prefix = f"optimizer.state.{name}."
         keys = [key for key in self._kept if key.startswith(prefix)]
         return dict(zip((key.removeprefix(prefix) for key in keys), self._read(keys), strict=True))

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint by weight, and loading them into this run's model and optimizer, under any strategy.
+"""Contents of a checkpoint by weight, loaded into this run under any strategy.
 
 A strategy's reader is in its folder. Files are mapped into memory, so that a process holds little more than the tensors that it asks for.
 DeepSpeed's universal checkpoints offer the same for Adam only, as a second copy on disk. Each process takes its share of one whole weight
@@ -16,6 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from packtrain.train.optim.float32_step import MASTER, ROUNDINGS, loses_updates
 
+States = dict[str, torch.Tensor | float]
+"""States of a weight in an optimizer, by name."""
 Names = Mapping[torch.Tensor, str]
 """Names of the trained weights of this process's model."""
 
@@ -32,7 +34,7 @@ class CheckpointContents(Protocol):
         """Return a weight or a buffer, in its own format or in float32."""
         ...
 
-    def states(self, name: str) -> dict[str, Any]:
+    def states(self, name: str) -> States:
         """Return the optimizer's states of a weight; {} if it never had a gradient.
 
         They are tensors of the weight's shape or plain values (for AdamW `exp_avg`, `exp_avg_sq`, `step`), and include MASTER.
@@ -85,10 +87,10 @@ def go_on(optimizer: torch.optim.Optimizer, schedule: LambdaLR, settings: list[d
 def exact_weight(contents: CheckpointContents, name: str) -> torch.Tensor:
     """Return the weight in float32: its master, if it has one."""
     master = contents.states(name).get(MASTER)
-    return contents.weight(name).float() if master is None else master
+    return master if isinstance(master, torch.Tensor) else contents.weight(name).float()
 
 
-def states_of(contents: CheckpointContents, name: str) -> dict[str, Any]:
+def states_of(contents: CheckpointContents, name: str) -> States:
     """Return the states of a weight for any optimizer of torch, without masters."""
     states = contents.states(name)
     kept = {key: value for key, value in states.items() if key not in (MASTER, ROUNDINGS) and value is not None}

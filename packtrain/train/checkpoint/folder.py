@@ -12,11 +12,11 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.errors import UserError
@@ -66,10 +66,9 @@ def best_step_of(checkpoint: Path) -> int | None:
 def tidy(folder: Path) -> None:
     """Remove files that libraries add beside the weights, and give all files the umask's permissions.
 
-    training_args.bin is a pickle of local paths and README.md an empty model card. safetensors writes files for the owner only.
+    README.md is an empty model card. safetensors writes files for the owner only.
     """
-    for name in ("training_args.bin", "README.md"):
-        (folder / name).unlink(missing_ok=True)
+    (folder / "README.md").unlink(missing_ok=True)
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*"):
@@ -150,7 +149,7 @@ def find_resume(resume: str, checkpoints: Path) -> tuple[Path | None, list[str]]
     return None, remarks
 
 
-def prune(checkpoints: Path, keep: int | None, best: int | None, origin: dict[str, Any]) -> None:
+def prune(checkpoints: Path, keep: int | None, best: int | None, origin: Mapping[str, object]) -> None:
     """Remove old checkpoints of this run, and the remains of interrupted writes.
 
     The newest `keep` stay, and the checkpoint of step `best`. One with another `origin` (see `check_origin`) or with a file that its manifest
@@ -170,17 +169,23 @@ def _sweep(checkpoints: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _belongs_to(checkpoint: Path, origin: dict[str, Any]) -> bool:
+def _belongs_to(checkpoint: Path, origin: Mapping[str, object]) -> bool:
     with suppress(OSError, ValueError):
         files = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if not path.is_dir()}
         written = written_into(checkpoint)
-        return bool(written) and files <= {MANIFEST, *written} and same_course(object_of(checkpoint / ORIGIN), origin)
+        return (
+            bool(written) and files <= {MANIFEST, *written} and same_course(object_of(checkpoint / ORIGIN), {**origin})
+        )
     return False
 
 
 def origin_of(
-    config: dict[str, Any], data: TokenDataset | PairDataset, model: PreTrainedModel, tokenizer: Any, processes: int
-) -> dict[str, Any]:
+    config: dict[str, object],
+    data: TokenDataset | PairDataset,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    processes: int,
+) -> dict[str, object]:
     """Return the facts of a run as plain values. They are the keys of `config` (secrets as digests), data, model, tokenizer, processes."""
     base, weights = base_model(model), sum(elements(weight) for weight in model.parameters() if weight.requires_grad)
     shape = {name: value for name, value in base.config.to_dict().items() if not _UNSAID.fullmatch(name)}

@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from types import TracebackType
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ _SHARE = 0.8
 _LONGEST = timedelta(days=1)
 """Time limit of the threads' group: practically none, because the watchdog sees a step that waits for a write."""
 _Jobs = list[Callable[[], object]]
+_S = TypeVar("_S")
 _NO_MEMORY = "the memory of this machine has no room for a copy of weights and optimizer: steps wait for checkpoints"
 
 
@@ -48,7 +49,7 @@ class WriteOutcome:
     """Time that the newest one took, from the first copy to the seal."""
     failed: list[tuple[int, str]] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the outcome for summary.json."""
         return {
             "written": self.written,
@@ -70,14 +71,14 @@ class CheckpointWriter:
         self._stager: DefaultStager | None = None
         self._pins = torch.cuda.is_available()
         self._fits_in_memory, self._kept = True, False
-        self.group: Any = None
+        self.group: dist.ProcessGroup | None = None
         """Group of all ranks, only for collectives of the thread. None if this process is alone."""
         self._thread: Thread | None = None
         self._waits: SimpleQueue[str | None] = SimpleQueue()
         self._error: Exception | None = None
         self._warned = 0
 
-    def copied(self, state: Any, *, alone: bool = False) -> Any:
+    def copied(self, state: _S, *, alone: bool = False) -> _S:
         """Return a copy of `state` with its tensors on the CPU. If memory has no room, return `state` itself; then `begin` waits.
 
         Every rank of the machine makes its own copy, unless only rank 0 does (`alone`).
@@ -96,13 +97,13 @@ class CheckpointWriter:
             self._say(_NO_MEMORY)
         return state
 
-    def _staged(self, state: Any) -> Any:
+    def _staged(self, state: _S) -> _S:
         """Copy `state` into the same memory each time. The memory is not pinned if the machine refuses to pin."""
         if self._stager is None:
-            pinned: Any = {"use_pinned_memory": self._pins, "use_non_blocking_copy": self._pins}
-            self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **pinned))
+            options = StagingOptions(self._pins, False, False, self._pins)  # pinned, shared, asynchronous, non-blocking
+            self._stager = DefaultStager(options)
         try:
-            return self._stager.stage(state)
+            return cast(_S, self._stager.stage(cast(dict[str, object], state)))
         except RuntimeError as error:
             if not self._pins or out_of_memory(error):
                 raise
@@ -129,7 +130,8 @@ class CheckpointWriter:
         """
         if self.group is None and dist.is_initialized():
             with waiting("the other ranks to begin a checkpoint"):
-                self.group = dist.new_group(backend="gloo", timeout=_LONGEST, group_desc=BACKGROUND)
+                group = dist.new_group(backend="gloo", timeout=_LONGEST, group_desc=BACKGROUND)
+                self.group = cast(dist.ProcessGroup, group)
         self._kept = self._fits_in_memory
         parts = self._early, self._jobs, [seal] if seal else []
         self._jobs, self._early = [], ""
@@ -209,7 +211,7 @@ class CheckpointWriter:
         """Return the first `why` by rank that is not empty."""
         if self.group is None:
             return why
-        answers: list[Any] = [None] * dist.get_world_size(self.group)
+        answers: list[str | None] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(answers, why, group=self.group)
         return next(filter(None, answers), "")
 
@@ -228,7 +230,7 @@ def _thread(work: Callable[[], object]) -> Thread:
     return thread
 
 
-def _fits(state: Any, copies: int) -> bool:
+def _fits(state: object, copies: int) -> bool:
     """Return whether the machine's memory has room for this many copies of `state`."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     size = sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)

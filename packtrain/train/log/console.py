@@ -101,7 +101,7 @@ def quiet_libraries(*, on_cpu: bool) -> None:
 def warnings_to(log: Log) -> None:
     """Send Python's warnings to the log file: they are for developers, not for users."""
 
-    def note(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+    def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
         log.note(f"{filename}:{lineno}: {category.__name__}: {message}")
 
     warnings.showwarning = note

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import deque
-from typing import Any
 
 import torch
 
@@ -58,8 +57,8 @@ class StepClock:
         self.steps = 0
         """Number of steps that the next `reduction_values` covers; equal on all ranks."""
         self._on_gpu = device.type == "cuda"
-        self._events: list[tuple[Phase, Any]] = []
-        self._unfinished: deque[tuple[dict[Phase, float], list[tuple[Phase, Any]]]] = deque()
+        self._events: list[tuple[Phase, torch.cuda.Event]] = []
+        self._unfinished: deque[tuple[dict[Phase, float], list[tuple[Phase, torch.cuda.Event]]]] = deque()
 
     def enter(self, phase: Phase, *, step: int | None = None, micro: int = 0) -> None:
         """Enter `phase`: the rank is in it from now on."""

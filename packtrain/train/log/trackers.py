@@ -43,7 +43,7 @@ _OFFLINE = {"wandb": " (or set WANDB_MODE=offline)", "comet": " (or set COMET_ST
 _STUCK: list[str] = []
 """Names of this process's trackers that do not answer."""
 Settings = dict[str, str | int | float]
-_Call = tuple[Callable[[], Any], "Future[None]"]
+_Call = tuple[Callable[[], object], "Future[None]"]
 
 
 class Tracker(Listener):
@@ -72,7 +72,7 @@ class Tracker(Listener):
         """End the run there before the process ends. wandb sends all remaining data and waits for it."""
         self._within(BEGIN_S, self._tracker.finish)
 
-    def _within(self, limit_s: float, call: Callable[[], Any]) -> None:
+    def _within(self, limit_s: float, call: Callable[[], object]) -> None:
         if self._disabled:
             return
         answer: Future[None] = Future()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from packtrain.monitor.heartbeat import waiting
 from packtrain.train.optim.dither import Dither, dither_, own_part
@@ -36,12 +37,12 @@ class SeenUpdates:
         self._measuring = self._has_measured = self._untaken = False
         self._masters_of: Callable[[torch.Tensor], list[torch.Tensor]] = lambda stepped: []
 
-    def watch(self, optimizer: Any, masters_of: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
-        """Measure the steps of the optimizer inside accelerate's or DeepSpeed's wrapper. `masters_of` maps a stepped tensor to its parts that
-        are masters of weights computed in bfloat16."""
-        optimizer, self._masters_of = optimizer_inside(optimizer), masters_of
+    def watch(self, optimizer: Optimizer, masters_of: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
+        """Measure the steps of torch's `optimizer`. `masters_of` maps a stepped tensor to its parts that are masters of weights computed in
+        bfloat16."""
+        self._masters_of = masters_of
         if hasattr(optimizer, "seen"):  # float32_step.py: its groups hold float32 tensors during a step
-            optimizer.seen = self
+            setattr(optimizer, "seen", self)  # noqa: B010
             return
         optimizer.register_step_pre_hook(lambda stepping, *_: self.before(stepping.param_groups))
         optimizer.register_step_post_hook(lambda *_: self.after())
@@ -108,13 +109,6 @@ def _seen_and_made(before: torch.Tensor, after: torch.Tensor, of: int) -> torch.
     """Return float64 [Σ seen × made, Σ made²] of float32 samples, scaled to `of` numbers."""
     made, seen = after - before, after.bfloat16().float() - before.bfloat16().float()
     return torch.stack([(seen * made).sum(), made.square().sum()]).double() * (of / len(before))
-
-
-def optimizer_inside(optimizer: Any) -> Any:
-    """Return torch's optimizer inside accelerate's and DeepSpeed's wrappers."""
-    while (inner := getattr(optimizer, "optimizer", None)) is not None:
-        optimizer = inner
-    return optimizer
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -65,8 +65,8 @@ def freeze(model: nn.Module, groups: Sequence[WeightGroup]) -> None:
 def group_weights(model: nn.Module, optim: Optim) -> list[ParameterGroup]:
     """Return torch's parameter groups of the trained weights.
 
-    Groups with the run's own learning rate, which is logged, come first, and of these the weights with weight decay. A group of an optimizer
-    `by_matrices` has only matrices of layers (`muon`) or none.
+    Groups with the run's own learning rate, which is logged, come first. Weights with weight decay come before others. A group of an
+    optimizer `by_matrices` has only matrices of layers (`muon`) or none.
     """
     inside = {id(weight) for layer in layers_of(model) for weight in layer.parameters() if weight.ndim == 2}
     norms = {id(weight) for one in model.modules() if isinstance(one, nn.LayerNorm) for weight in one.parameters()}
