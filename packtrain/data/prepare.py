@@ -39,7 +39,7 @@ from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import EncodedChunk, StoreWriter, cache_folder, hash_file, open_or_build
 from packtrain.data.tokens.chat_template import choose_template
 from packtrain.data.tokens.encode import MAX_PROBLEMS, Encoder
-from packtrain.data.tokens.pretrained import plain_tokenizer
+from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import PacktrainError, Problem, UserError
 from packtrain.monitor import heartbeat
 from packtrain.objectives.spec import OBJECTIVES, Spec

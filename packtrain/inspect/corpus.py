@@ -19,7 +19,8 @@ from packtrain.data.tokens.cache import Store
 from packtrain.data.tokens.chat_template import choose_template
 from packtrain.data.tokens.encode import UNUSABLE
 from packtrain.data.tokens.loss_mask import ChatEncoder
-from packtrain.data.tokens.pretrained import PlainTokenizer, load_tokenizer, plain_tokenizer
+from packtrain.data.tokens.pretrained import load_tokenizer
+from packtrain.data.tokens.tokenizer import PlainTokenizer, plain_tokenizer
 from packtrain.errors import UserError
 from packtrain.objectives.spec import Spec
 from packtrain.packing.balance import choose_ranks_per_row, cost_of_attention

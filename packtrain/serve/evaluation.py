@@ -81,7 +81,7 @@ def evaluate(
     if as_json:
         print(json.dumps(finite(report), indent=2, default=str))
     else:
-        _print(finite(report))
+        _print(report)
     return 0
 
 

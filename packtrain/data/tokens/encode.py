@@ -33,7 +33,7 @@ from packtrain.data.sources.chunks import BadRow, Chunk, RawRow
 from packtrain.data.tokens.cache import EncodedChunk, Fate
 from packtrain.data.tokens.chat_template import ADVICE, Template
 from packtrain.data.tokens.loss_mask import UNVERIFIED, ChatEncoder, LossOn
-from packtrain.data.tokens.pretrained import PlainTokenizer
+from packtrain.data.tokens.tokenizer import PlainTokenizer
 from packtrain.errors import Problem, UserError
 from packtrain.objectives.spec import OBJECTIVES
 

@@ -32,7 +32,7 @@ from packtrain.data.formats.conversations import Conversation
 from packtrain.data.formats.messages import Messages
 from packtrain.data.sources.chunks import BadRow, JsonObject
 from packtrain.data.tokens.chat_template import Template, has_marks, rewrite_for_template
-from packtrain.data.tokens.pretrained import Encoded, PlainTokenizer
+from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
 from packtrain.errors import is_ours
 from packtrain.wording import first_line
 

@@ -26,7 +26,7 @@ from packtrain.data.tokens import chat_template
 from packtrain.data.tokens.chat_template import CHATML, Template, choose_template, give_template, rewrite_for_template
 from packtrain.data.tokens.encode import Encoder
 from packtrain.data.tokens.loss_mask import UNVERIFIED, ChatEncoder
-from packtrain.data.tokens.pretrained import plain_tokenizer
+from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import UserError
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
