@@ -192,7 +192,9 @@ def sample_answers(
     for document in whole:
         endless += control.isdisjoint(document.input_ids[document.loss_mask].tolist())
         borders = np.flatnonzero(np.diff(document.loss_mask)) + 1
-        answers = np.split(document.input_ids, borders)[1::2]  # the first token is never trained
+        answers = np.split(document.input_ids, borders)[
+            int(not document.loss_mask[0]) :: 2
+        ]  # every other part is trained
         for number, ids in enumerate(map(np.ndarray.tolist, answers), start=1):
             places = [at for at, token in enumerate(ids) if token in control]
             if places and not tokenizer.decode(ids[places[-1] + 1 :]).strip():
