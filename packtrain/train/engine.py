@@ -45,7 +45,7 @@ class Engine:
     lr_schedule: LambdaLR
 
     def __init__(self, loss: Loss, settings: LoopSettings) -> None:
-        self._changes, self._optim, self._seed = loss.changes, settings.optim, settings.trainer.seed
+        self._optim, self._seed = settings.optim, settings.trainer.seed
         self.spec = STRATEGIES[settings.strategy]
         self.exchanges_once, self.ema = settings.exchange_once, settings.trainer.ema
         self.model, self.accelerator = loss.model, loss.accelerator
@@ -89,9 +89,8 @@ class Engine:
                 kind = stepping_in_float32(
                     kind, masters=optim.keeps_masters, seed=self._seed, names=names, dither=self.dither
                 )
-            elif not (
-                optim.keeps_masters or self.spec.keeps_masters
-            ):  # config/rules/ cannot know it with model.dtype=auto
+            elif not (optim.keeps_masters or self.spec.keeps_masters):
+                # config/rules/ cannot know it with model.dtype=auto
                 say("optim.bf16_rounding has no effect: no trained weight is bfloat16")
             make = cast(Callable[..., Optimizer], kind)
             arguments = {**optim.spec.betas(optim.beta1, optim.beta2), **optim.spec.options}
@@ -120,11 +119,7 @@ class Engine:
 
     def masters_of(self, stepped: torch.Tensor) -> list[torch.Tensor]:
         """Return the masters of bfloat16-computed weights among the numbers that the optimizer steps. If the run has such masters, every
-        process gets at least an empty one. With fp8 there are none: fp8 has other cells."""
-        return [] if "fp8" in self._changes or not self.dither.rounded else self.own_masters_of(stepped)
-
-    def own_masters_of(self, stepped: torch.Tensor) -> list[torch.Tensor]:
-        """Return `masters_of` a run that has some."""
+        process gets at least an empty one."""
         if isinstance(stepped, torch.nn.Parameter):
             rounded = any(stepped is weight for weight in self.dither.rounded.values())
             return [stepped] if stepped.dtype == torch.float32 and rounded else []

@@ -117,7 +117,7 @@ class StepTrainer:
         self.engine.prepare(len(self.steps), self.settings.say)
         if checkpoint is not None:
             self.checkpoints.restore(checkpoint)
-        if self.engine.dither.rounded:
+        if self.engine.dither.rounded and "fp8" not in self.loss.changes:  # fp8 has other cells
             self.seen_updates.watch(self.engine.plain_optimizer, self.engine.masters_of)
         self.seen_updates.measured = sum("updates_seen" in line for line in self.state.lines)
         self.engine.ask_before_update(self._judge_for_engine)

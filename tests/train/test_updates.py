@@ -204,7 +204,7 @@ def test_no_warm_up_leaves_a_run_without_a_rate_or_ends_in_an_error(schedule):
     options = {"warmup_stable_decay": {"num_decay_steps": 1}, "cosine_with_min_lr": {"min_lr_rate": 0.1}}
     for steps, asked in product((1, 2, 3), range(5)):
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-        warmup = warmup_of(schedule, asked, steps)
+        warmup = warmup_of(Optim(schedule=schedule, warmup_steps=asked), steps)
         assert warmup == asked or steps == 1 or schedule == "polynomial"
         made = get_scheduler(schedule, optimizer, warmup, steps, options.get(schedule))
         rates = []

@@ -157,7 +157,7 @@ class _Zero(Engine):
     def trying(self) -> AbstractContextManager[None]:
         return counting_no_step(self.wrapped)
 
-    def own_masters_of(self, stepped: torch.Tensor) -> list[torch.Tensor]:
+    def masters_of(self, stepped: torch.Tensor) -> list[torch.Tensor]:
         """One flat part holds weights of all kinds."""
         begin = stepped.data_ptr()
         own = [part for part in self._masters if begin <= part.data_ptr() < begin + stepped.nbytes]
