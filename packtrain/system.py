@@ -192,7 +192,7 @@ class _LastingFile(io.FileIO):
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM outside training. Training has its own handler (train/settings.py)."""
+    """SIGINT or SIGTERM outside training. Training has its own handler (train/run_state.py)."""
 
 
 @contextmanager

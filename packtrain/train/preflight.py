@@ -128,7 +128,8 @@ def _on_all(loss: Loss, make: Make) -> Callable[[], Callable[[], object]]:
     def make_on_all() -> Callable[[], object]:
         with ExitStack() as undo:
             for model in filter(None, [loss.model, getattr(loss, "reference", None)]):
-                undo.callback(make(base_model(loss.accelerator.unwrap_model(model))))
+                whole = cast("torch.nn.Module", loss.accelerator.unwrap_model(model))
+                undo.callback(make(base_model(whole)))
             return undo.pop_all().close
 
     return make_on_all
