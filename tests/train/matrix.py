@@ -42,6 +42,8 @@ ROWS = {
 }
 LONGEST = {"sft": 200}
 """Tokens of the longest document. Of an answer: 92."""
+LIMIT = {"sft": 104}
+"""Tokens of a row where documents are split. Of answers: 80."""
 ROOM = {"sft": 256, "dpo": 190, "kto": 110, "reward": 190}
 """Tokens of a packed row, of which a step has several."""
 OPTIONS = {"kto": {"undesirable_weight": 1.5}, "reward": {"center_rewards_coefficient": 0.02}}
@@ -63,7 +65,7 @@ class Variant:
     both: tuple[str, ...] = ()
     """Overrides of the cell and of its reference. They may name {folder}."""
     own: tuple[str, ...] = ()
-    """Overrides of the cell alone."""
+    """Overrides of the cell alone. They may name {limit}, fewer tokens than the longest document has."""
     said: str = ""
     """A part of the cell's log alone."""
     objectives: tuple[str, ...] = tuple(OBJECTIVES.all())
@@ -115,7 +117,11 @@ VARIANTS = {
     "recomputed": Variant(own=("trainer.gradient_checkpointing=full",)),
     "partly recomputed": Variant(own=("trainer.gradient_checkpointing=selective",), objectives=("sft", "dpo")),
     "tiles": Variant(
-        own=("trainer.tokens_per_mlp_tile=33",), said="2 MLPs on tiles of 33 tokens", objectives=("sft", "dpo")
+        # a sharded model from files fails: changes/tiles.py cannot copy layers of which it has slices
+        both=("model.init=random",),
+        own=("trainer.tokens_per_mlp_tile=33",),
+        said="2 MLPs on tiles of 33 tokens",
+        objectives=("sft", "dpo"),
     ),
     "grouped experts": Variant(
         both=("model.path={folder}/sparse",),
@@ -127,7 +133,7 @@ VARIANTS = {
     "unshared prompts": Variant(own=("packing.share_prefix=false",), objectives=("dpo", "reward")),
     "known reference": Variant(own=("objective.reference=precomputed",), objectives=("dpo", "kto")),
     "split documents": Variant(
-        own=("strategy.sequence_parallel=auto", "batch.tokens_per_device=104"),
+        own=("strategy.sequence_parallel=auto", "batch.tokens_per_device={limit}"),
         said="split ",
         worlds=tuple(one for one in WORLDS if one not in (ALONE, "zero3_offload")),
     ),
@@ -236,8 +242,11 @@ class Runs:
     def run(self, cell: Cell, name: str, *overrides: str, processes: int = 0, begin: Begin | None = None) -> Run:
         """The run of that name; if it was not made yet, of the cell with these overrides."""
         if name not in self.made:
-            options = [one.replace("{folder}", str(self.folder)) for one in cell.of.both]
-            given = [*LAYOUTS[cell.layout], *options, *overrides]
+            limit = LIMIT.get(cell.objective, 80)
+            given = [
+                one.replace("{folder}", str(self.folder)).replace("{limit}", str(limit))
+                for one in (*LAYOUTS[cell.layout], *cell.of.both, *overrides)
+            ]
             config = self.config_of(cell.objective, answers=cell.answers)
             if cell.world == ALONE:
                 self.made[name] = run_here(self.folder, config, *given, name=name)
@@ -282,8 +291,8 @@ def assert_same_training(
     for ours, theirs in zip(run.lines, expected.lines, strict=True):
         assert ours.keys() - MEASURED == theirs.keys() - MEASURED
         for name in theirs.keys() - MEASURED:
-            # kto's estimate is a difference of log-probabilities of a hundred nats or more, in float32
-            within = near * (5 if name.endswith("kl") else 10 if name == "grad_norm" else 1)
+            # kto's estimate is a difference of log-probabilities of a hundred nats or more, a reward is of one token
+            within = near * (5 if name.endswith(("kl", "_reward")) else 10 if name == "grad_norm" else 1)
             # before the first step all margins are zero but for rounding, so that accuracy is chance
             if theirs["step"] or "accurac" not in name:
                 assert ours[name] == pytest.approx(theirs[name], rel=within, abs=within), (theirs["step"], name)
