@@ -30,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.addinivalue_line("markers", 'slow: takes more than a few seconds; left out by -m "not slow"')
     config.addinivalue_line("markers", "exhaustive: more of what others sample; only run by -m exhaustive")
+    config.addinivalue_line("markers", "sample(*cases, without=()): all other cases, or those without, are exhaustive")
 
 
 class ByServer(LoadFileScheduling):
@@ -50,14 +51,24 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the cases of exhaustive.txt. Files that mostly wait for processes take turns with files that mostly compute: of two workers one does each."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the cases that are exhaustive. Files that mostly wait for processes take turns with files that mostly compute: of two workers one does each."""
     more = {*(Path(__file__).with_name("exhaustive.txt").read_text().splitlines())}
     files: dict[Path, list[pytest.Item]] = {}
+    cases: dict[str, set[str]] = {}
     for item in items:
-        if item.nodeid in more:
+        function, _, case = item.nodeid.removesuffix("]").partition("[")
+        cases.setdefault(function, set()).add(case)
+        mark = item.get_closest_marker("sample")
+        left_out = mark and (case in mark.kwargs.get("without", ()) or case not in (mark.args or [case]))
+        if left_out or item.nodeid in more:
             item.add_marker(pytest.mark.exhaustive)
         files.setdefault(item.path, []).append(item)
+    if not any("::" in one for one in config.args):  # else not all cases are here
+        for item in items:
+            if mark := item.get_closest_marker("sample"):
+                unknown = {*mark.args, *mark.kwargs.get("without", ())} - cases[item.nodeid.partition("[")[0]]
+                assert not unknown, f"{item.nodeid}: no such cases to sample: {unknown}"
     waiting = [path for path in files if path.parent.name == "cluster" or path.name == "test_image.py"]
     computing = [path for path in files if path not in waiting]
     turns = chain.from_iterable(zip_longest(computing, waiting))

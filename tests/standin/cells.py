@@ -1,4 +1,4 @@
-"""The matrix of runs on GPUs: objective × attention × precision × strategy × devices, and the sample of it that CI runs."""
+"""The matrix of runs on GPUs: objective × attention × precision × strategy × devices."""
 
 from __future__ import annotations
 
@@ -56,14 +56,3 @@ def groups_of(reference: Reference) -> dict[str, dict[str, Any]]:
 
 
 CELLS = [Cell(*values) for values in product(OBJECTIVES, ATTENTION, PRECISION, STRATEGIES, DEVICES)]
-SAMPLE = (
-    "sft-flash-float32-fsdp2-2",
-    "sft-padding-bfloat16-zero1-1",
-    "dpo-flash-bfloat16-zero3-2",
-    "dpo-segmented-float32-ddp-1",
-    "kto-flash-float32-zero2-1",
-    "kto-segmented-bfloat16-fsdp2-1",
-    "reward-flash-bfloat16-ddp-2",
-    "reward-padding-float32-zero1-2",
-)
-"""Those that CI runs: every objective by flash and in each precision, every strategy, one device and two."""

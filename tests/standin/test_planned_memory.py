@@ -66,7 +66,6 @@ SETTINGS = {  # verb, processes, changes
     "fsdp2 dpo": ("dpo", 2, "strategy=fsdp2"),
 }
 FIXED = {"zero2": 2 * 4 * BUCKET, "zero2-masters": 2 * 2 * BUCKET, "zero3": 4 * BUCKET}  # bytes
-IN_CI = ("fsdp2",)
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +91,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {verb: write_jsonl(folder / f"{verb}.jsonl", rows) for verb, rows in documents.items()}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.exhaustive) for name in SETTINGS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SETTINGS)
 def test_a_plan_is_within_a_tenth_of_what_a_run_takes(gpus, data: dict[str, Path], tmp_path: Path, name: str) -> None:
     verb, processes, *changes = SETTINGS[name]
     arguments = [

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from here import train_here
-from running import ENVIRONMENT, LLAMA, WORDS, Run, assert_same_bits, base_config, train, write_jsonl
-from safetensors.torch import load_file
+from running import LLAMA, WORDS, Run, base_config, train, write_jsonl
 from trl_trainers import settings
 
 from packtrain.config.compose import load_config
@@ -21,8 +17,6 @@ from packtrain.config.schema import Model, Peft, RunConfig
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.model.load import load_model
 from packtrain.objectives.spec import OBJECTIVES
-from packtrain.train.checkpoint import state as checkpoint_state
-from tests.train import forked
 
 
 def message(rng: random.Random, role: str, most: list[int]) -> list[dict[str, str]]:
@@ -118,45 +112,3 @@ class AnswerRuns:
         given |= {"max_length": None, **given, **self.options, "optim": "adamw_torch_fused", "learning_rate": 1e-3}
         given |= {"per_device_train_batch_size": self.examples[0], "per_device_eval_batch_size": len(self.eval_rows)}
         return settings(self.folder / "trl", max_steps=len(self.examples), max_grad_norm=1.0, **given)
-
-    def assert_same_training(self, run: Run, expected: Run, weights: str = "model.safetensors") -> None:
-        """Losses, figures and weights are equal but for rounding."""
-        assert run.losses == pytest.approx(expected.losses, rel=1e-5)
-        norms = [line["grad_norm"] for line in expected.steps]
-        assert [line["grad_norm"] for line in run.steps] == pytest.approx(norms, rel=1e-4)
-        assert [line["examples"] for line in run.steps] == [line["examples"] for line in expected.steps]
-        for ours, theirs in zip(run.lines, expected.lines, strict=True):
-            if self.kind == "reward":
-                assert ours.get("tokens") == theirs.get("tokens")
-            for name in [f"{side}{name}" for name in ("loss", *self.figures) for side in ("", "eval_")]:
-                assert (name in ours) == (name in theirs), (ours["step"], name)
-                if name in ours:
-                    # kto's estimate is a difference of log-probabilities of a hundred nats or more, in float32
-                    within = 5e-5 if name.endswith("kl") else 1e-5
-                    assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=within), (ours["step"], name)
-        ours, theirs = (load_file(one.folder / "final" / weights) for one in (run, expected))
-        for name, tensor in ours.items():
-            assert (tensor - theirs[name]).norm() <= 1e-4 * theirs[name].norm(), name
-
-    def assert_resumes_bitwise(self, whole: Run, every: int) -> None:
-        """Killed after its first checkpoint, of step `every`, and resumed, a run ends with the weights of the `whole` one."""
-        self.load("killed", trainer={"checkpoint_every": every})
-        path, outputs = self.folder / "killed.yaml", [self.folder / "killed.out", self.folder / "killed.err"]
-        process = forked.start((self.kind, str(path)), ENVIRONMENT, self.folder, outputs, kill_after_a_checkpoint)
-        process.join()
-        assert process.exitcode == -signal.SIGKILL, outputs[1].read_text()
-        resumed = self.run("killed", trainer={"checkpoint_every": every})
-        assert f"resuming from step-{every:06}" in resumed.log
-        assert_same_bits(resumed, whole)
-
-
-def kill_after_a_checkpoint(*given: Any) -> None:
-    """The command, which is killed once its first checkpoint is complete."""
-    complete = checkpoint_state.complete
-
-    def last(staging: Path, target: Path) -> None:
-        complete(staging, target)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    checkpoint_state.complete = last
-    forked.run(*given)

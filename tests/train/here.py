@@ -29,7 +29,12 @@ def train_here(config: RunConfig, folder: Path, ranks: Ranks = ALONE, *, expect:
     return Run(folder)
 
 
-def run_here(folder: Path, config: dict[str, Any], *overrides: str, name: str = "run") -> Run:
-    """Writes `config`, trains by it into folder/name in this process, and returns what is there."""
+def loaded(folder: Path, config: dict[str, Any], *overrides: str, name: str = "run") -> RunConfig:
+    """Writes `config` into folder/name.yaml, and loads it."""
     (path := folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
-    return train_here(load_config(str(path), [*overrides]), folder / name)
+    return load_config(str(path), [*overrides])
+
+
+def run_here(folder: Path, config: dict[str, Any], *overrides: str, name: str = "run", expect: int = 0) -> Run:
+    """Writes `config`, trains by it into folder/name in this process to an exit code, and returns what is there."""
+    return train_here(loaded(folder, config, *overrides, name=name), folder / name, expect=expect)

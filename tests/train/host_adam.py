@@ -1,4 +1,4 @@
-"""packtrain where DeepSpeed does not compile its optimizer for the host, which takes longer than all of test_strategies.py.
+"""packtrain where DeepSpeed does not compile its optimizer for the host, which takes longer than many tests.
 
 What offloads weights, gradients and optimizer is DeepSpeed's; torch computes the step that its compiled code would.
 """

@@ -117,11 +117,11 @@ class Run:
         return load_file(self.folder / place / "model.safetensors")
 
 
-def assert_same_bits(run: Run, expected: Run, place: str = "final") -> None:
-    """Losses, and the weights in `place`, are equal bit for bit."""
+def assert_same_bits(run: Run, expected: Run, file: str = "final/model.safetensors") -> None:
+    """Losses, and the weights in `file`, are equal bit for bit."""
     assert run.losses == expected.losses
-    weights = expected.weights(place)
-    for name, weight in run.weights(place).items():
+    weights = load_file(expected.folder / file)
+    for name, weight in load_file(run.folder / file).items():
         assert torch.equal(weight, weights[name]), name
 
 

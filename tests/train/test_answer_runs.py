@@ -1,4 +1,4 @@
-"""packtrain dpo, kto and reward: neither mode, processes, micro-batches nor a kill change a run, and it trains as TRL does."""
+"""packtrain dpo, kto and reward train as TRL does, prove themselves, and save what they trained; their modes and processes: test_cells.py."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 from answer_runs import AnswerRuns, labelled, preferences, save_model
 from here import ALONE
+from matrix import assert_same_training
 from peft import AutoPeftModelForSequenceClassification
 from running import LLAMA, WORDS, Run, write_jsonl
 from safetensors.torch import load_file
-from test_strategies import MODEL, NEEDS_DEEPSPEED
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 
@@ -46,16 +46,6 @@ TRL: dict[str, Any] = {
     "kto": (KTOTrainer, KTOConfig),
     "reward": (RewardTrainer, RewardConfig),
 }
-LAYOUTS = {
-    "padding": ["packing.mode=padding", "batch.examples_per_device=3"],
-    "padding_free": ["packing.mode=padding_free", "batch.examples_per_device=2"],
-    "small": [],
-    "why_not_shared": ["packing.share_prefix=false"],
-    "per_document": ["model.attention=per_document"],
-}
-PRECOMPUTED = "objective.reference=precomputed"
-WORLDS = {"dpo": [(2, [PRECOMPUTED]), (3, [])], "kto": [(3, []), (2, [PRECOMPUTED])], "reward": [(2, []), (3, [])]}
-"""Of each kind a world in which one process has no example of a step, and one that is tried by -m exhaustive."""
 LORA = {
     "peft": {"kind": "lora", "r": 4, "merge": True},
     "trainer": {"gradient_checkpointing": "selective", "max_steps": 3},
@@ -69,7 +59,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def packed(runs: AnswerRuns) -> Run:
-    return runs.start("packed")
+    return runs.run("packed")
 
 
 def only(*kinds: str) -> Any:
@@ -113,102 +103,18 @@ def test_the_steps_equal_those_of_trl(runs: AnswerRuns, packed: Run) -> None:
         assert (weights[name] - parameters[name]).norm() <= 1e-4 * parameters[name].norm(), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_mode_and_micro_batches_never_change_the_training(runs: AnswerRuns, packed: Run, layout: str) -> None:
-    if (runs.kind, layout) == ("kto", "why_not_shared"):
-        pytest.skip("an answer shares nothing")
-    small = [] if "padding" in layout else [runs.small]
-    run = runs.run(layout, *LAYOUTS[layout], *small)
-    runs.assert_same_training(run, packed)
-    once = "computed once for both answers" in run.log
-    assert once == (runs.kind != "kto" and layout in ("padding_free", "small"))
-
-
-@pytest.mark.parametrize("world", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_several_processes_train_as_one_also_where_one_of_them_has_no_example(
-    runs: AnswerRuns, packed: Run, world: int
-) -> None:
-    processes, overrides = WORLDS[runs.kind][world]
-    runs.assert_same_training(runs.start(f"of-{processes}", runs.small, *overrides, processes=processes), packed)
-
-
-def test_a_run_starts_at_the_loss_of_a_zero_margin_and_learns(runs: AnswerRuns, packed: Run) -> None:
-    first, held_out = packed.steps[0], packed.evals[0]
-    assert [line["examples"] for line in packed.steps] == runs.examples
-    if runs.kind == "dpo":
-        assert (first["loss"], held_out["eval_loss"]) == pytest.approx((LN2, LN2), abs=1e-6)
-        assert packed.steps[-1]["rewards/margins"] > 0.01
-    elif runs.kind == "kto":
-        weights = [0.5 if row["label"] else 0.75 for row in runs.train_rows[:7]]
-        assert first["loss"] == pytest.approx(sum(weights) / 7, abs=1e-6) and first["kl"] == held_out["eval_kl"] == 0
-    assert packed.losses[4] < packed.losses[0]  # of the same examples
-
-
-def test_lora_with_gradient_checkpointing_is_the_same_packed_and_padded(runs: AnswerRuns) -> None:
-    padded = runs.run("lora-padding", "packing.mode=padding", **LORA)
+@only("reward")
+def test_adapters_score_as_trained_alone_and_merged_and_are_gone_on_from(runs: AnswerRuns) -> None:
     packed = runs.run("lora-packed", runs.small, **LORA)
-    runs.assert_same_training(packed, padded, "adapter_model.safetensors")
-    if runs.kind == "dpo":  # against the model with its adapters off
-        assert packed.losses[0] == pytest.approx(LN2, abs=1e-6) and packed.losses[2] < packed.losses[0]
-    if runs.kind == "reward":
-        adapters = packed.folder / "final"
-        merged = AutoModelForSequenceClassification.from_pretrained(packed.folder / "final-merged")
-        assert_scores_as_trained(runs, merged, packed)
-        adapted = AutoPeftModelForSequenceClassification.from_pretrained(adapters, num_labels=1)
-        adapted.config.pad_token_id = merged.config.pad_token_id
-        assert_scores_as_trained(runs, adapted, packed)
-        assert any("score" in name for name in load_file(adapters / "adapter_model.safetensors"))
-        onward = runs.run("lora-onward", f"model.path={adapters}", **LORA)
-        assert onward.evals[0]["eval_loss"] == pytest.approx(packed.evals[-1]["eval_loss"], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "override",
-    ["trainer.mixed_precision=bf16", pytest.param("model.dtype=bfloat16", marks=pytest.mark.exhaustive)],
-)
-def test_bf16_is_the_same_packed_and_padded_within_its_precision(runs: AnswerRuns, override: str) -> None:
-    if override.startswith("model") and runs.kind != "reward":
-        pytest.skip("see test_dpo.py and test_dpo_user.py")
-    short, name = {"trainer": {"max_steps": 3}}, override.partition(".")[0]
-    padded = runs.run(f"{name}-padding", "packing.mode=padding", override, **short)
-    packed = runs.run(f"{name}-packed", runs.small, override, **short)
-    assert packed.losses == pytest.approx(padded.losses, rel=1e-2 if runs.kind == "reward" else 5e-3)
-    if runs.kind == "reward":
-        dtype = torch.bfloat16 if name == "model" else torch.float32
-        assert packed.weights()["score.weight"].dtype == dtype
-
-
-def test_killed_and_resumed_gives_bitwise_the_same_weights(runs: AnswerRuns, packed: Run) -> None:
-    runs.assert_resumes_bitwise(packed, {"dpo": 2, "kto": 5, "reward": 4}[runs.kind])
-
-
-@pytest.mark.parametrize(
-    ("runs", "strategy", "more"),
-    [
-        ("kto", "fsdp2", {}),
-        pytest.param("kto", "zero2", {}, marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]),
-        pytest.param("kto", "zero3", {}, marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]),
-        pytest.param("reward", "zero3", {}, marks=NEEDS_DEEPSPEED),
-        pytest.param("reward", "fsdp2", {}, marks=pytest.mark.exhaustive),
-        pytest.param("reward", "fsdp2", {"peft": LORA["peft"]}, marks=pytest.mark.exhaustive),
-    ],
-    indirect=["runs"],
-)
-def test_strategies_train_as_one_process_also_where_one_has_no_example(
-    runs: AnswerRuns, strategy: str, more: dict[str, Any]
-) -> None:
-    """dpo: test_strategies.py. Of weights that ZeRO-3 does not keep whole; adapters are of a model that has a name."""
-    groups: dict[str, Any] = {"trainer": {"max_steps": 4}, **more}
-    if not more:
-        groups["model"] = {"init": "random", "config": MODEL, "tokenizer": "quickstart", "path": None}
-    name = f"{strategy}{'-lora' if more else ''}"
-    alone = runs.run(f"alone-{name}", **groups)
-    processes = 3 if runs.kind == "kto" else 2
-    run = runs.start(name, runs.small, f"strategy={strategy}", processes=processes, **groups)
-    runs.assert_same_training(run, alone, "adapter_model.safetensors" if more else "model.safetensors")
-    if runs.kind == "reward":
-        place = run.folder / ("final-merged" if more else "final")
-        assert_scores_as_trained(runs, AutoModelForSequenceClassification.from_pretrained(place), run)
+    adapters = packed.folder / "final"
+    merged = AutoModelForSequenceClassification.from_pretrained(packed.folder / "final-merged")
+    assert_scores_as_trained(runs, merged, packed)
+    adapted = AutoPeftModelForSequenceClassification.from_pretrained(adapters, num_labels=1)
+    adapted.config.pad_token_id = merged.config.pad_token_id
+    assert_scores_as_trained(runs, adapted, packed)
+    assert any("score" in name for name in load_file(adapters / "adapter_model.safetensors"))
+    onward = runs.run("lora-onward", f"model.path={adapters}", **LORA)
+    assert onward.evals[0]["eval_loss"] == pytest.approx(packed.evals[-1]["eval_loss"], rel=1e-5)
 
 
 @only("kto", "reward")  # dpo: test_dpo_verify.py
@@ -252,7 +158,7 @@ def test_losses_that_are_not_means_over_pairs_are_those_of_one_process(
     alone = runs.run(f"{name}-alone", "packing.mode=padding", **groups)
     for mode in ("packed", "padding_free"):
         small = [f"packing.mode={mode}", runs.small if mode == "packed" else "batch.examples_per_device=2"]
-        runs.assert_same_training(runs.start(f"{name}-{mode}", *small, processes=3, **groups), alone)
+        assert_same_training(runs.start(f"{name}-{mode}", *small, processes=3, **groups), alone)
 
 
 @only("dpo")

@@ -150,10 +150,8 @@ GROWN: dict[str, tuple[bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("tied", "lora"),
-    [pytest.param(*given, id=name, marks=[pytest.mark.exhaustive] * ("full" in name)) for name, given in GROWN.items()],
-)
+@pytest.mark.sample("embeddings beside", "tied and adapted", "adapted, without a head")
+@pytest.mark.parametrize(("tied", "lora"), GROWN.values(), ids=GROWN)
 def test_adapters_whose_vocabulary_has_grown_are_chatted_with_merged_and_trained_on(
     tied: bool, lora: dict[str, Any], tmp_path: Path
 ) -> None:

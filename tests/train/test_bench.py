@@ -130,6 +130,7 @@ def test_wrong_arguments_end_with_exit_code_2(overrides: tuple[str, ...], said: 
     assert said in done.stderr and not done.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_mode_that_the_model_cannot_run_is_listed_with_its_reason(tmp_path: Path) -> None:
     mamba = {"model_type": "mamba", "hidden_size": 48, "num_hidden_layers": 2, "state_size": 8}
     config = base_config(tmp_path, model={"config": mamba, "attention": "segmented"}, packing={"mode": "padding"})

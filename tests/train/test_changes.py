@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from answer_runs import labelled, preferences
-from here import run_here, train_here
+from here import loaded, run_here, train_here
 from peft import LoraConfig, get_peft_model
 from running import Run, assert_same_bits, base_config, train, write_jsonl
 from tiny_models import tiny_model
@@ -21,7 +20,6 @@ from torch import nn
 from packtrain.changes import spec
 from packtrain.changes.residual import carry_in
 from packtrain.changes.spec import Change, Proposal
-from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, PacktrainError, UserError
 from packtrain.model.load import base_model
 from packtrain.model.spread import embedding_apart, layers_of
@@ -246,11 +244,12 @@ def fails_in_its_forward(*given: Any) -> None:
         forked.run(*given)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "begin, said, other",
     [
         (cannot_be_made_by_one, "another process cannot compute by it", "KeyError: 'no compiler'"),
-        pytest.param(fails_in_its_forward, *2 * ["the model cannot compute by it"], marks=pytest.mark.exhaustive),
+        (fails_in_its_forward, *2 * ["the model cannot compute by it"]),
     ],
 )
 def test_ranks_that_gather_their_weights_decide_alike_and_none_waits_for_another(
@@ -263,6 +262,7 @@ def test_ranks_that_gather_their_weights_decide_alike_and_none_waits_for_another
     assert_same_bits(run, expected)
 
 
+@pytest.mark.sample("dpo")
 @pytest.mark.parametrize("verb", ["dpo", "kto", "reward"])
 def test_other_objectives_prove_by_their_own_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str) -> None:
     rows = labelled(12, seed=0) if verb == "kto" else preferences(12, seed=0)
@@ -294,8 +294,7 @@ def test_a_change_whose_name_is_the_value_of_model_kernels_is_required(
 ) -> None:
     others = {name: Change(name=name, propose=propose) for name in ("acme", "another")}
     monkeypatch.setattr(spec, "CHANGES", SimpleNamespace(all=lambda: others))
-    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(base_config(tmp_path, trainer={"max_steps": 1})))
-    config = load_config(str(path), [])
+    config = loaded(tmp_path, base_config(tmp_path, trainer={"max_steps": 1}))
     assert train_here(config, tmp_path / "auto").summary["changes"].keys() <= {"acme", "another"}
     with pytest.raises(raised, match=said) as refused:
         train_here(replace(config, model=replace(config.model, kernels="acme")), tmp_path / "required")

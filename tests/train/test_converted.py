@@ -55,6 +55,13 @@ MS_SWIFT_STREAM = MS_SWIFT.replace("#40", "").replace("--max_length", "--streami
 TRL = "trl {} --model_name_or_path ./model --dataset_name {} --max_length 256 --eval_strategy epoch --output_dir run"
 
 
+@pytest.mark.sample(
+    without=(
+        "LLaMA-Factory",
+        "TRL dpo",
+        "TRL",
+    )
+)
 @pytest.mark.parametrize(
     ("text", "name", "verb"),
     [

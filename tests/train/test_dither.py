@@ -17,12 +17,12 @@ from answer_runs import preferences
 from here import run_here
 from running import LLAMA, Run, base_config, train, write_jsonl
 from safetensors.torch import load_file
-from test_strategies import NEEDS_DEEPSPEED
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import packtrain
 from packtrain.data.sources.quickstart import tokenizer
 from packtrain.errors import CheckFailed, UserError
+from packtrain.strategies.spec import STRATEGIES
 from packtrain.train.optim.dither import dither_, dithered, exact_in_bfloat16, undithered
 
 BF16 = torch.bfloat16
@@ -165,6 +165,7 @@ def along(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
     return float(both / own)
 
 
+@pytest.mark.sample(without=("bfloat16",))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_that_computes_in_bfloat16_sees_its_updates_and_final_has_them(
     model: Path, tmp_path: Path, dtype: str
@@ -186,6 +187,7 @@ def test_a_model_that_computes_in_bfloat16_sees_its_updates_and_final_has_them(
     assert along(learnt(final, model), whole) == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.exhaustive
 def test_verify_tells_what_share_of_an_update_will_be_seen(model: Path, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config_of(tmp_path, model)))
     plain = forked.command("verify", str(tmp_path / "run.yaml"), "optim.bf16_rounding=undithered", "--json")
@@ -197,6 +199,7 @@ def test_verify_tells_what_share_of_an_update_will_be_seen(model: Path, tmp_path
     assert re.search(r"updates that the model sees.* (1|0\.9\d*|1\.\d*) .*>= 0.5.*ok", spread.stdout), spread.stdout
 
 
+@pytest.mark.exhaustive
 def test_adapters_of_a_bfloat16_base_see_their_updates_too(model: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, model, "bfloat16") | {"peft": {"kind": "lora"}}
     file = "adapter_model.safetensors"
@@ -212,6 +215,7 @@ def test_adapters_of_a_bfloat16_base_see_their_updates_too(model: Path, tmp_path
         assert weight.equal(masters[name]) == ("lora_B" in name), "what began as zero has no offset"
 
 
+@pytest.mark.sample(without=("float32",))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_updates_final_has_the_weights_that_were_loaded(model: Path, tmp_path: Path, dtype: str) -> None:
     exact = ["optim.bf16_rounding=never"] if dtype == "bfloat16" else []
@@ -229,13 +233,8 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(model: Path, tmp_path: Pa
     assert all(again.weights()[name].equal(weight) for name, weight in whole.weights().items())
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((1, "ddp"), (2, "fsdp2")),
-        pytest.param((2, "fsdp2"), (1, "ddp"), marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("before", "after"), [((1, "ddp"), (2, "fsdp2")), ((2, "fsdp2"), (1, "ddp"))])
 def test_a_run_that_goes_on_under_another_strategy_takes_off_what_was_added(
     model: Path, tmp_path: Path, before: tuple[int, str], after: tuple[int, str]
 ) -> None:
@@ -247,6 +246,7 @@ def test_a_run_that_goes_on_under_another_strategy_takes_off_what_was_added(
         assert all((move == 0).all() for move in learnt(run, model).values())
 
 
+@pytest.mark.sample(without=("auto-auto",))
 @pytest.mark.parametrize(("before", "after"), [("auto", "auto"), ("stochastic", "never")])
 def test_a_run_that_goes_on_with_another_seed_or_with_masters_takes_off_what_was_added(
     model: Path, tmp_path: Path, before: str, after: str
@@ -261,27 +261,11 @@ def test_a_run_that_goes_on_with_another_seed_or_with_masters_takes_off_what_was
     assert all((move == 0).all() for move in learnt(run, model).values())
 
 
-@pytest.mark.parametrize(
-    ("strategy", "dtype"),
-    [
-        ("fsdp2", "float32"),
-        pytest.param("fsdp2", "bfloat16", marks=pytest.mark.exhaustive),
-        *(
-            pytest.param(one, dtype, marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive])
-            for one, dtype in [
-                ("zero2", "bfloat16"),
-                ("zero1", "bfloat16"),
-                ("zero3", "bfloat16"),
-                ("zero2", "float32"),
-                ("zero3", "float32"),
-                ("zero3_offload", "bfloat16"),
-                ("zero3_offload", "float32"),
-            ]
-        ),
-        pytest.param("ddp", "float32", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", STRATEGIES.all())
 def test_masters_are_the_same_under_every_strategy(model: Path, tmp_path: Path, strategy: str, dtype: str) -> None:
+    pytest.importorskip(STRATEGIES[strategy].package or "torch")
     config = config_of(tmp_path, model, dtype)
     exact = ["optim.bf16_rounding=never"] if dtype == "bfloat16" else []
     alone = train(tmp_path, config, *exact, name="alone")

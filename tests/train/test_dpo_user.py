@@ -135,6 +135,7 @@ def test_kept_log_probabilities_are_named_by_the_pairs_the_weights_and_the_setti
     assert len({known, *others}) == 1 + len(others)
 
 
+@pytest.mark.sample(without=("model",))
 @pytest.mark.parametrize("way", ["model", "precomputed"])
 def test_a_run_goes_on_against_the_reference_that_it_began_with_or_not_at_all(start: RunConfig, way: str) -> None:
     timely = replace(start.trainer, checkpoint_every=2, keep_checkpoints=None)

@@ -64,6 +64,7 @@ def evaluated(*given: str, expect: int = 0, **how: Any) -> Any:
     return json.loads(done.stdout) if expect == 0 else done
 
 
+@pytest.mark.sample("dpo-lora", "kto-none")
 @pytest.mark.parametrize(
     ("kind", "peft"),
     [("sft", "none"), ("sft", "lora"), ("dpo", "none"), ("dpo", "lora"), ("kto", "none"), ("reward", "lora")],
@@ -164,6 +165,7 @@ def that_answers_right(*given: Any) -> None:
     forked.run(*given)
 
 
+@pytest.mark.sample("kto-regex:^\\\\w+-0.5", "sft-scores:first-0.5")
 @pytest.mark.parametrize(
     ("kind", "score", "share"),
     [

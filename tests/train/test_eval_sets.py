@@ -30,6 +30,7 @@ def of_set(line: dict[str, Any], name: str) -> dict[str, Any]:
     return {key.removeprefix(f"eval_{name}_"): value for key, value in line.items() if key.startswith(f"eval_{name}_")}
 
 
+@pytest.mark.sample("dpo")
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [("sft", {}), ("dpo", {"loss": ["sigmoid", "sft"]}), ("reward", {}), ("kto", {})],

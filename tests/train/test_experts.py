@@ -9,7 +9,8 @@ import pytest
 import torch
 from answer_runs import preferences
 from here import run_here
-from running import LLAMA, base_config, train, write_jsonl
+from matrix import SPARSE
+from running import LLAMA, base_config, write_jsonl
 from test_routers import EXPERTS
 from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,8 +23,6 @@ from packtrain.errors import CheckFailed, UserError
 from packtrain.model.expert_loop import can_group, loop_over_experts
 from packtrain.packing.segments import Segments
 
-SPARSE = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-SPARSE |= {"head_dim": 16, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss"]
 MORE = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("olmoe", "qwen2_moe", "granitemoe", "phimoe")]
 
@@ -134,28 +133,3 @@ def test_a_loop_over_parts_of_rows_is_refused() -> None:
     given = ["model.path=owner/model", "data.train=x", "batch.examples_per_step=4", "model.experts=loop"]
     with pytest.raises(UserError, match="a part of a row may be empty"):
         load_config(None, [*given, "strategy.sequence_parallel=2", "batch.tokens_per_device=2048"])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("strategy", "changes"),
-    [
-        ("ddp", ()),
-        ("fsdp2", ()),
-        ("zero2", ()),
-        ("zero3", ()),
-        ("zero3", ("trainer.gradient_checkpointing=full",)),
-        ("fsdp2", ("trainer.gradient_checkpointing=selective",)),
-        ("ddp", ("peft=lora",)),
-        ("ddp", ("trainer.mixed_precision=bf16",)),
-    ],
-)
-def test_processes_train_as_by_the_loop(tmp_path: Path, strategy: str, changes: tuple[str, ...]) -> None:
-    config = base_config(tmp_path, trainer={"max_steps": 3})
-    config["model"]["config"] = SPARSE
-    given = (f"strategy={strategy}", *changes)
-    loop = train(tmp_path, config, *given, "model.experts=loop", name="loop", processes=3)
-    run = train(tmp_path, config, *given, name="grouped", processes=3)
-    said = "computes no gradients before step 1" if strategy == "zero3" else "loss off by"
-    assert said in run.summary["changes"]["experts"]
-    assert run.losses == pytest.approx(loop.losses, rel=5e-3 if "trainer.mixed_precision=bf16" in changes else 1e-5)

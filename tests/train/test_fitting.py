@@ -11,10 +11,10 @@ import pytest
 import torch
 from here import run_here
 from peft import PeftModel
-from running import Run, base_config, packtrain, train
+from running import Run, base_config, packtrain
 from safetensors.torch import load_file
 from tiny_served import save_model
-from tolerances import EPS, of_adam, of_sum
+from tolerances import EPS
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from packtrain.config.schema import Optim
@@ -63,20 +63,6 @@ def run_alone(folder: Path, alone: dict[str, Run], name: str, options: tuple[str
     if name not in alone:
         alone[name] = run_here(folder, config_of(folder), *options, name=name)
     return alone[name]
-
-
-@pytest.mark.parametrize(("name", "options"), [("dora", DORA), ("groups", GROUPS)], ids=["dora", "groups"])
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=NEEDS_DEEPSPEED), "fsdp2"])
-def test_two_processes_train_as_one(
-    name: str, options: tuple[str, ...], strategy: str, folder: Path, alone: dict[str, Run]
-) -> None:
-    one = run_alone(folder, alone, name, options)
-    two = train(folder, config_of(folder), *options, f"strategy={strategy}", name=f"{name}-{strategy}", processes=2)
-    assert two.losses == pytest.approx(one.losses, rel=of_sum())
-    expected = weights_of(one)
-    assert weights_of(two).keys() == expected.keys()
-    for name, weight in weights_of(two).items():
-        assert (weight - expected[name]).norm() <= of_adam(weight.numel()) * expected[name].norm(), name
 
 
 def test_merged_adapters_of_dora_say_what_the_adapted_model_says(folder: Path, alone: dict[str, Run]) -> None:
@@ -159,6 +145,12 @@ def test_groups_that_match_nothing_are_refused_before_any_step(folder: Path) -> 
         run_here(folder, config_of(folder), "optim.groups=[{match: '.', lr_scale: 0}]", name="refused")
 
 
+@pytest.mark.sample(
+    without=(
+        "8 bits",
+        "muon",
+    )
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -233,23 +225,6 @@ def test_the_average_is_that_of_the_weights_after_each_step(folder: Path, alone:
         assert (value - average[name]).abs().max() <= 3 * 3 * EPS * max(1.0, value.abs().max().item()), name
         assert not torch.equal(value, weights_of(run)[name])
     AutoModelForCausalLM.from_pretrained(run.folder / "final-ema")
-
-
-@pytest.mark.parametrize("options", [(), ("peft=lora",)], ids=["whole", "lora"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_the_average_is_the_same_on_two_processes_and_after_a_stop(
-    strategy: str, options: tuple[str, ...], folder: Path, alone: dict[str, Run]
-) -> None:
-    name = f"ema-{strategy}-{len(options)}"
-    one = run_alone(folder, alone, f"ema-{len(options)}", (*EMA, *options))
-    given = (*EMA, *options, f"strategy={strategy}")
-    two = train(folder, config_of(folder), *given, name=name, processes=2)
-    resume = f"trainer.resume={two.folder}/checkpoints/step-000002"
-    resumed = train(folder, config_of(folder), *given, resume, name=f"{name}-resumed", processes=2)
-    expected, found, after = (weights_of(run, "final-ema") for run in (one, two, resumed))
-    for key, value in expected.items():
-        assert (found[key] - value).norm() <= of_adam(value.numel()) * value.norm(), key
-        assert torch.equal(after[key], found[key]), key
 
 
 def test_an_average_ends_where_a_run_goes_on_without_it_and_begins_anew(folder: Path, alone: dict[str, Run]) -> None:

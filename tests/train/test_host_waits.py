@@ -23,6 +23,13 @@ OF_TRANSFORMERS = {"transformers/masking_utils.py::_ignore_causal_mask_sdpa"}
 MASKED = {"packing.mode=padding", "model.attention=per_document"}
 
 
+@pytest.mark.sample(
+    without=(
+        "lora",
+        "padding_free",
+        "per_document",
+    )
+)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -42,6 +49,7 @@ def test_a_step_on_documents_waits_for_nothing(changes: list[str], tmp_path: Pat
     assert split(waits, theirs) == (LATE, theirs)
 
 
+@pytest.mark.sample("dpo", "kto", "reward")
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [

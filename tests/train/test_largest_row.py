@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from here import ALONE, run_here, train_here
+from here import ALONE, run_here
 from running import LLAMA, Run, assert_same_bits, base_config, train
 
-from packtrain.config.compose import load_config
 from packtrain.config.schema import Trainer
 from packtrain.errors import UserError
 from packtrain.objectives.sft.run import SFTLoss
@@ -123,11 +121,9 @@ def test_what_is_tried_is_what_no_other_micro_batch_exceeds(tmp_path: Path, monk
 
     monkeypatch.setattr(SFTLoss, "compute", of)
     monkeypatch.setattr(run_module, "tries_largest", lambda *_: True)
-    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config_of(tmp_path)))
     for mode in ("packed", "padding"):
         seen.clear()
-        config = load_config(str(path), [f"packing.mode={mode}"])
-        train_here(replace(config, trainer=replace(config.trainer, resume="never")), tmp_path / mode)
+        run_here(tmp_path, config_of(tmp_path), f"packing.mode={mode}", "trainer.resume=never", name=mode)
         assert seen[0] == seen[1] == max(seen[2:])
 
 

@@ -121,9 +121,8 @@ class Tokens:
         return 50
 
 
-@pytest.mark.parametrize(
-    ("processes", "strategy"), [(3, "fsdp2"), (3, "zero3"), pytest.param(4, "fsdp2", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.sample("3-fsdp2")
+@pytest.mark.parametrize(("processes", "strategy"), [(3, "fsdp2"), (3, "zero3"), (4, "fsdp2")])
 def test_slices_are_those_of_the_whole_model_and_files_too(tmp_path: Path, processes: int, strategy: str) -> None:
     save_models(tmp_path)
     for result in forked.joined(processes, str(tmp_path), strategy, begin=compare):
@@ -188,7 +187,8 @@ def test_copies_on_two_machines_train_as_one_process_and_go_on_as_one_group(fold
     assert_same(again, alone)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero3", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_a_head_that_is_trained_in_full_beside_adapters_is_a_copy_of_its_slices(folder: Path, strategy: str) -> None:
     config = {**config_of(folder), "peft": {"kind": "lora", "modules_to_save": ["lm_head"]}}
     one = train(folder, config, name=f"adapted-{strategy}-one")
@@ -220,6 +220,7 @@ def test_only_fsdp2_shards_within_machines(folder: Path) -> None:
     train(folder, config_of(folder), "strategy=zero2", "strategy.shard_within=machine", name="refused", expect=2)
 
 
+@pytest.mark.sample(without=("zero3",))
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_files_of_another_training_on_one_machine_are_noticed(folder: Path, tmp_path: Path, strategy: str) -> None:
     environments = forked.told_by_torchrun(2)

@@ -133,6 +133,20 @@ def watched(kind: str, config: RunConfig, *, padded: bool) -> tuple[int, int]:
     return kept, watch.most
 
 
+@pytest.mark.sample(
+    without=(
+        "llama-overrides3-every_2",
+        "llama-overrides3-selective",
+        "mistral-overrides2-every_2",
+        "mistral-overrides2-full",
+        "mistral-overrides2-selective",
+        "qwen2-overrides1-every_2",
+        "qwen2-overrides1-full",
+        "qwen3-overrides5-every_2",
+        "qwen3-overrides5-full",
+        "qwen3-overrides5-selective",
+    )
+)
 @pytest.mark.parametrize("policy", ["none", "every_2", "selective", "full"])
 @pytest.mark.parametrize(
     ("kind", "overrides"),
@@ -162,6 +176,9 @@ def test_the_layers_keep_what_was_estimated(kind: str, overrides: list[str], pol
     assert waiting + working + copies == pytest.approx(most, rel=0.3)
 
 
+@pytest.mark.sample(
+    "qwen3-overrides0-none", "qwen3-overrides0-every_2", "qwen2-overrides1-full", "llama-overrides2-full"
+)
 @pytest.mark.parametrize("policy", ["none", "every_2", "full"])
 @pytest.mark.parametrize(
     ("kind", "overrides"),

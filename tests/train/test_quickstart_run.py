@@ -28,8 +28,8 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subproce
     """The folder in which the quickstart was run, and what it said."""
     folder = tmp_path_factory.mktemp("quickstart")
     result = subprocess.run(
-        # a twentieth of its 800 steps: most of what is learnt is learnt by then
-        [sys.executable, "-m", "packtrain", "sft", "recipes/quickstart-sft.yaml", "trainer.max_steps=40"],
+        # a fortieth of its 800 steps: the loss is a third by then
+        [sys.executable, "-m", "packtrain", "sft", "recipes/quickstart-sft.yaml", "trainer.max_steps=20"],
         cwd=folder,  # not the checkout: the recipe is found in the package
         env={**environment_of(folder), "PYTHONPROFILEIMPORTTIME": "1"},  # imports are listed in stderr
         capture_output=True,
@@ -39,6 +39,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subproce
     return folder, result
 
 
+@pytest.mark.exhaustive
 def test_a_run_imports_nothing_of_what_it_does_not_do(quickstart) -> None:
     others = {"packtrain.objectives.dpo.run", "trl.trainer.dpo_trainer"}
     others |= {"packtrain.train.verify.measure", "packtrain.train.verify.modes"}
@@ -68,7 +69,7 @@ def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_lea
     environment = environment_of(tmp_path)
     assert result.returncode == 0, result.stderr
     run = Run(tmp_path / "runs" / "quickstart-sft")
-    assert run.summary["eval_loss"] < run.summary["first_eval_loss"] / 4  # halved long before the 800 steps are over
+    assert run.summary["eval_loss"] < run.summary["first_eval_loss"] / 2  # halved long before the 800 steps are over
     out = result.stdout
     assert out.count("before ") == out.count("after  ") == 3
     assert str(run.folder.resolve()) in out

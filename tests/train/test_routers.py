@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from running import LLAMA, Run, base_config, train
+from here import run_here
+from running import LLAMA, base_config
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
@@ -159,37 +161,13 @@ def test_a_loss_that_differs_from_the_models_own_is_caught_before_training() -> 
         routers.check(model, collate_padded(documents(), 0))
 
 
-RUNS = {
-    "one padded micro-batch": ["packing.mode=padding", "batch.examples_per_device=8", "batch.tokens_per_device=null"],
-    "packed": ["trainer.gradient_checkpointing=full"],
-    "without": ["model.config.output_router_logits=false"],
-}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    folder = tmp_path_factory.mktemp("routers")
+def test_the_logged_loss_is_the_token_mean_and_the_weighted_router_loss(tmp_path: Path) -> None:
+    """On several processes and with other objectives' layouts: test_cells.py."""
+    config = base_config(tmp_path, trainer={"max_steps": 1})
     experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": WEIGHT}
-    config = base_config(folder, trainer={"max_steps": 4})
     config["model"]["config"] = {**LLAMA, "model_type": "mixtral", **experts}
-    return {
-        name: train(folder, config, *keys, name=name.replace(" ", "_"), processes=2 if name == "packed" else 1)
-        for name, keys in RUNS.items()
-    }
-
-
-def test_two_processes_with_packed_rows_train_as_one_with_a_padded_batch(runs: dict[str, Run]) -> None:
-    run, expected = runs["packed"], runs["one padded micro-batch"]
-    assert [s["examples"] for s in run.steps] == [7, 7, 7, 1]  # the last step leaves a rank with nothing
-    assert run.losses == pytest.approx(expected.losses, rel=1e-5)
-    for figure, tolerance in (("router_aux_loss", 1e-5), ("grad_norm", 1e-4)):
-        assert [s[figure] for s in run.steps] == pytest.approx([s[figure] for s in expected.steps], rel=tolerance)
-    weights, theirs = run.weights(), expected.weights()
-    assert max(relative(weights[one], theirs[one]) for one in theirs) < 1e-4
-
-
-def test_the_logged_loss_is_the_token_mean_and_the_weighted_router_loss(runs: dict[str, Run]) -> None:
-    first, without = runs["one padded micro-batch"].steps[0], runs["without"].steps[0]
+    (first,) = run_here(tmp_path, config).steps
+    (without,) = run_here(tmp_path, config, "model.config.output_router_logits=false", name="without").steps
     assert first["loss"] == pytest.approx(without["loss"] + WEIGHT * first["router_aux_loss"], rel=1e-5)
     assert first["router_aux_loss"] > 1.9  # 2 experts a token: 2 is balance
     assert "router_aux_loss" not in without

@@ -50,6 +50,7 @@ def said(run: Run) -> list[str]:
     return [line for line in log.splitlines() if "generation_config.json" in line]
 
 
+@pytest.mark.sample("merged")
 @pytest.mark.parametrize(
     ("overrides", "places", "processes"),
     [
@@ -70,6 +71,7 @@ def test_sampling_settings_that_the_library_refuses_are_saved_with_sampling_on(
     assert "do_sample: true" in line and "`0.6`" in line
 
 
+@pytest.mark.sample(without=("given1-kept1-as it came",))
 @pytest.mark.parametrize(
     ("given", "kept", "words"),
     [

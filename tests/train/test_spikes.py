@@ -99,6 +99,7 @@ def test_a_skipped_step_changes_nothing_and_is_told_with_its_documents(skipped: 
     assert (before, after) == (4, 5)
 
 
+@pytest.mark.sample(without=("dpo",))
 @pytest.mark.parametrize("verb", ["sft", "dpo"])
 def test_the_means_of_a_line_leave_a_skipped_step_out(tmp_path: Path, verb: str) -> None:
     """Of lines for several steps, and TRL's own figures as well; a line of one skipped step repeats the loss before it."""
@@ -126,6 +127,7 @@ def test_the_means_of_a_line_leave_a_skipped_step_out(tmp_path: Path, verb: str)
         assert "rewards/margins" not in each[SPIKE - 1] and some[2]["rewards/margins"] == pytest.approx(margins)
 
 
+@pytest.mark.exhaustive
 def test_killed_after_a_skipped_step_a_run_ends_the_same(skipped: Run, tmp_path: Path) -> None:
     path = written(tmp_path, on_spike="skip", checkpoint_every=4)
     assert packtrain("sft", path, begin=with_a_spike_and_an_end, expect=None).returncode == -9
@@ -153,13 +155,14 @@ def test_spikes_without_end_end_the_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert [line["step"] for line in spikes(Run(tmp_path / "run"))] == list(range(SPIKE, SPIKE + IN_A_ROW))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("strategy", "dtype", "near"),
     [
-        pytest.param("ddp", "float32", 1e-5, marks=pytest.mark.exhaustive),
+        ("ddp", "float32", 1e-5),
         pytest.param("zero2", "float32", 1e-5, marks=NEEDS_DEEPSPEED),
-        pytest.param("zero1", "bfloat16", 1e-3, marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]),  # its own optimizer
-        pytest.param("fsdp2", "float32", 1e-5, marks=pytest.mark.exhaustive),
+        pytest.param("zero1", "bfloat16", 1e-3, marks=NEEDS_DEEPSPEED),  # its own optimizer
+        ("fsdp2", "float32", 1e-5),
     ],
 )
 def test_two_processes_skip_the_same_step(skipped: Run, tmp_path: Path, strategy: str, dtype: str, near: float) -> None:

@@ -62,19 +62,16 @@ def with_packages_of_the_folder(*given: Any) -> None:
     forked.run(*given)
 
 
-@pytest.mark.parametrize(
-    ("tracker", "package"), [("trackio", "trackio"), ("swanlab", "swanlab"), ("comet", "comet_ml")]
-)
-def test_a_tracker_is_told_the_figures_of_a_run(
-    tracker: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / f"{package}.py").write_text(SAVE + PACKAGES[package])
+def test_trackers_are_told_the_figures_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package, code in PACKAGES.items():
+        (tmp_path / f"{package}.py").write_text(SAVE.replace("told", package) + code)
     monkeypatch.chdir(tmp_path)
-    config = base_config(tmp_path, trainer={"max_steps": 2}, tracking={"report_to": [tracker], "run_name": "mine"})
+    tracking = {"report_to": ["trackio", "swanlab", "comet"], "run_name": "mine"}
+    config = base_config(tmp_path, trainer={"max_steps": 2}, tracking=tracking)
     run = train(tmp_path, config, begin=with_packages_of_the_folder)
-    assert "left out" not in run.log
-    told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
-    assert told[0][0] == "init" and told[0][1]["name"] == "mine"
-    losses = [values["train/loss"] for kind, values in told if kind == "log" and "train/loss" in values]
-    assert losses == run.losses and len(losses) == 2
-    assert told[-1][0] == "finish"
+    assert "left out" not in run.log and len(run.losses) == 2
+    for package in PACKAGES:
+        told = [json.loads(line) for line in (tmp_path / f"{package}.jsonl").read_text().splitlines()]
+        assert told[0][0] == "init" and told[0][1]["name"] == "mine" and told[-1][0] == "finish"
+        losses = [values["train/loss"] for kind, values in told if kind == "log" and "train/loss" in values]
+        assert losses == run.losses, package

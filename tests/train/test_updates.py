@@ -9,8 +9,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 from here import run_here
-from running import Run, assert_same_bits, base_config, train
-from test_strategies import cut
+from running import Run, base_config
 from torch import nn
 from transformers import Adafactor, AutoModelForCausalLM, get_scheduler
 
@@ -89,6 +88,7 @@ class Fitting:
             return self.loss().item()
 
 
+@pytest.mark.sample("adamw")
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_masters_and_stochastic_rounding_learn_what_float32_does(kind: str) -> None:
     start = Fitting(kind, torch.float32).exact_loss()
@@ -135,19 +135,6 @@ def test_a_stochastic_rounding_is_right_in_the_mean_and_takes_a_neighbour() -> N
 
 
 # Runs.
-
-
-@pytest.mark.parametrize(
-    ("strategy", "how"), [pytest.param("ddp", CHANCE, marks=pytest.mark.exhaustive), ("fsdp2", EXACT)]
-)
-def test_two_processes_go_on_bit_for_bit(tmp_path: Path, strategy: str, how: str) -> None:
-    overrides = [f"strategy={strategy}", how]
-    unbroken = train(tmp_path, config_of(tmp_path), *overrides, name="unbroken", processes=2)
-    resumed = train(tmp_path, config_of(tmp_path), *overrides, name=cut(unbroken, "resumed"), processes=2)
-    assert_same_bits(resumed, unbroken)
-    weights = unbroken.weights().values()
-    coarse = [torch.equal(weight, weight.bfloat16().float()) for weight in weights if weight.dim() == 2]
-    assert all(coarse) if how == CHANCE else not any(coarse), "masters are what is saved"
 
 
 def test_final_keeps_what_masters_learned(tmp_path: Path) -> None:

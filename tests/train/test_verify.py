@@ -113,6 +113,7 @@ def test_adapters_16_bits_sinks_and_windows_are_exact(model: dict, groups: dict,
     assert report["reference"]["documents"][-1] == beyond_windows.get(model["model_type"], 135)
 
 
+@pytest.mark.sample(without=("model2-sft",))
 @pytest.mark.parametrize(("model", "kind"), [(MPT, "sft"), (MPT, "dpo"), (MAMBA, "sft")])
 def test_a_model_that_cannot_be_flattened_is_exact_one_document_at_a_time(
     tmp_path: Path, model: dict[str, Any], kind: Any
@@ -220,6 +221,7 @@ def disturb_attention(model: torch.nn.Module) -> None:
             module.register_forward_hook(disturb)
 
 
+@pytest.mark.sample(without=("None",))
 @pytest.mark.parametrize("broken", [None, forgets_all_borders])
 def test_routers_that_choose_otherwise_in_16_bits_are_no_leak_and_hide_none(
     broken: Callable | None, tmp_path: Path, monkeypatch: Any
