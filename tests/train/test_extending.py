@@ -217,10 +217,12 @@ def test_a_package_that_is_broken_is_named(
 ) -> None:
     shutil.copytree(package, site := tmp_path / "site")
     (path := site / file).write_text(path.read_text().replace(old, new, 1))
-    config = [config_in(tmp_path)] if verb == "orpo" else ["recipes/quickstart-sft.yaml"] if verb == "sft" else []
-    ran = fresh(
-        site, verb, *config, *["trainer.max_steps=1", f"trainer.output_dir={tmp_path / 'run'}"][: 2 * len(config)]
-    )
+    if verb == "--help":
+        ran = fresh(site, verb)
+    else:
+        config = config_in(tmp_path) if verb == "orpo" else "recipes/quickstart-sft.yaml"
+        overrides = ("trainer.max_steps=1", f"trainer.output_dir={tmp_path / 'run'}")
+        ran = packtrain(verb, config, *overrides, begin=partial(with_package, site), expect=None)
     assert ran.returncode == 2 and "Traceback" not in ran.stderr
     assert f"packtrain-orpo, packtrain.{'changes: acme' if verb == 'sft' else 'objectives: orpo'} = " in ran.stderr
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import packtrain.attention.segmented.run  # noqa: F401  # registers its attention
+import packtrain.attention.segmented  # noqa: F401  # registers its attention
 import pytest
 import torch
 import torch.nn.functional as F

@@ -118,7 +118,8 @@ trainer.activation_offload !trainer.gradient_checkpointing=full
     without full recomputation, layers keep weights beside their activations, and these would move to the host too
     → Set trainer.gradient_checkpointing=full.
 trainer.gradient_checkpointing=selective trainer.torch_compile
-    compiled parts hide their products, so no result could be kept → Set trainer.gradient_checkpointing=full or every_2.
+    compiled parts hide their products, so no result could be kept
+    → Set trainer.gradient_checkpointing=full or every_2, or trainer.torch_compile=false.
 trainer.gradient_checkpointing=selective trainer.tokens_per_mlp_tile
     selective keeps a product of the MLP for all tokens, and tiles must not keep it
     → Set trainer.gradient_checkpointing=full or every_2.
