@@ -208,9 +208,7 @@ def check_spread(spec: StrategySpec, wrapped: nn.Module, model: nn.Module) -> No
     """Raise CheckFailed if the strategy is not active: each process would then train alone."""
     if not engine_of(spec.name).is_spread(spec, wrapped, model):
         what = f"strategy={spec.name} is not active: the wrapped model is a {type(wrapped).__name__}"
-        raise CheckFailed(
-            what, where="strategy.name", fix="start it with packtrain or torchrun, without other settings"
-        )
+        raise CheckFailed(what, where="strategy.name", fix="start it by packtrain or torchrun, without other settings")
 
 
 def warmup_of(optim: Optim, steps: int) -> int:
