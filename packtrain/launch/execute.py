@@ -133,7 +133,7 @@ def inputs(config: RunConfig, given: str | None) -> Iterator[tuple[str, str]]:
 
 
 def check_attempt(config: RunConfig, given: str | None, folder: RunFolder, resume: str) -> None:
-    """Raise UserError if the folder has files that packtrain did not make, or checkpoints that this config cannot continue."""
+    """Raise UserError if the folder has foreign files, or checkpoints that this config cannot continue."""
     check_config(asdict(config), folder, resume)
     folder.check_ours(inputs(config, given))
 
@@ -302,7 +302,7 @@ def _main_address(plan: LaunchPlan) -> str:
 
 
 def _writes_run_folder(plan: LaunchPlan) -> bool:
-    """Return whether this process writes the run folder: rank 0 does, or the only process, whatever its RANK."""
+    """Return whether this process writes the run folder. Rank 0 does; so does a single process, under any RANK."""
     rank = plan.command.env.get("RANK", os.environ.get("RANK", "0")) if plan.num_processes > 1 else "0"
     return plan.node == 0 and rank == "0"
 

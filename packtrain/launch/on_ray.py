@@ -37,7 +37,7 @@ from packtrain.wording import first_line
 
 _POLL_S = 0.3
 _SILENT_S = 60
-"""Seconds without an answer after which the cluster counts as lost."""
+"""Most seconds without an answer. Then the cluster counts as lost."""
 _ANSWER_S = 10
 _LEAVE_S = 60
 """Seconds that machines may go on after one of them has failed, and that an earlier launch may take to leave the run folder."""

@@ -80,7 +80,7 @@ def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> 
         rerun = _offloading(rerun)
 
     def switch(self: PreTrainedModel, enable: bool = True, **_: object) -> None:
-        """Replace transformers' method: TRL switches off for a reference pass, and on again without our choices."""
+        """Replace transformers' method. TRL switches off for a reference pass, and on again without our choices."""
         type(self)._set_gradient_checkpointing(self, enable, rerun)
         for number, layer in enumerate(layers):
             layer.gradient_checkpointing = enable and number % every == 0
@@ -111,7 +111,7 @@ def recompute_in_eval(model: PreTrainedModel) -> None:
 
 
 def _keep_every_second(kinds: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
-    """Return the policy for one run of a layer. Of the products by these operators the first is made again, the second kept, and so on.
+    """Return the policy for one run of a layer. It recomputes the first product by these operators, keeps the second, and so on.
     The last of seven is not kept: the backward pass does not need its result."""
     products: Counter[bool] = Counter()
 

@@ -118,7 +118,7 @@ class Engine:
         return nullcontext()
 
     def masters_of(self, stepped: torch.Tensor) -> list[torch.Tensor]:
-        """Return the float32 masters in `stepped`, a tensor that the optimizer steps, of weights that compute in bfloat16. If the run has
+        """Return the float32 masters in `stepped`, a tensor that the optimizer steps. Their weights compute in bfloat16. If the run has
         masters at all, each process gets one, which may be empty."""
         if isinstance(stepped, torch.nn.Parameter):
             rounded = any(stepped is weight for weight in self.dither.rounded.values())
@@ -167,7 +167,7 @@ class Engine:
     # Parts that differ by strategy: checkpoints and final/.
 
     def exact_weights(self, kept_as: str) -> Exact:
-        """Return a function that gathers a weight's optimizer state `kept_as` (its master or average), None without one."""
+        """Return a function that gathers a weight's master, or its optimizer state `kept_as`. It returns None without one."""
         states = self.plain_optimizer.state
 
         def exact(weight: torch.Tensor) -> torch.Tensor | None:

@@ -89,7 +89,7 @@ class StopRequest:
         self._grace_s, self._ends_at = grace_s, math.inf
 
     def shortage_of_time(self, seconds: float) -> str:
-        """Return why `seconds` of work do not fit into the grace time; "" if they do."""
+        """Return why `seconds` of work exceed the grace time; "" if they do not."""
         left = self._ends_at - time.monotonic()
         if seconds <= left:
             return ""

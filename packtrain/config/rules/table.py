@@ -224,7 +224,7 @@ def holds(word: str, config: RunConfig, given: Set[str] = frozenset()) -> bool:
 
 
 def _text(value: object) -> str:
-    """Return a value as it is written on the command line."""
+    """Return a value in the words of the command line."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)

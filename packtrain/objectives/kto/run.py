@@ -290,7 +290,7 @@ class KTO(ReferenceObjective):
         super().prove(start)
 
     def with_reference(self, steps: UnpairedSteps, start: Start) -> UnpairedSteps:
-        """See ReferenceObjective. Each epoch has other mismatched pairs, so those of all steps are computed."""
+        """See ReferenceObjective. Mismatched pairs differ between epochs, so all steps are computed."""
         steps = super().with_reference(steps, start)
         if not self._estimates:
             return steps
