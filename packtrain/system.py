@@ -34,7 +34,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 """The signals that ask a process to end."""
 DISK_S = 3
 _disk, _unfinished = threading.Lock(), list[Future]()
-"""`in_time` holds the lock during a call, so that calls run one by one. The list has the calls that did not return in time."""
+"""`in_time` locks each call, so they run one by one. `_unfinished` has the calls that did not return in time."""
 _Result = TypeVar("_Result")
 
 

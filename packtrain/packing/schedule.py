@@ -92,7 +92,7 @@ class Schedule:
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """Return everything that decides the rows, besides the documents' lengths and the number of ranks."""
+        """Return everything that decides the rows, except the documents' lengths and the number of ranks."""
         sizes = (self.limits, self.examples_per_step, self.rows_per_step, self.attention_cost, self.ranks_per_row)
         return self.packing, *sizes, self.seed, self.shuffle
 

@@ -37,7 +37,7 @@ _DECIDED = "decided before"
 Norm = torch.Tensor | float
 """Norm of the gradients of a step."""
 IN_A_ROW = 10
-"""Consecutive spikes that end the run under any `trainer.on_spike`: the weights are ruined."""
+"""Number of spikes in a row that ends the run under any `trainer.on_spike`: the weights are ruined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class SpikeJudge:
         if action == "stop":
             fix = "lower it, or raise trainer.spike_factor" if self.rules.factor else "lower it"
             if too_many:
-                reason += f", the {IN_A_ROW}th step in a row that is given up,"
+                reason += f", for the {IN_A_ROW}th step in a row,"
                 fix += ", and go on from a checkpoint before these steps"
             else:
                 fix += ", or set trainer.on_spike=skip; the checkpoints before this step are kept"
@@ -172,7 +172,7 @@ class SpikeJudge:
         then += ", as there is no checkpoint to go back to yet" if action != self.rules.action else ""
         if back is not None:
             then = f"the run goes back to the checkpoint of step {back[0]} and leaves out the steps since then"
-        self._say(f"step {step}: {reason}; {then}. spikes.jsonl has its documents")
+        self._say(f"step {step}: {reason}; {then}. spikes.jsonl names its documents")
         return back
 
     def stop_at(self, step: int, loss: float, documents: Sequence[int]) -> NoReturn:

@@ -86,11 +86,11 @@ def _sources(config: RunConfig) -> Iterator[Fault]:
     if twice := next((name for name in names if names.count(name) > 1), None):
         yield Fault(("data.train",), f"two sources are called {twice!r}", "Give each a name of its own.")
     if data.stages and any(source.weight != 1 or source.samples for source in train):
-        what, fix = "stages replace the weights and samples of sources", "Leave them out, or data.stages."
+        what, fix = "stages replace the weights and samples of sources", "Remove them, or data.stages."
         yield Fault(("data.train", "data.stages"), what, fix)
     if data.streaming and any(source.samples for source in train):
-        what = "samples count an epoch, which a stream does not have: weights are its shares"
-        yield Fault(("data.train", "data.streaming"), what, "Leave them out, or data.streaming.")
+        what = "samples are the examples of an epoch, and a stream has none: use weights"
+        yield Fault(("data.train", "data.streaming"), what, "Remove them, or data.streaming.")
     if not data.streaming and any(source.repeat for source in train):
         fix = "Set data.streaming=true, or write a weight."
         yield Fault(("data.train", "data.streaming"), "only streaming data can use repeat", fix)

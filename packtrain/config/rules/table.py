@@ -169,7 +169,7 @@ _KEYS = {
     "objective.spec": "objective.kind",
     "strategy.spec": "strategy.name",
 }
-"""Values that follow from a key, and that key."""
+"""Computed values in conditions, each with the key that decides it."""
 
 
 @dataclass(frozen=True, slots=True)
