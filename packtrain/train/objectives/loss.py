@@ -98,7 +98,8 @@ class Loss:
     def compute(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """Return a scalar: the micro-batch's share of the step's loss, times the number of processes.
 
-        The factor makes up for the averaging of gradients over processes. `counts` int64 [4] cover the whole step: trained targets, tokens, slots, examples.
+        The factor makes up for the averaging of gradients over processes. `counts` int64 [4] cover the whole step: trained targets, tokens,
+        slots, examples.
         """
         raise NotImplementedError
 
