@@ -1,4 +1,4 @@
-"""Errors for the user, the boundary around other people's code, and the exit code of a process.
+"""Errors for the user, the boundary around others' code, and a process's exit code.
 
 A PacktrainError is raised where the fault is detected. `boundary` turns errors of libraries, or of a model's code, into a UserError with
 the file or config key, the first line of the error, and a fix. Bugs of packtrain stay bugs (exit code 1); the file that raised an error
@@ -31,15 +31,15 @@ _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _SITE_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 TRACEBACK = "PACKTRAIN_TRACEBACK"
 """Environment variable: if it is set, errors for the user are printed with their traceback."""
-_SHOWS = f"{TRACEBACK}=1 shows where it was raised."
-_LIMIT = "A limit is reached: see ulimit -a and free -h."
+_SHOW_TRACEBACK = f"{TRACEBACK}=1 shows where it was raised."
+_LIMIT_REACHED = "A limit is reached: see ulimit -a and free -h."
 _UNREACHABLE = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
 _FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space there, or in your quota, or name another place."),
-    **dict.fromkeys((errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM), _LIMIT),
+    **dict.fromkeys((errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM), _LIMIT_REACHED),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Name another place, or check its permissions: ls -ld."),
     **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP), "Name another place: its name is too long, or a link loops."),
-    **dict.fromkeys(_UNREACHABLE, "The disk or the network behind it fails: see dmesg, and whether it is mounted."),
+    **dict.fromkeys(_UNREACHABLE, "The disk, or the network behind it, fails: see dmesg, and check its mount."),
 }
 """Errors of the operating system and advice about them. They are never a bug."""
 Fix = str | Callable[[BaseException], str]
@@ -112,7 +112,7 @@ class LostPeers(PeerFailed):
 
 
 def read_json(path: Path) -> Json:
-    """Return the JSON object in a file of the user. Raises UserError if it is anything else."""
+    """Return the JSON object in a file of the user. Raises UserError if there is none."""
     what = "not a JSON object" if path.is_file() else "there is no such file"  # reading a pipe could block
     try:
         if path.is_file() and isinstance(content := json.loads(path.read_bytes()), dict):
@@ -166,23 +166,23 @@ def explain(error: BaseException) -> PacktrainError | None:
     if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)):
         return PeerFailed(f"the other side does not answer: {error}", fix="Check whether it is up, and try again.")
     if isinstance(error, MemoryError) or "can't start new thread" in str(error):
-        return UserError("there is not enough memory", fix=_LIMIT)
+        return UserError("there is not enough memory", fix=_LIMIT_REACHED)
     place = raised_in(error)
     ours = place.startswith(_OURS)
     if isinstance(error, ImportError) and not (error.name.startswith("packtrain") if error.name else ours):
         cause = f" ({first_line(error.__cause__)})" if error.__cause__ else ""  # transformers imports lazily
-        fix = f"Reinstall it, in a version that packtrain supports: pip check. {_SHOWS}"
+        fix = f"Reinstall it, in a version that packtrain supports: pip check. {_SHOW_TRACEBACK}"
         return UserError(f"a package cannot be used: {first_line(error)}{cause}", fix=fix)
     if isinstance(error, OSError) and (not ours or error.errno in _FIXES):
         names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
-        fix = _FIXES.get(error.errno or 0, f"Check the path, and what is there. {_SHOWS}")
+        fix = _FIXES.get(error.errno or 0, f"Check the path and its contents. {_SHOW_TRACEBACK}")
         return UserError(error.strerror or str(error) or type(error).__name__, where=" → ".join(names), fix=fix)
     if isinstance(error, FileNotFoundError) and error.filename is None:  # raised by os.getcwd
         return UserError("the current folder is gone", fix="Go to one that exists: cd.")
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     imported = any(code.co_name == "<module>" and code.co_filename == place for code in frames)
     if "surrogates" in str(error) or (not ours and (imported or isinstance(error, (UnicodeError, RecursionError)))):
-        fix = f"Correct the file, name or environment variable that it reads. {_SHOWS}"
+        fix = f"Correct the file, name or environment variable that it reads. {_SHOW_TRACEBACK}"
         return UserError(f"a library failed: {first_line(error)}", where=place, fix=fix)
     return None
 
@@ -206,7 +206,7 @@ def staying() -> Iterator[None]:
         caller = sys._getframe(1).f_code.co_filename
         if caller.startswith(_OURS) or (os.getpid(), threading.get_ident()) != (process, thread):
             leave(code)
-        raise UserError(f"it ended the process by os._exit({code})", where=caller, fix="Have it return or raise.")
+        raise UserError(f"it ended the process by os._exit({code})", where=caller, fix="Make it return or raise.")
 
     with holding(os, _exit=stay):
         yield
@@ -230,7 +230,7 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
             sys.stdout.flush()
             return code
     except SystemExit as exit_:
-        if isinstance(exit_.__context__, BrokenPipeError):  # rich ends the process so, with code 1
+        if isinstance(exit_.__context__, BrokenPipeError):  # rich ends a process like this, with code 1
             return 128 + signal.SIGPIPE
         raise
     except (Exception, KeyboardInterrupt) as error:
@@ -250,7 +250,7 @@ def report_error(error: Exception | KeyboardInterrupt, *, alone: bool = True) ->
         outlive_terminal()  # the broken file may be the terminal
     known = error if isinstance(error, PacktrainError) else explain(error)
     if known is not error and not alone:
-        # a failed disk, perhaps on one machine only, is no mistake of the user
+        # a failed disk, perhaps on one machine only, is not the user's mistake
         failed_disk = isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE, errno.ENODEV)
         if failed_disk or not isinstance(known, UserError):
             known = None

@@ -1,4 +1,4 @@
-"""Safe use of the operating system: files that survive a crash, streams, signals and calls with a time limit.
+"""Safe use of the operating system: durable files, streams, signals, calls with a time limit.
 
 A file or folder is whole or absent after a kill or power failure. It is written under another name, synced and renamed, and the
 parent folder is synced; otherwise a renamed file can come back empty. Standard streams cannot end a run: `packtrain sft … | head -1`,
@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from packtrain.wording import CleanStream
 
@@ -33,8 +33,8 @@ kept: list[str] = []
 ENDING = (signal.SIGINT, signal.SIGTERM)
 """The signals that ask a process to end."""
 DISK_S = 3
-_disk, _disk_work = threading.Lock(), list[Future]()
-"""The lock that makes `in_time` run calls one by one, and the unfinished calls."""
+_disk, _unfinished = threading.Lock(), list[Future]()
+"""`in_time` locks each call, so they run one by one. `_unfinished` has the calls that did not return in time."""
 _Result = TypeVar("_Result")
 
 
@@ -134,7 +134,7 @@ def redirect_output(file: Path) -> None:
 
 
 def _point_outputs_at(*descriptors: int) -> None:
-    """Replace stdout and stderr by two descriptors, or by one, and close these."""
+    """Point stdout and stderr at two descriptors, or both at one, and close these."""
     with suppress(OSError, ValueError):  # the reader may be gone
         sys.stdout.flush()
         sys.stderr.flush()
@@ -235,7 +235,7 @@ def told_at_once(tell: Callable[[int], None]) -> Iterator[None]:
         os.close(write)
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """End this process now, even if its threads are busy. Printed text is flushed first."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -274,21 +274,21 @@ def start(work: Callable[[], _Result], name: str = "") -> Work[_Result]:
 def in_time(work: Callable[[], _Result], otherwise: _Result) -> _Result:
     """Return the result of `work`, or `otherwise` if it raises OSError or is stuck.
 
-    Stuck means longer than DISK_S, or behind an earlier call that has not returned; such calls run when that one returns. This serves the
-    diagnosis of a run that stands still, perhaps because of its disk.
+    A call is stuck if it takes longer than DISK_S, or if an earlier call has not returned; it then runs after that one. This serves the
+    diagnosis of a hanging run, whose disk may be the cause.
     """
 
     def in_order() -> _Result:
         with _disk:
             return work()
 
-    _disk_work[:] = [earlier for earlier in _disk_work if not earlier.done()]
-    limit_s = 0 if _disk_work else DISK_S
+    _unfinished[:] = [earlier for earlier in _unfinished if not earlier.done()]
+    limit_s = 0 if _unfinished else DISK_S
     future = start(in_order)
     with suppress(OSError):  # TimeoutError, too
         return future.result(limit_s)
     if not future.done():
-        _disk_work.append(future)
+        _unfinished.append(future)
     return otherwise
 
 

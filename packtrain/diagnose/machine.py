@@ -1,7 +1,8 @@
-"""Facts of a machine and of a run on it, and checks of them.
+"""Facts about a machine and a run on it, and checks of these facts.
 
-Every fact has a default that means "not known". Sizes are in bytes. nvidia-smi asks the driver; `python -m packtrain.diagnose.machine DTYPE` asks torch: importing torch may crash, and the first call
-of CUDA may hang. A report is needed most in those cases, so each fact is printed on stdout at once, as a line of JSON.
+Every fact has a default that means "not known". Sizes are in bytes. nvidia-smi asks the driver; `python -m packtrain.diagnose.machine DTYPE`
+asks torch in a separate process, because importing torch may crash and the first CUDA call may hang. Users need a report most in those
+cases, so the process prints each fact at once, as a line of JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,10 +55,10 @@ class Torch:
     nccl: str | None = None
     available: bool | None = None
     devices: Sequence[str] = ()  # names of GPUs
-    accelerators: Sequence[str] = ()  # names as `trl env` prints them, also of other makers' devices
+    accelerators: Sequence[str] = ()  # names as `trl env` prints them, other makers' devices included
     accelerate: Mapping[str, Any] | None = None  # written by `accelerate config`
     warning: str = ""
-    kernels: Mapping[str, Mapping[str, str]] | None = None  # backend → kernels that were tried → lack ("": it is right)
+    kernels: Mapping[str, Mapping[str, str]] | None = None  # backend → tried kernel → its fault ("": it works)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder that a run writes to, or its parent, with its key. `lack`: why it cannot be written to."""
+    """A folder that a run writes to. `setting`: its config key. `lack`: why it, or its nearest parent, is not writable."""
 
     setting: str
     path: str
@@ -93,7 +95,7 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The machine beside GPUs and network. `packages`: versions (None: not installed). `conflicts`: (required, installed),
+    """The machine without its GPUs and network. `packages`: versions (None: not installed). `conflicts`: (required, installed),
     such as ("torch>=2.10", "none"). `memory_free`: limited by the cgroup. A `nofile` of -1 is no limit."""
 
     platform: str = ""
@@ -107,7 +109,7 @@ class Host:
     cpus: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     uncompiled: str = ""  # reason if Triton cannot compile its kernels
-    silence: str = ""  # the message of a silent name server
+    silence: str = ""  # message if a name server does not answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ class Facts:
 class PlannedRun:
     """A run, seen by this machine: `per_node` processes on each of `nodes` machines. `configured`: a config was named.
 
-    `problems`: why it cannot start here. `obstacles`: why it cannot start in this way.
+    `problems`: why it cannot start on this machine. `obstacles`: why it cannot start with this plan.
     """
 
     configured: bool = False
@@ -158,8 +160,8 @@ class Check:
 
 
 def ask_python(module: str, *arguments: str, limit_s: float, env: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Run `python -m module arguments…`. Return its stdout, and why it failed ("" if it did not). After `limit_s` seconds it is killed with
-    all its children, and its output so far counts."""
+    """Run `python -m module arguments…`. Return its stdout, and why it failed ("" if it did not). After `limit_s` seconds kill it
+    with all its children, and return its output so far."""
     command = [sys.executable, "-m", module, *arguments]
     # files, not pipes: a grandchild that inherits one blocks nothing
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
@@ -216,7 +218,7 @@ def read_host() -> Host:
 
 
 def conflicts() -> Iterator[tuple[str, str]]:
-    """Yield packtrain's requirements without a suitable installed version, with the installed version."""
+    """Yield each unmet requirement of packtrain, with the installed version."""
     from packaging.requirements import Requirement
 
     for requirement in map(Requirement, metadata.requires("packtrain") or []):
@@ -277,11 +279,11 @@ def check_limits(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     fix = "ulimit -n 65536 (for good: '* - nofile 65536' in /etc/security/limits.conf)"
     yield Check("open-files", "warn" if few else "ok", what, fix)
     what = f"{size(host.memory_free)} free in the machine or its cgroup, of {size(host.memory)}"
-    fix = "end other processes, or more memory (Slurm: --mem=0 in topology.sbatch for all of the machine's; docker run --memory)"
+    fix = "end other processes, or ask for more memory (Slurm: --mem=0 in topology.sbatch for all of it; docker run --memory)"
     little = host.memory_free is not None and host.memory_free < 2 * GIB
     yield Check("memory", "warn" if little else "ok", what, fix)
     if facts.driver.gpus:
-        what = host.uncompiled or "Triton has what it needs to compile"
+        what = host.uncompiled or "Triton can compile its kernels"
         yield Check("compiler", "warn" if host.uncompiled else "ok", what, INSTALL)
 
 
@@ -314,7 +316,7 @@ def check_network(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     fix = "check cable, switch and subnet manager (ibstat); or topology.environment.NCCL_IB_DISABLE=1 to use TCP"
     yield Check("infiniband", status, words, fix)
     if silence:
-        yield Check("name-server", "warn", f"{silence}, and torch asks it at each connection, for 10 s", FIX)
+        yield Check("name-server", "warn", f"{silence}, and torch waits 10 s for it at each connection", FIX)
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -346,8 +348,7 @@ def _gpu(row: list[str]) -> Gpu:
 
 
 def ask_torch(limit_s: float, dtype: str, env: Mapping[str, str]) -> Torch:
-    """Ask torch within the time limit, under a run's variables `env`. Its flash kernels are tried on a usual layer that computes in
-    `dtype`."""
+    """Ask torch within the time limit, with a run's variables `env`. This also tries its flash kernels on a typical layer in `dtype`."""
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
     return read_torch(*ask_python(__name__, dtype, limit_s=limit_s, env={**quiet, **env}))
 
@@ -391,7 +392,7 @@ def _print_torch(dtype: str) -> None:
 
 
 def accelerators(gpus: list[str]) -> list[str]:
-    """Names of torch's devices, in the order and words of `trl env`."""
+    """Return the names of torch's devices, in the order and words of `trl env`."""
     import torch
 
     if gpus or torch.backends.mps.is_available():
@@ -400,7 +401,7 @@ def accelerators(gpus: list[str]) -> list[str]:
 
 
 def accelerate_config() -> dict[str, Any] | None:
-    """Config that `accelerate config` has written, as `trl env` prints it.
+    """Return the config that `accelerate config` wrote, as `trl env` prints it.
 
     accelerate is imported only if there is such a config.
     """
@@ -415,7 +416,7 @@ def accelerate_config() -> dict[str, Any] | None:
 
 
 def _try_kernels(dtype: str) -> dict[str, dict[str, str]]:
-    """Try the kernels of each backend that needs some. Return them with their lacks ("" for the right one)."""
+    """Try the kernels of each backend that needs some. Return the fault of each ("" if it works)."""
     import torch
 
     tried: dict[str, dict[str, str]] = {}
@@ -451,7 +452,7 @@ def check_torch(facts: Facts, run: PlannedRun) -> Iterator[Check]:
         yield Check("torch", "warn" if late else "fail", f"{built}: {error}" if torch.version else error, fix)
     elif select_gpus(facts, run) and torch.available is False:
         why = torch.warning or ("it does not say why" if torch.cuda else "it is a build without CUDA")
-        fix = "reinstall torch for a CUDA that the driver has (nvidia-smi); or check the driver and its fabric manager "
+        fix = "reinstall torch for a CUDA version that the driver supports (nvidia-smi); or check the driver and its fabric manager "
         fix += "(nvidia-smi -q); in a container start it with --gpus all"
         yield Check("torch", "fail", f"{built} finds no GPU where the driver shows {len(gpus)}: {why}", fix)
     else:
@@ -481,12 +482,16 @@ def check_gpus(facts: Facts, run: PlannedRun) -> Iterator[Check]:
 
 
 def select_gpus(facts: Facts, run: PlannedRun) -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES shows the run; all if it is not set."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES shows the run; all if it is not set. CUDA ignores the first wrong name and all after it."""
     wanted, gpus = run.variables(facts).get(VISIBLE), facts.driver.gpus
-    if wanted is None:
+    if wanted is None or wanted.strip().startswith(
+        "MIG"
+    ):  # the driver's list does not say which GPU such a part belongs to
         return gpus
     names = [name.strip() for name in wanted.split(",") if name.strip()]
-    return tuple(gpu for name in names for gpu in gpus if name == str(gpu.index) or gpu.uuid.startswith(name))
+    found = [next((gpu for gpu in gpus if name == str(gpu.index) or gpu.uuid.startswith(name)), None) for name in names]
+    shown = takewhile(lambda gpu: gpu is not None, found)
+    return tuple(dict.fromkeys(gpu for gpu in shown if gpu is not None))
 
 
 def check_attention(facts: Facts, run: PlannedRun) -> Iterator[Check]:
@@ -501,18 +506,18 @@ def check_attention(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     elif asked == backend.name:
         yield Check("attention", "fail", f"model.attention={asked} is not available: {why}", "model.attention=auto")
     else:
-        words = f"no {backend.name} kernel serves packed rows, they take slower ways: {why}"
+        words = f"no {backend.name} kernel works for packed rows, so attention is slower: {why}"
         yield Check("attention", "ok" if facts.torch.kernels is None else "warn", words, backend.get_kernels)
 
 
 def _kernel(backend: Backend, facts: Facts, run: PlannedRun) -> tuple[str | None, str]:
-    """Return the backend's kernel for the run's layers, and the lacks of better ones.
+    """Return the backend's kernel for the run's layers, and why better ones do not work.
 
-    Without a right kernel return None and the reason. The kernel is "" if the backend needs none.
+    If no kernel works, return None and the reason. The kernel is "" if the backend needs none.
     """
     torch = facts.torch
     if backend.devices == ("cuda",) and torch.available is False:
-        return None, "the device is no GPU of CUDA"
+        return None, "the device is not a CUDA GPU"
     if backend.formats and run.dtype not in backend.formats:
         formats = " and ".join(backend.formats)
         return None, f"the layers compute in {run.dtype}, the kernels in {formats} (trainer.mixed_precision=bf16)"

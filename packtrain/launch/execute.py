@@ -6,7 +6,7 @@ The launchers of several machines find each other before they start any worker (
 (coordinator.py).
 
 Only one run at a time writes in a run folder: two would resume from each other's checkpoints, and both report success. The lock is on a
-file in logs/, which always belongs to the run that goes on. The system releases it when the process ends for any reason. Machines that
+file in logs/, which always belongs to the active run. The system releases it when the process ends for any reason. Machines that
 share the disk see the lock if the file system has locks (NFS, Lustre and local ones do).
 """
 
@@ -52,7 +52,7 @@ from packtrain.system import write_text
 from packtrain.wording import Redactor, clean
 
 LOCK = "lock"
-_TAKE_S = 1  # to wait for the lock: a process that only checks it holds it for a moment
+_LOCK_WAIT_S = 1  # a process that only checks the lock holds it for a moment
 
 
 @contextmanager
@@ -63,14 +63,14 @@ def locked(folder: Path, wait_s: float = 0) -> Iterator[None]:
     try:
         held = lock.acquire(timeout=wait_s)
     except Timeout as error:
-        raise _in_use(folder) from error
+        raise _in_use_error(folder) from error
     except (OSError, NotImplementedError):  # a read-only folder, or a file system without locks
         pass
     with held:
         yield
 
 
-def _in_use(folder: Path) -> UserError:
+def _in_use_error(folder: Path) -> UserError:
     what, shown = "a run", str(folder)
     host = str(object_of(folder / "logs" / PUBLISHED).get("host", ""))
     if host and host != socket.gethostname():
@@ -89,7 +89,7 @@ def check_free(folder: Path) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise _in_use(folder) from error
+            raise _in_use_error(folder) from error
         except OSError:  # a file system without locks
             pass
 
@@ -111,7 +111,7 @@ class RunLock(ExitStack):
     def take(self, folder: Path) -> None:
         """Lock `folder`, whose logs/ exists. Raises UserError if another run has locked it."""
         self.close()
-        self.enter_context(locked(folder, _TAKE_S))
+        self.enter_context(locked(folder, _LOCK_WAIT_S))
         self.held = True
 
 
@@ -133,7 +133,7 @@ def inputs(config: RunConfig, given: str | None) -> Iterator[tuple[str, str]]:
 
 
 def check_attempt(config: RunConfig, given: str | None, folder: RunFolder, resume: str) -> None:
-    """Raise UserError for files of others in the folder, or checkpoints of another course."""
+    """Raise UserError if the folder has foreign files, or checkpoints that this config cannot continue."""
     check_config(asdict(config), folder, resume)
     folder.check_ours(inputs(config, given))
 
@@ -143,7 +143,7 @@ def open_attempt(
 ) -> None:
     """Write config, plan and environment. Raises UserError if it cannot.
 
-    An earlier run's files stay untouched. The folder is locked anew, until `lock` is closed.
+    An earlier run's files stay untouched. The folder is locked again, until `lock` is closed.
     """
     if not lock.held:
         check_free(folder.root)
@@ -189,7 +189,7 @@ def execute(
 ) -> int:
     """Carry out the plan. Returns the exit code: 0, or the workers' most informative one.
 
-    A run of one process calls `train()` here; other plans start their commands. `given` is the path of the config. The one process that
+    A plan with `in_process` calls `train()` here; other plans start their commands. `given` is the path of the config. The one process that
     has opened the run folder calls `on_end` when the run is over, with or without success. Raises UserError if the plan cannot be carried
     out from here, or if the run folder cannot be written, holds files that packtrain did not make, or is in use; CheckFailed if machines
     differ where they must not; PeerFailed if a machine is missing.
@@ -245,7 +245,7 @@ def execute(
 def _launch_and_restart(
     plan: LaunchPlan, config: RunConfig, folder: RunFolder, open_folder: Callable[[LaunchPlan, str], None]
 ) -> int:
-    """Launch a run, and again after each failure that trainer.restarts allows.
+    """Launch a run. After a failure launch it again, up to trainer.restarts times.
 
     Only machines that are still up start again. On machine 0 `open_folder` opens the run folder. Returns the last exit code."""
     restarts = Restarts(plan.restarts, folder)
@@ -259,7 +259,7 @@ def _launch_and_restart(
         versions=shared_versions(environment()),
         config=shared_values(asdict(config)),
     )
-    place = MeetingPoint(
+    meeting_point = MeetingPoint(
         _main_address(plan),
         plan.accelerate["main_process_port"] if plan.nodes > 1 else config.topology.main_port or 0,  # 0: any free port
         config.topology.join_timeout,
@@ -280,7 +280,7 @@ def _launch_and_restart(
         return resume
 
     while True:
-        with meet(me, place, prepare) as group:
+        with meet(me, meeting_point, prepare) as group:
             machines = list(group.names)
             resumed = replace(config, trainer=replace(config.trainer, resume=group.prepared))
             numbered = replace(group, names=dict(enumerate(group.names.values())))
@@ -290,7 +290,7 @@ def _launch_and_restart(
         if me.node == 0:
             print(restarts.sentence(), file=sys.stderr, flush=True)
         living = frozenset(machines[node] for node in verdict.restart)
-        place = replace(place, expected=living, least=plan.least_nodes)
+        meeting_point = replace(meeting_point, expected=living, least=plan.least_nodes)
 
 
 def _limits(config: RunConfig) -> TimeLimits:
@@ -302,7 +302,7 @@ def _main_address(plan: LaunchPlan) -> str:
 
 
 def _writes_run_folder(plan: LaunchPlan) -> bool:
-    """Return whether this process writes the run folder. It must have rank 0, or be alone; RANK is then ignored."""
+    """Return whether this process writes the run folder. Rank 0 does; so does a single process, under any RANK."""
     rank = plan.command.env.get("RANK", os.environ.get("RANK", "0")) if plan.num_processes > 1 else "0"
     return plan.node == 0 and rank == "0"
 
@@ -313,10 +313,10 @@ def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: 
     silence_s = min(MAX_SILENCE_S, limits.step_s / 2)  # silence that makes a machine lost
     with writing():
         folder.logs.mkdir(parents=True, exist_ok=True)
-    # machines that share a disk need a file each
+    # machines may share a disk, so each has its own file
     log = folder.logs / (LAUNCHER_LOG if plan.node == 0 else f"launcher-{plan.node:05d}.log")
-    with TemporaryDirectory(prefix="packtrain-launch-", ignore_cleanup_errors=True) as made, ExitStack() as stack:
-        scratch = Path(made)
+    with TemporaryDirectory(prefix="packtrain-launch-", ignore_cleanup_errors=True) as temporary, ExitStack() as stack:
+        scratch = Path(temporary)
         machine_0 = group.channel
         if isinstance(machine_0, Server):
             serving = _serving_coordinator(plan, folder, group.names, machine_0, limits, silence_s, restarts)
@@ -347,7 +347,7 @@ def _serving_coordinator(
     silence_s: float,
     restarts: Restarts,
 ) -> Iterator[Coordinator]:
-    """Serve machine 0's part of the control channel. It has the watchdog over all ranks, and the record of all machines."""
+    """Serve machine 0's part of the control channel. Its coordinator has the watchdog over all ranks."""
     per_node = plan.gpus_per_node
     ranks = [(name, range(node * per_node, (node + 1) * per_node)) for node, name in sorted(names.items())]
     watchdog = Watchdog(ranks, limits, folder.logs)

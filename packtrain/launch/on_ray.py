@@ -1,9 +1,9 @@
 """Runs on a Ray cluster (topology=ray). Ray reserves the machines, and an actor on each starts packtrain there.
 
-The actor starts `packtrain VERB` as machine i of n (topology=manual), so that all else is as on machines that are numbered by hand. It
-carries output and exit code back, and signals forth. packtrain is a separate process below the actor: an actor's code may not handle
-signals, and the process dies with its actor. After a crash or a lost machine all are started again from the newest checkpoint,
-trainer.restarts times, on machines that Ray reserves anew."""
+The actor starts `packtrain VERB` as machine i of n (topology=manual), so everything else works as on machines that are numbered by hand.
+It returns output and exit code, and passes signals on. packtrain is a child process of the actor, because an actor may not handle signals;
+the child dies with its actor. After a crash or a lost machine, Ray reserves machines again, and all continue from the newest checkpoint.
+This happens up to trainer.restarts times."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -37,21 +38,21 @@ from packtrain.wording import first_line
 
 _POLL_S = 0.3
 _SILENT_S = 60
-"""Seconds of silence that make the cluster lost."""
+"""Most seconds without an answer. Then the cluster counts as lost."""
 _ANSWER_S = 10
 _LEAVE_S = 60
 """Seconds that machines may go on after one of them has failed, and that an earlier launch may take to leave the run folder."""
-_GOES_ALONG = re.compile("(HF|WANDB|AWS)_(?!.*(HOME|DIR|CACHE|FILE))")
-"""Variables of the launcher that machines get too. Other machines may have other paths, so these are left out."""
-_OF_JOBS = "working_dir_files"
-"""The folder of Ray's copies of job folders."""
+_PASSED_ON = re.compile("(HF|WANDB|AWS)_(?!.*(HOME|DIR|CACHE|FILE))")
+"""Variables that machines get from the launcher. Variables with paths are left out: machines may have other paths."""
+_JOB_COPIES = "working_dir_files"
+"""Folder where Ray keeps its copies of job folders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
     """Input of each machine: `config` as YAML, its `verb`, the run folder `root`.
 
-    Relative paths start from `folder`. `variables` are those that a machine may lack."""
+    Relative paths start from `folder`. A machine gets the `variables` that it does not have itself."""
 
     config: str
     verb: str
@@ -64,7 +65,7 @@ class Machine:
     """packtrain's launcher on a machine; an actor of Ray."""
 
     def __init__(self, given: Given) -> None:
-        self._given, self._lines, self._known = given, list[tuple[int, str]](), 0
+        self._given, self._lines, self._signals_sent = given, deque[tuple[int, str]](), 0
         self._process: subprocess.Popen[bytes] | None = None
         self._readers: list[threading.Thread] = []
 
@@ -73,7 +74,7 @@ class Machine:
         return import_module("ray.util").get_node_ip_address(), free_port()
 
     def begin(self, overrides: Sequence[str], again: bool) -> None:
-        """Start packtrain with these overrides. `again`: once an earlier launch has left the run folder."""
+        """Start packtrain with these overrides. `again`: first wait until the earlier launch has left the run folder."""
         until = time.monotonic() + _LEAVE_S
         while again and is_locked(self._given.root) and time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -98,19 +99,19 @@ class Machine:
             reader.start()
 
     def look(self, signals: Sequence[int]) -> tuple[list[tuple[int, str]], int | None]:
-        """Pass on all `signals` that are new. Return the new lines of stdout (1) and stderr (2), and the exit code."""
+        """Pass on the new ones of all `signals`. Return the new lines of stdout (1) and stderr (2), and the exit code."""
         assert self._process is not None
-        for number in signals[self._known :]:
+        for number in signals[self._signals_sent :]:
             self._process.send_signal(number)
-        self._known, code = len(signals), self._process.poll()
+        self._signals_sent, code = len(signals), self._process.poll()
         for reader in self._readers if code is not None else ():
             reader.join(10)
-        lines, self._lines = self._lines, []
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]  # a reader may add one meanwhile
         return lines, code if code is None or code >= 0 else 128 - code
 
     def _read(self, number: int, stream: Any) -> None:
-        for said in stream:
-            print(line := said.decode(errors="replace"), end="", flush=True)  # into Ray's log
+        for raw in stream:
+            print(line := raw.decode(errors="replace"), end="", flush=True)  # into Ray's log
             self._lines.append((number, line))
 
 
@@ -123,16 +124,16 @@ def run_on_ray(config: RunConfig, folder: RunFolder, plan: LaunchPlan) -> int:
     try:
         ray = import_module("ray")
     except ImportError as error:
-        what, fix = f"Ray is not there: {error}", "pip install 'packtrain[ray]'"
+        what, fix = f"Ray cannot be imported: {error}", "pip install 'packtrain[ray]'"
         raise UserError(what, where="topology.kind", fix=fix) from error
     root = folder.root.absolute()
-    if _OF_JOBS in root.parts:
-        what = f"{folder.root} would be in a copy that each machine has of the job's folder, which Ray deletes"
-        fix = "Name a folder that all machines see by its whole path; relative paths of data and config may stay."
+    if _JOB_COPIES in root.parts:
+        what = f"{folder.root} is in each machine's own copy of the job's folder, which Ray deletes"
+        fix = "Write the whole path of a folder that all machines share. Paths of data and config may stay relative."
         raise UserError(what, where="trainer.output_dir", fix=fix)
     topology = replace(config.topology, kind="manual", min_nodes=None)
     inside = to_yaml(replace(config, topology=topology, trainer=replace(config.trainer, restarts=0)))
-    variables = {name: value for name, value in os.environ.items() if _GOES_ALONG.match(name)}
+    variables = {name: value for name, value in os.environ.items() if _PASSED_ON.match(name)}
     given = Given(inside, config.objective.kind, root, os.getcwd(), variables)
     _connect(ray)
     received: list[int] = []
@@ -143,7 +144,7 @@ def run_on_ray(config: RunConfig, folder: RunFolder, plan: LaunchPlan) -> int:
                 if received or code not in RESTARTED:
                     break
         if code is None:
-            signal.raise_signal(received[0])  # ends the command, now that nobody listens here
+            signal.raise_signal(received[0])  # the handler is gone, so this ends the command
         return code or 0
     finally:
         ray.shutdown()
@@ -155,13 +156,13 @@ def _connect(ray: Any) -> None:
     host, _, port = address.rpartition(":")
     try:
         if port.isdecimal() and "//" not in host:  # ray.init waits for minutes if nothing listens
-            socket.create_connection((host, int(port)), timeout=10).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         handler = signal.getsignal(signal.SIGTERM)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         signal.signal(signal.SIGTERM, handler)  # Ray's own handler ends the process with code 15
     except Exception as error:  # also an address of another kind, a cluster of another version, a missing token
         what = f"no Ray cluster is found from here ({address}): {first_line(error)}"
-        fix = "Start one with ray start --head, name it (RAY_ADDRESS=HOST:6379), or give it the command: ray job submit -- packtrain …"
+        fix = "Start one with ray start --head, name it (RAY_ADDRESS=HOST:6379), or send it the command: ray job submit -- packtrain …"
         raise UserError(what, where="topology.kind", fix=fix) from error
 
 
@@ -169,17 +170,17 @@ def _launch(
     ray: Any, given: Given, plan: LaunchPlan, limit_s: float, received: list[int], *, again: bool
 ) -> int | None:
     """Run packtrain on all machines once; return the exit code. None if a signal was `received` before they were reserved."""
-    groups, nodes, number = import_module("ray.util.placement_group"), plan.nodes, plan.gpus_per_node
+    groups, nodes, units = import_module("ray.util.placement_group"), plan.nodes, plan.gpus_per_node
     strategies = import_module("ray.util.scheduling_strategies")
     unit = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
-    group = groups.placement_group([{unit: number}] * nodes, strategy="STRICT_SPREAD")
+    group = groups.placement_group([{unit: units}] * nodes, strategy="STRICT_SPREAD")
     try:
-        if not _is_reserved(ray, group, f"{nodes} × {number} {unit}s", limit_s, received):
+        if not _is_reserved(ray, group, f"{nodes} × {units} {unit}s", limit_s, received):
             return None
-        asked = {"num_cpus": number if unit == "CPU" else 0, "num_gpus": number if unit == "GPU" else 0}
+        resources = {"num_cpus": units if unit == "CPU" else 0, "num_gpus": units if unit == "GPU" else 0}
         places = [strategies.PlacementGroupSchedulingStrategy(group, node) for node in range(nodes)]
         actor = ray.remote(Machine)
-        machines = [actor.options(**asked, scheduling_strategy=place).remote(given) for place in places]
+        machines = [actor.options(**resources, scheduling_strategy=place).remote(given) for place in places]
         address, port = ray.get(machines[0].address.remote(), timeout=_SILENT_S)
         shared = [f"topology.nodes={nodes}", f"topology.main_address={address}", f"topology.main_port={port}"]
         shared += ["trainer.resume=auto"] if again else []
@@ -193,9 +194,9 @@ def _launch(
         if isinstance(error, ray.exceptions.RayActorError) and _answers(ray):
             print(f"a worker of Ray was lost: {first_line(error)}", file=sys.stderr, flush=True)
             return PeerFailed.exit_code
-        fix = "ray status says what there is; the same command goes on from the newest checkpoint."
+        fix = "See ray status; the same command goes on from the newest checkpoint."
         lost = PeerFailed(f"the Ray cluster no longer answers: {first_line(error)}", where="Ray", fix=fix)
-        leave(report_error(lost))  # a cluster that shuts down may also hang
+        leave(report_error(lost))  # not raised: ray.shutdown may hang too
     finally:
         groups.remove_placement_group(group)  # ends the actors in it
 
@@ -210,26 +211,26 @@ def _answers(ray: Any) -> bool:
 
 def _is_reserved(ray: Any, group: Any, wanted: str, limit_s: float, received: list[int]) -> bool:
     """Wait until Ray has reserved the machines. Return False if a signal was `received` before. Raises PeerFailed after `limit_s`."""
-    begun = said = time.monotonic()
+    begun = reported = time.monotonic()
     while not group.wait(_POLL_S):
-        now, has = time.monotonic(), ray.cluster_resources()
-        there = f"{has['GPU']:g} GPUs" if has.get("GPU") else f"{has.get('CPU', 0):g} CPUs"
+        now, resources = time.monotonic(), ray.cluster_resources()
+        has = f"{resources['GPU']:g} GPUs" if resources.get("GPU") else f"{resources.get('CPU', 0):g} CPUs"
         if received:
             return False
         if now - begun > limit_s:
-            fix = "ray status says what there is, and what is asked for."
-            what = f"Ray has not reserved machines of {wanted} after {limit_s} s (it has {there})"
+            fix = "ray status shows the free resources and the requested ones."
+            what = f"Ray has not reserved machines of {wanted} after {limit_s} s (it has {has})"
             raise PeerFailed(what, where="topology.join_timeout", fix=fix)
-        if now - said > PROGRESS_S:
-            said = now
-            print(f"waiting for Ray to reserve machines of {wanted}; it has {there}", file=sys.stderr, flush=True)
+        if now - reported > PROGRESS_S:
+            reported = now
+            print(f"waiting for Ray to reserve machines of {wanted}; it has {has}", file=sys.stderr, flush=True)
     return True
 
 
 def _follow(ray: Any, machines: Sequence[Any], received: Sequence[int]) -> int:
-    """Print machine 0's output until all have ended, with signals passed on. Return the run's exit code.
+    """Print machine 0's output and pass signals on until all machines have ended. Return the run's exit code.
 
-    packtrain gives all machines one exit code. If another one ends with a code of its own, its last words are printed.
+    packtrain gives all machines one exit code. If another machine ends with its own code, print its last lines.
     """
     last: dict[int, list[tuple[int, str]]] = {}
     ended_at: float | None = None

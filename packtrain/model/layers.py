@@ -3,7 +3,7 @@
 `trainer.gradient_checkpointing`: `full`: every layer keeps only its input and runs once more in the backward pass. `every_n`: each nth layer
 does so, the others keep all. `selective`: every layer does so, but keeps the results of attention and of every second matrix product, which cost
 the most time for their memory. torchtitan does the same, by torch's `create_selective_checkpoint_contexts`. The result of an adapter's second
-factor, as wide as the layer and quickly made, is not kept. Losses and gradients are the same bits with each. Layers switch themselves
+factor, as wide as the layer and quickly made, is not kept. Losses and gradients are equal bit by bit under each. Layers switch themselves
 (transformers' GradientCheckpointingLayer): no module is wrapped, and weights keep their names.
 
 `trainer.activation_offload`: the kept inputs wait in the host's memory. TRL's OffloadActivations (torchtune's) copies tensors to pinned
@@ -46,10 +46,10 @@ from packtrain.errors import UserError
 
 KEY, OFFLOAD_KEY = "trainer.gradient_checkpointing", "trainer.activation_offload"
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
-_OF_EXPERTS = "aten::_grouped_mm"
+_EXPERT_PRODUCT = "aten::_grouped_mm"
 _ATTENTION = re.compile(r"aten::_(scaled_dot_product|flash_attention|efficient_attention)|torch_attn::|flash_attn")
 _THIN = 8
-"""A product is made again if its inner dimension is this many times smaller than its result is wide; the reverse is kept."""
+"""A product is made again if its result is this many times wider than its inner dimension. In the reverse case it is kept."""
 
 
 def check_offload(device: torch.device) -> None:
@@ -62,7 +62,7 @@ def check_offload(device: torch.device) -> None:
 def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> None:
     """Make the layers of `model` recompute by `policy`: full, every_2 … or selective.
 
-    `model` has no adapters around it. `offload`: the kept tensors wait in the host's memory. Raises UserError if it has no layers that can.
+    `model` has no adapters around it. `offload`: the kept tensors wait in the host's memory. Raises UserError if no layer can.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not model.supports_gradient_checkpointing or (policy != "full" and not layers):
@@ -72,7 +72,7 @@ def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> 
     every = int(policy.removeprefix("every_")) if policy.startswith("every_") else 1
     # transformers adds the biases of experts to the results of their products, in place: kept tensors must not change
     biased = any(getattr(module, "has_bias", False) for module in model.modules())
-    kept = _PRODUCTS if biased else (*_PRODUCTS, _OF_EXPERTS)
+    kept = _PRODUCTS if biased else (*_PRODUCTS, _EXPERT_PRODUCT)
     rerun: Callable[..., object] = partial(checkpoint, use_reentrant=False)
     if policy == "selective":
         rerun = partial(rerun, context_fn=lambda: create_selective_checkpoint_contexts(_keep_every_second(kept)))
@@ -80,7 +80,7 @@ def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> 
         rerun = _offloading(rerun)
 
     def switch(self: PreTrainedModel, enable: bool = True, **_: object) -> None:
-        """Replace transformers' own. TRL switches off for a pass of the reference, and on again without our choices."""
+        """Replace transformers' method. TRL switches off for a reference pass, and on again without our choices."""
         type(self)._set_gradient_checkpointing(self, enable, rerun)
         for number, layer in enumerate(layers):
             layer.gradient_checkpointing = enable and number % every == 0
@@ -89,30 +89,30 @@ def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> 
     model.activation_checkpointing_enable()
 
 
-def _offloading(checkpoint: Callable[..., object]) -> Callable[..., object]:
-    """Return a `checkpoint` function that moves its inputs to the host until the backward pass."""
+def _offloading(rerun: Callable[..., object]) -> Callable[..., object]:
+    """Return `rerun`, but with its inputs moved to the host until the backward pass."""
     from trl.models.activation_offloading import OffloadActivations
 
     moving = OffloadActivations()
 
-    def checkpoint_moving(*given: object, **options: object) -> object:
+    def rerun_offloading(*given: object, **options: object) -> object:
         # not `with moving`: that forgets tensors that earlier layers moved. Tensors saved inside of the checkpoint have their own hooks
         with saved_tensors_hooks(moving.pack_hook, moving.unpack_hook):
-            return checkpoint(*given, **options)
+            return rerun(*given, **options)
 
-    return checkpoint_moving
+    return rerun_offloading
 
 
 def recompute_in_eval(model: PreTrainedModel) -> None:
-    """Make checkpointed layers recompute in eval mode too. It ends when the mode of `model` is set again."""
+    """Make checkpointed layers recompute in eval mode too. Setting the mode of `model` ends it."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = layer.gradient_checkpointing
 
 
 def _keep_every_second(kinds: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
-    """Return the policy of one run of a layer, for products of these operators. The first is made again, the second kept, and so on.
-    So the last of seven is not kept: the backward pass does not need its result."""
+    """Return the policy for one run of a layer. It recomputes the first product by these operators, keeps the second, and so on.
+    The last of seven is not kept: the backward pass does not need its result."""
     products: Counter[bool] = Counter()
 
     def decide(
@@ -137,7 +137,7 @@ def _keep_every_second(kinds: tuple[str, ...]) -> Callable[..., CheckpointPolicy
 COMPILE_KEY = "trainer.torch_compile"
 BACKEND = "inductor"
 MAX_VARIANTS = 16
-"""How often a part is compiled anew, for proofs and training, rows and batches. After that it runs uncompiled."""
+"""Most compilations of a part (proofs and training, rows and batches need several). After these it runs uncompiled."""
 
 
 def compile_layers(model: PreTrainedModel) -> int:
@@ -146,7 +146,7 @@ def compile_layers(model: PreTrainedModel) -> int:
     Parameters keep their names. Raises UserError if the model's code does not allow it.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if why := _why_not(model, layers):
+    if why := _why_not_compiled(model, layers):
         what, fix = f"{type(model).__name__} cannot be compiled: {why}", f"set {COMPILE_KEY}=false"
         raise UserError(what, where=COMPILE_KEY, fix=fix)
     for name in attention_functions():
@@ -164,13 +164,13 @@ def is_compiled(model: nn.Module) -> bool:
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 
-def _why_not(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str:
+def _why_not_compiled(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str:
     """Return why `model` cannot be compiled, in words; "" if it can."""
     experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
     reasons = {
         "its layers are not marked as such (transformers' GradientCheckpointingLayer)": not layers,
-        "its layers carry a state from token to token, so that each length is a program of its own": model._is_stateful,
+        "its layers carry a state from token to token, so each length needs a program of its own": model._is_stateful,
         OWN_CODE: not uses_attention_interface(model),
-        "which experts compute is another thing for each row": experts,
+        "its experts differ from token to token": experts,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

@@ -1,14 +1,14 @@
 """Weights in files: each process reads and hashes its own slices.
 
-transformers reads safetensors by slices into parameters that are DTensors, also if experts are stacked while they are read
+transformers reads safetensors by slices into parameters that are DTensors, even if it stacks experts while it reads them
 (core_model_loading.DtensorShardOperation). So inside `reading_files` a model on the meta device gets such parameters before its files are
-read: `Shard(0)` on the mesh, as fully_shard makes them. model/spread.py takes them over; for ZeRO-3 it puts them together one by one.
+read: `Shard(0)` on the mesh, as fully_shard makes them. model/spread.py takes them over; for ZeRO-3 it gathers them one by one.
 
 These stay whole in every process until then: weights that are in no file (a new head), buffers, weights that the library makes from whole
 ones (a fused projection that is cut into three), and all weights of other kinds of files (.bin, .gguf) and of quantised models.
 
-transformers drops weights that the model does not take without a word, also layers for multi-token prediction (MTP) that config.json
-promises. Here they are counted. Separate layers and modules are carried into final/. If layers of the model lack them, they are refused.
+transformers silently drops weights that the model does not take, even layers for multi-token prediction (MTP) that config.json promises.
+This module counts them. Weights of separate layers and modules are carried into final/. Weights that belong in layers of the model are refused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _SAFETENSORS = re.compile(r"\.safetensors$")
 
 
 class _Names(dict[str, str]):
-    """A table of names that appends to `passed_over` the ones it does not have."""
+    """A table of names. `in` appends each name that it lacks to `passed_over`."""
 
     passed_over: list[str]
 
@@ -71,7 +71,7 @@ def reading_files(mesh: DeviceMesh | None) -> Iterator[None]:
 
     On a one-dimensional `mesh` it reads only this process's rows; None: whole weights.
     """
-    read = cast(Callable[..., tuple[LoadStateDictInfo, object]], PreTrainedModel._load_pretrained_model)
+    load = cast(Callable[..., tuple[LoadStateDictInfo, object]], PreTrainedModel._load_pretrained_model)
     map_gguf: Callable[..., dict[str, str]] = gguf.get_gguf_hf_weights_map
     passed_over = list[str]()
 
@@ -79,7 +79,7 @@ def reading_files(mesh: DeviceMesh | None) -> Iterator[None]:
         (names := _Names(map_gguf(*given, **named))).passed_over = passed_over
         return names
 
-    def noted(
+    def load_and_note(
         model: PreTrainedModel,
         state_dict: dict | None,
         paths: list[str] | None,
@@ -87,25 +87,25 @@ def reading_files(mesh: DeviceMesh | None) -> Iterator[None]:
         *more: object,
     ) -> tuple[LoadStateDictInfo, object]:
         files, own, changes = paths or [], model.state_dict(), settings.weight_mapping or []
-        of_gguf = dict.fromkeys((*(state_dict or ()), *passed_over), ("", torch.empty(0, device="meta")))
-        held = of_gguf or _shapes(files)
+        gguf_names = dict.fromkeys((*(state_dict or ()), *passed_over), ("", torch.empty(0, device="meta")))
+        in_files = gguf_names or _shapes(files)
         by_slices = state_dict is None and settings.hf_quantizer is None and all(map(_SAFETENSORS.search, files))
         if sliced := mesh if files and by_slices else None:
             vars(model)["hash_of_files"] = sampled_hash(files)
-            _place(model, sliced, changes)
-        loaded, rest = read(model, state_dict, paths, settings, *more)
+            _shard(model, sliced, changes)
+        loaded, rest = load(model, state_dict, paths, settings, *more)
         if sliced:
-            _settle(model, loaded)
+            _replace_unfilled(model, loaded)
         renamings = [one for one in changes if isinstance(one, WeightRenaming)]
         conversions = [one for one in changes if isinstance(one, WeightConverter)]
         untaken = {}
-        for name, at in held.items():
+        for name, at in in_files.items():
             renamed, _ = rename_source_key(name, renamings, conversions, model.base_model_prefix, own)
             untaken |= {} if {name, renamed} & own.keys() else {name: (*at, renamed)}
-        vars(model)["source"] = WeightFiles(files, len(held), untaken)
+        vars(model)["source"] = WeightFiles(files, len(in_files), untaken)
         return loaded, rest
 
-    noting = holding(PreTrainedModel, _load_pretrained_model=staticmethod(noted))
+    noting = holding(PreTrainedModel, _load_pretrained_model=staticmethod(load_and_note))
     with noting, holding(gguf, get_gguf_hf_weights_map=map_names):
         yield
 
@@ -115,11 +115,11 @@ def source_of(model: nn.Module) -> WeightFiles | None:
     return vars(model).get("source")
 
 
-def _settle(model: PreTrainedModel, loaded: LoadStateDictInfo) -> None:
-    """Replace slices that no file has filled: by whole weights, or by nothing if this process has no rows."""
+def _replace_unfilled(model: PreTrainedModel, loaded: LoadStateDictInfo) -> None:
+    """Replace slices that no file has filled: by whole weights, or by empty slices."""
     for names, weight in _sliced(model).items():
         own = weight.to_local()
-        # the converter of experts fails where a process has none of them
+        # converting experts fails in a process that has none
         if not own.numel() and (broken := loaded.conversion_errors.keys() & names):
             loaded.conversion_errors.pop(broken.pop())
             loaded.missing_keys -= {*names}
@@ -129,10 +129,10 @@ def _settle(model: PreTrainedModel, loaded: LoadStateDictInfo) -> None:
             put_weight(model, names, torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
 
 
-def _place(model: nn.Module, mesh: DeviceMesh, conversions: Sequence[WeightTransform]) -> None:
+def _shard(model: nn.Module, mesh: DeviceMesh, conversions: Sequence[WeightTransform]) -> None:
     """Make the meta parameters of `model` DTensors. Each process has the rows that fully_shard would give it."""
-    converters = [made for made in conversions if isinstance(made, WeightConverter)]
-    whole = [cast(WeightConverter, made.reverse_transform()) for made in converters if not _by_rows(made)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    whole = [cast(WeightConverter, one.reverse_transform()) for one in converters if not _keeps_rows(one)]
     for names, weight in _named(model).items():
         if weight.dim() and not any(apply_converters(name, whole)[1] for name in names):
             shape, _ = compute_local_shape_and_global_offset(weight.shape, mesh, [Shard(0)])
@@ -141,11 +141,11 @@ def _place(model: nn.Module, mesh: DeviceMesh, conversions: Sequence[WeightTrans
             put_weight(model, names, made, weight.requires_grad)
 
 
-def _by_rows(made: WeightConverter) -> bool:
+def _keeps_rows(converter: WeightConverter) -> bool:
     """Return whether rows of the converted weight come from the same rows of the files. Rows may be experts."""
     return all(
         (isinstance(step, MergeModulelist) and step.dim == 0) or (isinstance(step, Concatenate) and step.dim > 0)
-        for step in made.operations
+        for step in converter.operations
     )
 
 
@@ -167,8 +167,8 @@ def put_slices(model: nn.Module, taken: dict[tuple[str, ...], DTensor]) -> None:
 
 
 def let_copy(model: nn.Module, modules: list[str]) -> None:
-    """Give slices that are views of their file a separate storage. `modules` are ends of module names. A DTensor of such a view has an
-    address that is not 0, and deepcopy then looks for a storage where there is none."""
+    """Give slices that are views of their file a separate storage. `modules` are ends of module names. deepcopy fails for a DTensor of
+    such a view: its address is not 0, so deepcopy looks for a storage that does not exist."""
     for names, weight in _sliced(model).items():
         if weight.storage_offset() and any(name.rpartition(".")[0].endswith((*modules,)) for name in names):
             put_weight(model, names, _like(weight, weight.to_local().clone()), weight.requires_grad)
@@ -183,7 +183,7 @@ def _named(model: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
     names: dict[nn.Parameter, tuple[str, ...]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         names[weight] = (*names.get(weight, ()), name)
-    return {all_of_it: weight for weight, all_of_it in names.items()}
+    return {all_names: weight for weight, all_names in names.items()}
 
 
 def put_weight(model: nn.Module, names: tuple[str, ...], value: torch.Tensor, trained: bool = True) -> nn.Parameter:
@@ -208,7 +208,7 @@ def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
     """Hash names, types, shapes and bytes of weights and saved buffers, adapters included. `trained=False` leaves out trained weights.
     If processes share the weights, all call it together, and each hashes its own rows.
 
-    It is the exclusive or of xxh3 hashes of all rows, with their numbers as seeds, so that rows may be hashed anywhere.
+    The hashes of rows (xxh3, seeded with the row's number) are combined by exclusive or, so any process may hash any row.
     """
     described, whole, parts, seen, mesh = xxhash.xxh3_128(), 0, 0, set(), None
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -220,9 +220,9 @@ def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             _, start = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-            parts ^= _of_rows(tensor.to_local(), start[0], seed)
+            parts ^= _hash_rows(tensor.to_local(), start[0], seed)
         elif tensor.device.type != "meta":
-            whole ^= _of_rows(tensor, 0, seed)
+            whole ^= _hash_rows(tensor, 0, seed)
     if mesh is not None:
         found: list[int] = [0] * mesh.size(mesh.ndim - 1)
         with waiting("the other ranks to hash their parts of the weights"):
@@ -234,21 +234,21 @@ def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
 
 
 def sampled_hash(files: Iterable[str]) -> str:
-    """Hash the sizes of `files`, their first bytes and blocks spread over them. No process sees all weights that are read by slices;
-    weights of another training differ everywhere."""
-    found = xxhash.xxh3_128()
+    """Hash the sizes of `files`, their first bytes and blocks spread over them. No process sees all weights if they are read by slices.
+    Samples suffice, because weights of another training differ everywhere."""
+    digest = xxhash.xxh3_128()
     for file in sorted(files, key=os.path.basename):
         end = os.path.getsize(file)
-        found.update(f"{os.path.basename(file)} {end}".encode())
+        digest.update(f"{os.path.basename(file)} {end}".encode())
         with open(file, "rb") as opened:
             blocks = min(_BLOCKS, 2 + end // _BLOCK_BYTES)  # a small file is read whole
             for number in range(blocks):
                 opened.seek(max(0, end - _BLOCK_BYTES) * number // (blocks - 1))
-                found.update(opened.read(_BLOCK_BYTES))
-    return found.hexdigest()
+                digest.update(opened.read(_BLOCK_BYTES))
+    return digest.hexdigest()
 
 
-def _of_rows(tensor: torch.Tensor, first: int, seed: int) -> int:
+def _hash_rows(tensor: torch.Tensor, first: int, seed: int) -> int:
     """Hash the rows of `tensor`. `first` is the number of its first row."""
     total = 0
     for number, row in enumerate(_rows(tensor), first):
@@ -277,8 +277,8 @@ _COMPUTED = re.compile(r"rotary|inv_freq|rope_freqs|rot_embd|(masked_bias|positi
 class WeightFiles:
     """Files of a model, and the weights in them that it does not take.
 
-    `untaken`: name in the file → file, tensor on the meta device, name in the model. final/ gets the `kept` ones; the others are `left`. Both
-    have patterns of names. `total` counts all weights in the files. `hash` is set if adapters depend on it.
+    `untaken`: name in the file → file, tensor on the meta device, name in the model. `kept`: name of each one that final/ gets → its pattern.
+    `left`: pattern → number of the others. `total` counts all weights in the files. `hash` is set if adapters depend on it.
     """
 
     files: list[str]
@@ -300,7 +300,7 @@ class WeightFiles:
 def judge(model: PreTrainedModel, source: WeightFiles, stays: Callable[[str], bool], *, quantised: bool) -> None:
     """Sort the weights of `source` that `model` does not take into kept and left ones.
 
-    Separate layers and modules are kept for final/, unless a name `stays` out. Weights of a `quantised` model may be scales, and are left.
+    Separate layers and modules are kept for final/, except names that `stays` accepts. Weights of a `quantised` model may be scales, and are left.
     Raises UserError for weights that layers of the model lack.
     """
     lacking = dict[str, str]()
@@ -318,7 +318,7 @@ def judge(model: PreTrainedModel, source: WeightFiles, stays: Callable[[str], bo
     if lacking:
         shown, kind = ", ".join(dict.fromkeys(lacking.values())), type(model).__name__
         what = f"{len(lacking)} of {source.total} weights in its files have no place in the layers of {kind}: {shown}"
-        fix = "see whether its config.json belongs to these files (model_type, switches), or take these weights out"
+        fix = "check that its config.json belongs to these files (model_type, switches), or take these weights out"
         raise UserError(what, where="model.path", fix=" ".join(_switches(model, {*lacking})) or fix)
 
 
@@ -331,7 +331,7 @@ def _place_of(model: PreTrainedModel, name: str) -> tuple[str, str]:
         module, depth, parts = model, 0, full.split(".")
         while depth + 1 < len(parts) and (inner := module._modules.get(parts[depth])) is not None:
             module, depth = inner, depth + 1
-        # an added prefix counts for nothing
+        # an added prefix does not count
         found.append((depth - (len(full) > len(name)), parts[: depth + 1], module))
     _, begin, module = max(found, key=lambda one: one[0])
     full = name if name.startswith(".".join(begin)) else prefix + name
@@ -356,7 +356,7 @@ def _switches(model: PreTrainedModel, lacking: set[str]) -> list[str]:
 def carry(model: nn.Module, folder: Path) -> str:
     """Add the weights kept for final/ to the files and the index in `folder`, unchanged.
 
-    Returns words for the last lines of a run. If there are none, config.json no longer counts layers for multi-token prediction.
+    Returns words for the last lines of a run. If the saved files have no layers for multi-token prediction, set their counts in config.json to 0.
     """
     source, kept = source_of(model), defaultdict[str, list[str]](list)
     if source:
@@ -364,7 +364,7 @@ def carry(model: nn.Module, folder: Path) -> str:
             kept[source.untaken[name][0]].append(name)
     saved = sorted(folder.glob("model*.safetensors"))
     if not (source and kept):
-        return "" if any(map(MTP.search, _shapes(saved))) else _forget(folder / "config.json")
+        return "" if any(map(MTP.search, _shapes(saved))) else _zero_mtp_counts(folder / "config.json")
     number = len(saved) + len(kept)
     files = [folder / f"model-{at:05}-of-{number:05}.safetensors" for at in range(1, number + 1)]
     for file, (old, names) in zip(files[len(saved) :], kept.items(), strict=True):
@@ -385,7 +385,7 @@ def _shapes(files: Iterable[str | Path]) -> dict[str, tuple[str, torch.Tensor]]:
     return {name: (str(file), one) for file in files for name, one in load_state_dict(file, "meta").items()}
 
 
-def _forget(config: Path) -> str:
+def _zero_mtp_counts(config: Path) -> str:
     """Set the counts of layers for multi-token prediction in config.json to 0. Returns words about it, "" if there were none."""
     values = read_json(config) if config.exists() else {}
     named = [name for name in values if MTP.search(name) and "layer" in name]

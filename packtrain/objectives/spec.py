@@ -19,7 +19,7 @@ _TAKEN = {
     *("step", "epoch", "lr", "learning_rate", "grad_norm", "tokens", "examples", "seconds", "memory_bytes", "mfu"),
     *("tokens_per_second", "padding_fraction", "data_fraction", *get_args(Examples)),
 }
-"""Names in a line of metrics.jsonl that are no figures of objectives. Names of losses end in `loss`."""
+"""Names that figures cannot have: metrics.jsonl uses them, and names that end in `loss`, for other values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Figure:
     """A figure of an objective, under its `name` in metrics.jsonl. Evaluations have it as `eval_NAME`.
 
     Figures with the same `title` (by default the name) share a drawing of the report, where `label` names the curve.
-    A `headline` is shown of each evaluation, at the end of a run, and on top of its report, with the remark `note`.
-    It is a mean, unless it is an `extreme`, or the `difference` of two figures before it.
+    A `headline` is shown for each evaluation, at the end of a run, and on top of its report, with the remark `note`.
+    A figure is a mean, unless it is an `extreme` or the `difference` of two earlier figures.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Figure:
         return f"{value:.1%}" if self.unit == "percent" else f"{value:.2f}"
 
     def moved(self, first: float, last: float) -> str:
-        """Return in words how it moved. A share has only its last value: before step 1 it is 0 of a model that equals its reference."""
+        """Return its change in words. A percentage shows only `last`: it starts at 0, as the model equals its reference."""
         note = f" ({self.note})" if self.note else ""
         return f"{self.words} {'' if self.unit == 'percent' else f'{self.written(first)} → '}{self.written(last)}{note}"
 
@@ -61,7 +61,7 @@ def _no_rules(config: RunConfig, given: Set[str]) -> Iterable[Fault]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """Declaration of an objective. Raises ValueError if it cannot be one.
+    """Declaration of an objective. Raises ValueError if a field is wrong.
 
     A built-in objective is a folder of objectives/: its module `spec` has it as the constant SPEC, its module `run` trains it.
     """
@@ -90,7 +90,7 @@ class Spec:
     reference: bool = False
     """Whether the loss compares the model with a reference (objective.beta, objective.reference)."""
     scores: bool = False
-    """Whether the model has a score in place of the output head."""
+    """Whether the model has a head for scores in place of the output head."""
     margins: bool = False
     """Whether pairs may have a margin (column `margin` of the data)."""
     order: int = 100
@@ -125,7 +125,7 @@ OBJECTIVES = Registry(Spec, "objective", package="packtrain.objectives", module=
 
 
 def objective_for(examples: Examples) -> Spec:
-    """Return the first objective that trains on such examples."""
+    """Return the first objective that trains on these `examples`."""
     return next(spec for spec in OBJECTIVES.all().values() if spec.examples == examples)
 
 
@@ -135,6 +135,6 @@ def losses() -> tuple[str, ...]:
 
 
 def names_of_figures() -> set[str]:
-    """Return how names of held-out figures begin: "loss", "tokens", "rewards" of "rewards/margins"."""
+    """Return the first parts of figures' names: "loss", "tokens", "rewards" from "rewards/margins"."""
     figures = (figure.name for spec in OBJECTIVES.all().values() for figure in spec.figures)
     return {"loss", "tokens", *get_args(Examples), *(name.partition("/")[0] for name in figures)}

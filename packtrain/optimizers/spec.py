@@ -10,36 +10,36 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-_KEEPS = "keeps a state for a whole weight"
+_NEEDS_WHOLE = "keeps a state for a whole weight"
 _EPS = 1e-8
 
 
-def _none(beta1: float, beta2: float) -> Mapping[str, object]:
+def _no_arguments(beta1: float, beta2: float) -> Mapping[str, object]:
     return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """An optimizer. Names and arguments are those of transformers, for the same name."""
+    """An optimizer: its class, arguments and needs. Names and arguments follow transformers."""
 
     made_by: str
     """Its class, as MODULE:NAME."""
-    betas: Callable[[float, float], Mapping[str, object]] = _none
-    """Return its arguments from optim.beta1 and optim.beta2."""
+    betas: Callable[[float, float], Mapping[str, object]] = _no_arguments
+    """Return the arguments that depend on optim.beta1 and optim.beta2."""
     options: Mapping[str, object] = field(default_factory=dict[str, object])
-    """Its other arguments beside the learning rate."""
+    """All other arguments except the learning rate."""
     states: int
-    """Numbers that it keeps for each weight. A row and a column for each matrix count as nothing."""
+    """Numbers that it keeps per weight. A row and a column per matrix (adafactor) count as 0."""
     state_bytes: float | None = None
-    """Bytes of such a number; None: as of the weight that it steps."""
+    """Bytes of each of these numbers. None: as many as the stepped weight has."""
     package: str = ""
-    """The package that it needs beside torch."""
+    """Optional package that it needs; "" for none."""
     by_matrices: bool = False
-    """Whether its groups have only matrices of layers (`muon`) or none."""
+    """Whether each group of weights has either only matrices of layers (`muon`) or none."""
     whole: str = ""
-    """Why it cannot step parts of weights, which strategies may give it; "" if it can."""
+    """Why it cannot step parts of weights, as some strategies require; "" if it can."""
     on_host: bool = False
-    """Whether DeepSpeed steps weights on the host by it."""
+    """Whether DeepSpeed can run it on the host."""
     lists_weights: bool = False
     """Whether its step makes a temporary list of tensors, as large as the weights."""
 
@@ -67,8 +67,8 @@ def _ademamix(beta1: float, beta2: float) -> Mapping[str, object]:
     return {"betas": (beta1, beta2, 0.9999), "alpha": 5.0, "eps": _EPS}
 
 
-def _bitsandbytes(kind: OptimizerSpec, bits: int, **options: object) -> OptimizerSpec:
-    return replace(kind, state_bytes=1 if bits == 8 else None, options={"optim_bits": bits, **options})
+def _bitsandbytes(base: OptimizerSpec, bits: int, **options: object) -> OptimizerSpec:
+    return replace(base, state_bytes=1 if bits == 8 else None, options={"optim_bits": bits, **options})
 
 
 def _torchao(bits: int) -> OptimizerSpec:
@@ -78,13 +78,13 @@ def _torchao(bits: int) -> OptimizerSpec:
 
 
 _ADAMW = OptimizerSpec(made_by="torch.optim:AdamW", betas=_adam, states=2, on_host=True)
-_TORCHAO = OptimizerSpec(made_by="", betas=_adam, states=2, package="torchao", whole=_KEEPS)
+_TORCHAO = OptimizerSpec(made_by="", betas=_adam, states=2, package="torchao", whole=_NEEDS_WHOLE)
 _BNB_ADAMW = OptimizerSpec(
-    made_by="bitsandbytes.optim:AdamW", betas=_adam, states=2, package="bitsandbytes", whole=_KEEPS
+    made_by="bitsandbytes.optim:AdamW", betas=_adam, states=2, package="bitsandbytes", whole=_NEEDS_WHOLE
 )
 _ADEMAMIX = replace(_BNB_ADAMW, made_by="bitsandbytes.optim:AdEMAMix", betas=_ademamix, states=3)
 _LION = replace(_BNB_ADAMW, made_by="bitsandbytes.optim:Lion", betas=_lion, states=1)
-_RMSPROP = replace(_LION, made_by="bitsandbytes.optim:RMSprop", betas=_none)
+_RMSPROP = replace(_LION, made_by="bitsandbytes.optim:RMSprop", betas=_no_arguments)
 
 OPTIMIZERS = {
     "adamw_torch": replace(_ADAMW, lists_weights=True),
@@ -93,7 +93,7 @@ OPTIMIZERS = {
         made_by="transformers.optimization:Adafactor",
         options={"scale_parameter": False, "relative_step": False},
         states=0,
-        whole=_KEEPS,
+        whole=_NEEDS_WHOLE,
     ),
     "sgd": OptimizerSpec(made_by="torch.optim:SGD", states=0),
     "adagrad": OptimizerSpec(
@@ -124,11 +124,11 @@ OPTIMIZERS = {
     "rmsprop_bnb_32bit": _bitsandbytes(_RMSPROP, 32),
 }
 _REFUSED = {
-    "galore_adamw galore_adafactor apollo_adamw": "Its states hold Python objects, which a checkpoint cannot store: reading one never runs code.",
+    "galore_adamw galore_adafactor apollo_adamw": "Its states hold Python objects. A checkpoint cannot store them, because reading it never runs code.",
     "lomo adalomo": "It updates in the backward pass, before the gradients of a step are summed, clipped and judged.",
     "schedule_free_adamw schedule_free_sgd schedule_free_radam": "Its weights in training differ from the weights that it saves.",
     "stable_adamw": "It counts its steps in its settings, which a resumed run would reset.",
     "paged_ademamix_8bit": "bitsandbytes fails to make its states; take ademamix_8bit.",
 }
 REFUSED = {name: why for names, why in _REFUSED.items() for name in names.split()}
-"""Other optimizers of transformers, and why a run cannot have them."""
+"""Other optimizers of transformers, each with the reason why packtrain refuses it."""

@@ -35,12 +35,12 @@ from packtrain.packing.balance import (
 from packtrain.packing.bins import Rows, best_fit, in_order
 from packtrain.packing.prefixes import PrefixIndex, lay_out_shared, work_of
 
-KEPT_EPOCHS = 2  # epochs with rows in memory: the current one, and the next when batches are prepared ahead
+KEPT_EPOCHS = 2  # epochs whose rows stay in memory: the current one, and the next, as batches are prepared ahead
 
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """Device utilisation over a sample of `steps`: sums over them. `imbalance`: cost of the busiest rank / mean - 1, as a mean.
+    """Device utilisation, summed over a sample of `steps`. `imbalance`: mean of (cost of the busiest rank / mean cost - 1).
     `micro_batches_*` count a rank's micro-batches in a step. `rows`: a row that ranks split counts as several."""
 
     steps: int
@@ -81,18 +81,18 @@ class Schedule:
     ranks_per_row: int = 1
     """Number of neighbouring ranks that may split a row (balance.py)."""
     prefixes: PrefixIndex | None = None
-    """Index of common beginnings (prefixes.py), which a micro-batch then computes once; None: rows share nothing."""
+    """Index of common beginnings (prefixes.py); a micro-batch computes each one once. None: rows share nothing."""
     families: np.ndarray | None = None
-    """int64[n]: the family of each document, drawn into one step as a whole; None: documents are drawn one by one."""
+    """int64[n]: the family of each document. A step draws whole families. None: it draws documents one by one."""
     _rows_by_epoch: dict[int, Rows] = field(default_factory=dict, repr=False)
     _row_counts: dict[int, int] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_rows_by_epoch": {}}  # planning again in another process is cheaper than sending
+        return {**self.__dict__, "_rows_by_epoch": {}}  # another process plans faster than it receives
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """Return everything that decides the rows, besides the documents' lengths and the number of ranks."""
+        """Return everything that decides the rows, except the documents' lengths and the number of ranks."""
         sizes = (self.limits, self.examples_per_step, self.rows_per_step, self.attention_cost, self.ranks_per_row)
         return self.packing, *sizes, self.seed, self.shuffle
 
@@ -136,7 +136,7 @@ class Schedule:
         return int(self.lengths[part].sum(dtype=np.int64))
 
     def imbalance(self, layout: Layout) -> float:
-        """Return how much longer the busiest rank works than the mean, as a fraction. Shared tokens count once."""
+        """Return how much longer than the mean the busiest rank works, as a fraction. Shared tokens count once."""
         if self.prefixes is None:
             return imbalance(layout, self.lengths, self.attention_cost, self.packing.mode)
         work = work_of_ranks(layout, partial(work_of, self.prefixes, attention_cost=self.attention_cost))
@@ -242,17 +242,17 @@ def make_schedule(
     """Make the steps of a run, by default one pass over the documents. `lengths` int[n] in tokens.
 
     `max_steps` takes precedence over `epochs`; 1.5 epochs are all steps of epoch 0 and half the steps of epoch 1, rounded up. Without
-    `shuffle` every epoch is the same. Pass `prefixes` to share them in rows or to draw by them. UserError if a document exceeds
-    `ranks_per_row` rows.
+    `shuffle` every epoch is the same. Pass `prefixes` to share them in rows or to draw by them. Raises UserError if a
+    document exceeds `ranks_per_row` rows.
     """
     lengths = np.asarray(lengths)
-    limits = MicroBatchLimits(*(math.inf if most is None else most for most in batch.limits(packing.mode)))
-    most = limits.tokens * ranks_per_row
-    if (longest := int(lengths.max())) > most:
+    limits = MicroBatchLimits(*(math.inf if limit is None else limit for limit in batch.limits(packing.mode)))
+    capacity = limits.tokens * ranks_per_row
+    if (longest := int(lengths.max())) > capacity:
         over = "" if ranks_per_row == 1 else f" over {ranks_per_row} processes"
         more = over and ", or start more processes"
-        what = f"the longest document has {longest} tokens, a micro-batch{over} takes {most}"
-        fix = f"set batch.tokens_per_device to at least {math.ceil(longest / ranks_per_row)}, or data.max_length to {most}{more}"
+        what = f"the longest document has {longest} tokens, a micro-batch{over} takes {capacity}"
+        fix = f"set batch.tokens_per_device to at least {math.ceil(longest / ranks_per_row)}, or data.max_length to {capacity}{more}"
         raise UserError(what, where="batch.tokens_per_device", fix=fix)
     schedule = Schedule(
         lengths=lengths,
@@ -321,23 +321,23 @@ class StagedSchedule(Schedule):
         return Rows(documents, np.array([0, len(documents)])), 0, 1
 
     def _take(self, source: int, places: np.ndarray) -> np.ndarray:
-        """Return the examples at these places of a source's order. The order continues from pass to pass."""
+        """Return the examples at these places of a source's order. The next pass follows the last place of a pass."""
         own = np.flatnonzero(self.source_of == source)
         passes, within = np.divmod(places, len(own))
         taken = np.empty(len(places), np.int64)
-        for number in np.unique(passes).tolist():
-            taken[passes == number] = own[self._order(source, number, len(own))[within[passes == number]]]
+        for pass_ in np.unique(passes).tolist():
+            taken[passes == pass_] = own[self._order(source, pass_, len(own))[within[passes == pass_]]]
         return taken
 
-    def _order(self, source: int, number: int, length: int) -> np.ndarray:
+    def _order(self, source: int, pass_: int, length: int) -> np.ndarray:
         if not self.shuffle:
             return np.arange(length)
         kept = self._orders.setdefault(source, {})
-        if number not in kept:
+        if pass_ not in kept:
             while len(kept) >= _KEPT_PASSES:
                 del kept[min(kept)]
-            kept[number] = np.random.default_rng((self.seed, 4, source, number)).permutation(length)
-        return kept[number]
+            kept[pass_] = np.random.default_rng((self.seed, 4, source, pass_)).permutation(length)
+        return kept[pass_]
 
 
 def stage(schedule: Schedule, mixture: Mixture, source_of: np.ndarray, names: tuple[str, ...]) -> StagedSchedule:

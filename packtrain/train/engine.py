@@ -1,4 +1,4 @@
-"""The spread model with optimizer and schedule (`Engine`), with one interface for all strategies."""
+"""Engine: the spread model, its optimizer and schedule, with one interface for all strategies."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from packtrain.train.run_state import LoopSettings
 from packtrain.train.spikes import Norm
 
 Judge = Callable[[Callable[[], torch.Tensor]], bool | None]
-"""Judges a step by a function for the norm of its gradients: True if it gets no update, None if steps are not judged."""
+"""Takes a function that returns the gradient norm. Returns True to skip the update, None if steps are not judged."""
 
 
 class Engine:
-    """The spread model with its optimizer. `model` is the plain model; `wrapped` is the one a step calls, after `prepare`.
+    """The spread model with its optimizer. `model` is the plain model. After `prepare`, steps call `wrapped`.
 
     A subclass for each strategy wraps the model, exchanges gradients, and saves and loads checkpoints.
     """
@@ -90,7 +90,7 @@ class Engine:
                     kind, masters=optim.keeps_masters, seed=self._seed, names=names, dither=self.dither
                 )
             elif not (optim.keeps_masters or self.spec.keeps_masters):
-                # config/rules/ cannot know it with model.dtype=auto
+                # config/rules/ cannot see this if model.dtype=auto
                 say("optim.bf16_rounding has no effect: no trained weight is bfloat16")
             make = cast(Callable[..., Optimizer], kind)
             arguments = {**optim.spec.betas(optim.beta1, optim.beta2), **optim.spec.options}
@@ -111,22 +111,22 @@ class Engine:
         return self.accelerator.prepare(self.model, optimizer)
 
     def ask_before_update(self, judge: Judge) -> None:
-        """Ask `judge` before each update if an engine makes it within the backward pass. Else the loop judges."""
+        """Install `judge` if updates happen inside the backward pass (DeepSpeed). Otherwise the loop judges."""
 
     def trying(self) -> AbstractContextManager[None]:
-        """Return a context that takes back the counts of a tried micro-batch."""
+        """Return a context for a trial micro-batch. On exit it restores the step counters."""
         return nullcontext()
 
     def masters_of(self, stepped: torch.Tensor) -> list[torch.Tensor]:
-        """Return the masters of bfloat16-computed weights among the numbers that the optimizer steps. If the run has such masters, every
-        process gets at least an empty one."""
+        """Return the float32 masters in `stepped`, a tensor that the optimizer steps. Their weights compute in bfloat16. If the run has
+        masters at all, each process gets one, which may be empty."""
         if isinstance(stepped, torch.nn.Parameter):
             rounded = any(stepped is weight for weight in self.dither.rounded.values())
             return [stepped] if stepped.dtype == torch.float32 and rounded else []
         return [stepped] if getattr(self.plain_optimizer, "masters", False) else []
 
     def exchanging_gradients(self, *, last: bool) -> AbstractContextManager[object]:
-        """Return the context to run a micro-batch in. Ranks exchange gradients with the `last` one, or as torch's model does it."""
+        """Return the context of a micro-batch. Ranks exchange gradients in the `last` one; a subclass may do it in each."""
         return nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
     def clip(self) -> Norm:
@@ -167,7 +167,7 @@ class Engine:
     # Parts that differ by strategy: checkpoints and final/.
 
     def exact_weights(self, kept_as: str) -> Exact:
-        """Return a function for masters in the optimizer, or its states named `kept_as`."""
+        """Return a function that gathers a weight's master, or its optimizer state `kept_as`. It returns None without one."""
         states = self.plain_optimizer.state
 
         def exact(weight: torch.Tensor) -> torch.Tensor | None:
@@ -205,9 +205,9 @@ def engine_of(strategy: str) -> type[Engine]:
 
 
 def check_spread(spec: StrategySpec, wrapped: nn.Module, model: nn.Module) -> None:
-    """Raise CheckFailed if the strategy is not active. Each process would train alone."""
+    """Raise CheckFailed if the strategy is not active: each process would then train alone."""
     if not engine_of(spec.name).is_spread(spec, wrapped, model):
-        what = f"the run is to train by {spec.name}, but its model is a {type(wrapped).__name__}, which does not"
+        what = f"strategy={spec.name} is not active: the wrapped model is a {type(wrapped).__name__}"
         raise CheckFailed(what, where="strategy.name", fix="start it by packtrain or torchrun, without other settings")
 
 

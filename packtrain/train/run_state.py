@@ -20,7 +20,7 @@ from packtrain.train.loader import Steps
 from packtrain.train.spikes import SpikeRules
 
 RUN_STATE = "trainer_state.json"
-"""File of a checkpoint. Other tools read it, so transformers' TrainerState gives it its name and fields."""
+"""File of a checkpoint. Name and fields follow transformers' TrainerState, because other tools read it."""
 # our field: theirs
 _FIELDS = {
     "step": "global_step",
@@ -62,7 +62,7 @@ class LoopSettings:
     largest_first: bool = False
     checkpointing: str = "none"
     unused_at_times: bool = False
-    """Weights (of experts) get a gradient in some batches only."""
+    """Whether some weights (experts) get no gradient in some batches."""
 
     @property
     def eval_every(self) -> int | None:
@@ -78,9 +78,9 @@ class LoopSettings:
 class StopRequest:
     """Request to stop: this process's `signal` (0: none), and the signal `agreed` by all ranks.
 
-    Signals reach processes at different times. So each rank only notes its own and sends it with the counts of the next step. All ranks
-    read them at the step's end and stop after the same step, which is logged, with a checkpoint and exit code 128 + the signal's number. A
-    process that is alone stops after the current step.
+    Signals reach processes at different times. So each rank notes its own signal and sends it with the counts of the next step. At
+    the end of that step all ranks read the counts, log the step, write a checkpoint and exit with 128 + the signal's number. A single
+    process stops after the current step.
     """
 
     def __init__(self, grace_s: float | None = None) -> None:
@@ -89,18 +89,18 @@ class StopRequest:
         self._grace_s, self._ends_at = grace_s, math.inf
 
     def shortage_of_time(self, seconds: float) -> str:
-        """Return why `seconds` of work do not fit before this process is ended, or ""."""
+        """Return why `seconds` of work exceed the grace time; "" if they do not."""
         left = self._ends_at - time.monotonic()
         if seconds <= left:
             return ""
         return f"the last one took {seconds:.0f} s, and {max(left, 0):.0f} of the {self._grace_s:g} s after SIGTERM are left (topology.grace)"
 
     def counts(self) -> list[int]:
-        """Count this process's signals for the reduction over ranks: [SIGINT, SIGTERM], 0 or 1."""
+        """Return [SIGINT, SIGTERM], 1 for this process's signal. Ranks sum these counts."""
         return [int(self.signal == signal.SIGINT), int(self.signal == signal.SIGTERM)]
 
     def listen(self) -> None:
-        """Start to note SIGTERM and SIGINT. A second SIGINT ends the process at once."""
+        """Start to note SIGTERM and SIGINT. A SIGINT after another signal ends the process at once."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note)
 
@@ -111,7 +111,7 @@ class StopRequest:
         self._count_down(number)
 
     def agree(self, interrupts: int, terminations: int) -> None:
-        """Agree on a signal, from the numbers of ranks that received SIGINT and SIGTERM."""
+        """Set the agreed signal from the numbers of ranks that received SIGINT and SIGTERM."""
         if not self.agreed and (interrupts or terminations):
             self.agreed = signal.SIGTERM if terminations else signal.SIGINT
             self._count_down(self.agreed)
@@ -135,7 +135,7 @@ class RunState:
     tokens: int = 0
     """Tokens trained on, padding and virtual tokens excluded."""
     lines: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """Logged lines, each with its `step`, the evaluations' too."""
+    """Logged lines, evaluations included. Each has its `step`."""
     best_loss: float | None = None
     """The lowest evaluation loss. None: no evaluation yet, or trainer.early_stop_patience is not set."""
     best_step: int | None = None

@@ -33,11 +33,11 @@ STATE = "spikes.json"
 """File of a checkpoint with loss and gradient norm of the steps before it."""
 _WINDOW, _MIN_RECENT = 64, 8
 """The median covers at most _WINDOW recent steps. With fewer than _MIN_RECENT, no step counts as far above it."""
-_BEFORE = "decided before"
+_DECIDED = "decided before"
 Norm = torch.Tensor | float
 """Norm of the gradients of a step."""
 IN_A_ROW = 10
-"""Consecutive spikes that end the run under any `trainer.on_spike`: the weights are ruined."""
+"""Number of spikes in a row that ends the run under any `trainer.on_spike`: the weights are ruined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class RecentFigures:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Outcome for a step. `loss`: this rank's part of its loss; None: it gets no update. `norm`: its gradient norm, or without an update the
-    last updated step's. `rollback_to`: step and folder of the checkpoint that the run returns to instead of updating."""
+    """Outcome of a step. `loss`: this rank's part of the loss; None if the step gets no update. `norm`: the gradient norm of the step, or of the
+    last updated step if this one gets no update. `rollback_to`: step and folder of the checkpoint that the run returns to."""
 
     loss: torch.Tensor | None
     norm: Norm
@@ -120,19 +120,19 @@ class SpikeJudge:
         self._skipped = 0
 
     def judge(self, step: int, part: torch.Tensor, norm: Norm, counts: torch.Tensor) -> bool:
-        """Judge `step` (from 1) by this rank's `part` of its loss and the norm. Return whether it gets no update: a spike, or given up."""
+        """Judge `step` (from 1) by this rank's `part` of its loss and the norm. Return whether it gets no update."""
         assert self.rules is not None
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
-        figures = torch.stack([part.double(), whole.to(part.device).double()])
+        full_norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
+        figures = torch.stack([part.double(), full_norm.to(part.device).double()])
         with waiting("the loss of all ranks"):
             figures = cast(torch.Tensor, self._accelerator.reduce(figures, reduction="mean"))
-        (loss, size), examples = figures.tolist(), int(counts[3])
+        (loss, mean_norm), examples = figures.tolist(), int(counts[3])
         given_up = step in self.decided or not examples
-        self.spike_reason = _BEFORE if given_up else self.recent.spike_reason(loss, size, self.rules.factor)
+        self.spike_reason = _DECIDED if given_up else self.recent.spike_reason(loss, mean_norm, self.rules.factor)
         if self.spike_reason:
-            self._figures = (loss, size)
+            self._figures = (loss, mean_norm)
         else:
-            self.recent.figures.append([loss, size])
+            self.recent.figures.append([loss, mean_norm])
         return bool(self.spike_reason)
 
     def decide(
@@ -143,36 +143,36 @@ class SpikeJudge:
     ) -> tuple[int, Path] | None:
         """Decide what follows the spike of `step`. Record it with the `losses` of its examples by number.
 
-        `newest` returns step and folder of the checkpoint to return to; they are returned if the run goes there. Raises CheckFailed for
-        `stop`.
+        Return the step and folder of the checkpoint that the run goes back to, None if it goes on. `newest` finds this checkpoint. Raises
+        CheckFailed if the run stops.
         """
         assert self.rules is not None
-        fault, self.spike_reason = self.spike_reason, ""
+        reason, self.spike_reason = self.spike_reason, ""
         self._skipped += 1
-        if fault == _BEFORE:
+        if reason == _DECIDED:
             return None
-        hopeless = all(step - before in self.decided for before in range(1, IN_A_ROW))
-        action, back = "stop" if hopeless else self.rules.action, None
+        too_many = all(step - before in self.decided for before in range(1, IN_A_ROW))
+        action, back = "stop" if too_many else self.rules.action, None
         if action == "rollback":
             back = newest()
             action = "rollback" if back else "skip"
-        line = {"step": step, "action": action, "from": back and back[0], "why": fault}
+        line = {"step": step, "action": action, "from": back and back[0], "why": reason}
         line |= dict(zip(("loss", "grad_norm"), map(_number, self._figures), strict=True))
         self._write(line, losses())
         if action == "stop":
             fix = "lower it, or raise trainer.spike_factor" if self.rules.factor else "lower it"
-            if hopeless:
-                fault += f", the {IN_A_ROW}th step in a row that is given up,"
+            if too_many:
+                reason += f", for the {IN_A_ROW}th step in a row,"
                 fix += ", and go on from a checkpoint before these steps"
             else:
                 fix += ", or set trainer.on_spike=skip; the checkpoints before this step are kept"
-            raise CheckFailed(f"{fault} at step {step} (spikes.jsonl)", where="optim.learning_rate", fix=fix)
+            raise CheckFailed(f"{reason} at step {step} (spikes.jsonl)", where="optim.learning_rate", fix=fix)
         self.decided[step] = line
         then = "its update is skipped"
         then += ", as there is no checkpoint to go back to yet" if action != self.rules.action else ""
         if back is not None:
             then = f"the run goes back to the checkpoint of step {back[0]} and leaves out the steps since then"
-        self._say(f"step {step}: {fault}; {then}. spikes.jsonl has its documents")
+        self._say(f"step {step}: {reason}; {then}. spikes.jsonl names its documents")
         return back
 
     def stop_at(self, step: int, loss: float, documents: Sequence[int]) -> NoReturn:
@@ -193,14 +193,14 @@ class SpikeJudge:
         return {"skipped": number} if number else {}
 
     def without_skipped(self, steps: Steps) -> Steps:
-        """Return `steps` without the steps that rollbacks gave up. From there on it leaves out the documents of their spikes."""
-        out, given_up = dict[int, int](), set[int]()
+        """Return `steps` without the steps that rollbacks gave up. After a rollback it also leaves out the spike's documents."""
+        skipped_from, given_up = dict[int, int](), set[int]()
         for line in self.decided.values():
             if line["action"] == "rollback":
                 given_up.update(range(line["from"], line["step"]))
                 for number in steps.schedule.documents(line["step"] - 1).tolist():
-                    out[number] = min(line["from"], out.get(number, line["from"]))
-        return replace(steps, skipped_from=out, given_up=frozenset(given_up)) if out else steps
+                    skipped_from[number] = min(line["from"], skipped_from.get(number, line["from"]))
+        return replace(steps, skipped_from=skipped_from, given_up=frozenset(given_up)) if skipped_from else steps
 
     def _write(self, line: dict[str, Any], losses: Sequence[tuple[int, float | None]]) -> None:
         """Add a line to spikes.jsonl, on the main process."""
@@ -220,7 +220,7 @@ class SpikeJudge:
 def _load_decisions(file: Path, checkpoint: Path) -> list[dict[str, Any]]:
     """Return the lines of spikes.jsonl that the run continues with. If `file` is missing, read the run folder of `checkpoint`.
 
-    `file` holds them whole afterwards: a kill may have cut its last line, and a power loss may have damaged any.
+    Then `file` has only these lines: a kill may have cut its last one, and a power loss may have damaged any.
     """
     text, lines = "", list[dict[str, Any]]()
     for place in (checkpoint.parent.parent / file.name, file):
@@ -230,7 +230,7 @@ def _load_decisions(file: Path, checkpoint: Path) -> list[dict[str, Any]]:
         with suppress(ValueError):
             lines.append(json.loads(line))
     if lines:
-        with suppress(OSError):  # the decisions are used in any case
+        with suppress(OSError):  # an unwritable file changes nothing in this run
             write_text(file, "".join(f"{json.dumps(line)}\n" for line in lines))
     return lines
 

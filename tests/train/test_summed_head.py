@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import packtrain.attention.segmented  # noqa: F401  # registers its attention
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from torch import nn
 from trl.kernels import chunked_logprob as kernels
 from trl.trainer.utils import add_fused_lm_head
 
+import packtrain.attention.segmented  # noqa: F401  # registers its attention
 from packtrain.data.dataset import Document
 from packtrain.model import heads
 from packtrain.model.forward import add_loss_sum, choose_head

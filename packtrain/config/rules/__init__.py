@@ -1,7 +1,7 @@
 """Rules about combinations of keys that cannot work, checked before loading. Pure: no files, devices, environment.
 
-Most are rows of table.py; the functions here have to compute something. Only certain faults are refused. Faults that depend on the data
-(a document longer than a row) are found as the data is read.
+Most rules are rows of table.py; the functions here compute something. They refuse only what can never work. Faults that depend on the data
+(a document longer than a row) are found while the data is read.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ def _sources(config: RunConfig) -> Iterator[Fault]:
     for key, value in (("data.train", data.train), ("data.eval", data.eval)):
         if any(not source.path for source in sources(value)):
             yield Fault((key,), "a source has no path", "Give it a file, a folder, or a hub id.")
-    own = [source.name for source in train if source.name]
-    if twice := next((name for name in own if own.count(name) > 1), None):
+    names = [source.name for source in train if source.name]
+    if twice := next((name for name in names if names.count(name) > 1), None):
         yield Fault(("data.train",), f"two sources are called {twice!r}", "Give each a name of its own.")
     if data.stages and any(source.weight != 1 or source.samples for source in train):
-        what, fix = "stages replace the weights and samples of sources", "Leave them out, or data.stages."
+        what, fix = "stages replace the weights and samples of sources", "Remove them, or data.stages."
         yield Fault(("data.train", "data.stages"), what, fix)
     if data.streaming and any(source.samples for source in train):
-        what = "samples count an epoch, which a stream does not have: weights are its shares"
-        yield Fault(("data.train", "data.streaming"), what, "Leave them out, or data.streaming.")
+        what = "samples are the examples of an epoch, and a stream has none: use weights"
+        yield Fault(("data.train", "data.streaming"), what, "Remove them, or data.streaming.")
     if not data.streaming and any(source.repeat for source in train):
         fix = "Set data.streaming=true, or write a weight."
         yield Fault(("data.train", "data.streaming"), "only streaming data can use repeat", fix)
@@ -113,7 +113,7 @@ def _held_out(data: Data) -> Iterator[Fault]:
 
 
 def _stages(data: Data) -> Iterator[Fault]:
-    """Yield faults in the order of stages, and in the names and weights of their sources."""
+    """Yield faults of data.stages: their order, and the names and weights of sources."""
     names, key = name_sources(sources(data.train)), "data.stages"
     ends = [stage.until for stage in data.stages]
     if ends and (ends[-1] is not None or None in ends[:-1] or ends[:-1] != sorted({end for end in ends[:-1] if end})):
@@ -131,21 +131,21 @@ def _stages(data: Data) -> Iterator[Fault]:
 
 
 def _rows(config: RunConfig) -> Iterator[Fault]:
-    """Yield documents that fit in no row, and steps that are no whole number of rows."""
-    batch, row, together = config.batch, config.batch.limits(config.packing.mode)[1], config.strategy.sequence_parallel
+    """Yield faults of rows: too short for a document, or no divisor of a step."""
+    batch, row, ranks = config.batch, config.batch.limits(config.packing.mode)[1], config.strategy.sequence_parallel
     if batch.tokens_per_step is not None and row and batch.tokens_per_step % row:
         what = f"{batch.tokens_per_step} tokens are not a whole number of rows of {row} (batch.tokens_per_device)"
         fix = f"The nearest sizes that are: {nearest_multiples(batch.tokens_per_step, row)}."
         yield Fault(("batch.tokens_per_step", "batch.tokens_per_device"), what, fix)
-    if row is None or together == "auto" or config.data.max_length is None:
+    if row is None or ranks == "auto" or config.data.max_length is None:
         return
-    each = config.objective.spec.documents
-    row, longest = row * together, config.data.max_length * each
+    documents = config.objective.spec.documents
+    row, longest = row * ranks, config.data.max_length * documents
     if longest > row:
         origin = "" if batch.tokens_per_device else " (its default for packed rows)"
-        thing = "documents" if each == 1 else "pairs of documents"
+        thing = "documents" if documents == 1 else "pairs of documents"
         what = f"{thing} of {config.data.max_length} tokens do not fit in rows of {row}{origin}"
-        fix = f"Set batch.tokens_per_device to at least {-(-longest // together)}, or data.max_length to at most {row // each}."
+        fix = f"Set batch.tokens_per_device to at least {-(-longest // ranks)}, or data.max_length to at most {row // documents}."
         yield Fault(("data.max_length", "batch.tokens_per_device"), what, fix)
 
 
@@ -155,9 +155,8 @@ def _schedule(optim: Optim) -> Iterator[Fault]:
     yield from check_options(key, options, known, f"the schedule {optim.schedule} has no such option")
     for name in ("min_lr", "lr_end"):
         lowest = options.get(name)
-        if (
-            name in known and isinstance(lowest, int | float) and optim.learning_rate < lowest <= 1
-        ):  # transformers would use it
+        # transformers would use it
+        if name in known and isinstance(lowest, int | float) and optim.learning_rate < lowest <= 1:
             yield Fault((f"{key}.{name}",), f"found {lowest}", f"Allowed: number from 0 to {optim.learning_rate:g}.")
     if optim.schedule == "cosine_with_min_lr" and ("min_lr" in options) == ("min_lr_rate" in options):
         what = "the schedule cosine_with_min_lr needs its lowest learning rate, set once"
@@ -168,7 +167,7 @@ def _schedule(optim: Optim) -> Iterator[Fault]:
 
 
 def _rounding(config: RunConfig) -> Iterator[Fault]:
-    """Yield faults of optim.bf16_rounding. It has nothing to do, or would not do what it says."""
+    """Yield faults of optim.bf16_rounding: it would have no effect, or not the promised one."""
     rounding, lora, strategy = config.optim.bf16_rounding, config.peft.kind == "lora", config.strategy.spec
     if rounding in ("auto", "undithered"):
         return
@@ -188,7 +187,7 @@ def _rounding(config: RunConfig) -> Iterator[Fault]:
 
 
 def _patterns(optim: Optim, peft: Peft) -> Iterator[Fault]:
-    """Yield faults of the layers with adapters, of PEFT's arguments, and of groups of weights."""
+    """Yield faults of peft.target_modules, peft.options and optim.groups."""
     is_text = isinstance(peft.target_modules, str)
     if is_text and not is_pattern(peft.target_modules):
         what, fix = "it is no regular expression", "A text is a pattern for whole names; write several names as a list."

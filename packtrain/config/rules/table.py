@@ -1,4 +1,4 @@
-"""The table of keys that cannot be set together, and the engine that reads it. Pure."""
+"""The table of keys that cannot be set together, and the functions that read it. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ model.dtype=float16 (peft.kind=none) (!trainer.mixed_precision=bf16|fp8)
 !model.quantize=no !model.is_base_for_adapters
     only a model's own files can be loaded in fewer bits, not new weights or a .gguf file → Name a hub id or a folder.
 !model.quantize=no trainer.mixed_precision=fp8
-    products in 8 bits need weights in 16 bits, not quantised ones → Set trainer.mixed_precision=auto.
+    matrix products in 8 bits need weights in 16 bits, not quantised ones → Set trainer.mixed_precision=auto.
 model.backend.by_document strategy.spec.shards_weights
     {model.attention} calls the model once per document, and under {strategy.name} all processes must call it together
     → Choose strategy=zero2, or packing.mode=padding with model.attention=auto.
@@ -66,7 +66,7 @@ packing.share_prefix data.streaming (objective.spec.examples=documents)
 data.max_length=null data.streaming | the lengths of documents are unknown before they are read
 objective.reference=precomputed data.streaming | it is computed for all data before step 1
 trainer.on_spike=rollback data.streaming | a stream cannot go back; use skip or stop
-!strategy.sequence_parallel=1 data.streaming | the longest document decides it, which a stream does not know
+!strategy.sequence_parallel=1 data.streaming | it depends on the longest document, which a stream does not know
 
 # packing and batch
 packing.share_prefix packing.mode=padding|padding_free (objective.spec.examples=documents)
@@ -79,7 +79,7 @@ packing.share_prefix packing.strategy=in_order (objective.spec.examples=document
     documents that begin alike must be neighbours in a row, which changes the order of the data
     → Choose packing.strategy=best_fit.
 packing.share_prefix batch.examples_per_step=null (objective.spec.examples=documents)
-    with batch.tokens_per_step, rows are filled before their common prefixes are known → Set batch.examples_per_step.
+    with batch.tokens_per_step, rows are filled before the common prefixes are known → Set batch.examples_per_step.
 batch.examples_per_step=null (batch.tokens_per_step=null)
     the size of an optimizer step is not set
     → Set batch.examples_per_step (e.g. 32: the same training in every packing mode) or batch.tokens_per_step.
@@ -111,14 +111,14 @@ trainer.on_spike=rollback because (trainer.checkpoint_every=null)
 trainer.mixed_precision=bf16|fp8 model.dtype=float16
     {trainer.mixed_precision} computation over float16 weights is not supported → Set model.dtype=bfloat16.
 trainer.mixed_precision=fp8 !peft.kind=none
-    torchao's layers make gradients of frozen weights too, for nothing → Set trainer.mixed_precision=auto.
+    torchao's layers also compute gradients of frozen weights, which nothing uses → Set trainer.mixed_precision=auto.
 trainer.mixed_precision=fp8 objective.spec.reference
     losses that compare with a reference have not been tried in 8 bits → Set trainer.mixed_precision=auto.
 trainer.activation_offload !trainer.gradient_checkpointing=full
     without full recomputation, layers keep weights beside their activations, and these would move to the host too
     → Set trainer.gradient_checkpointing=full.
 trainer.gradient_checkpointing=selective trainer.torch_compile
-    compiled parts hide their products, so no result could be kept
+    compiled parts hide their matrix products, so none can be kept
     → Set trainer.gradient_checkpointing=full or every_2, or trainer.torch_compile=false.
 trainer.gradient_checkpointing=selective trainer.tokens_per_mlp_tile
     selective keeps a product of the MLP for all tokens, and tiles must not keep it
@@ -170,12 +170,12 @@ _KEYS = {
     "objective.spec": "objective.kind",
     "strategy.spec": "strategy.name",
 }
-"""Values that follow from a key, and that key."""
+"""Computed values in conditions, each with the key that decides it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A row of the table: the words of its condition, and the parts of a Fault."""
+    """A row of the table: `words` is its condition, the rest makes a Fault."""
 
     words: tuple[str, ...]
     keys: tuple[str, ...]
@@ -196,10 +196,10 @@ def check_table(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
 def rules() -> tuple[Rule, ...]:
     """Return the rows of the table."""
     rows = re.findall(r"^([^#\s].*?)(?: \||\n)((?: +.*\n)+)", TABLE, re.MULTILINE)
-    return tuple(_read(condition.split(), " ".join(text.split())) for condition, text in rows)
+    return tuple(_parse_rule(condition.split(), " ".join(text.split())) for condition, text in rows)
 
 
-def _read(words: list[str], text: str) -> Rule:
+def _parse_rule(words: list[str], text: str) -> Rule:
     because = key_of(words[words.index("because") + 1]) if "because" in words else ""
     words = [word for word in words if word != "because"]
     keys = tuple(dict.fromkeys(key_of(word) for word in words if not word.startswith("(")))
@@ -208,7 +208,7 @@ def _read(words: list[str], text: str) -> Rule:
 
 
 def key_of(word: str) -> str:
-    """Return the config key that a word is about."""
+    """Return the config key in a word of a condition."""
     path = re.split("[:=]", word.strip("()!"))[0]
     return next((key for start, key in _KEYS.items() if path.startswith(start)), path)
 
@@ -225,7 +225,7 @@ def holds(word: str, config: RunConfig, given: Set[str] = frozenset()) -> bool:
 
 
 def _text(value: object) -> str:
-    """Return a value as on the command line."""
+    """Return a value in the words of the command line."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,7 @@
 """Kahneman-Tversky optimisation: its loss and its objective. The formulas are in objectives/losses.py.
 
-The loss `kto` needs an estimate of the KL divergence of the model from the reference. It is made for each global step, before the first
-micro-batch, without gradients, from mismatched pairs of prompt and completion (UnpairedSteps). An evaluation has one estimate for the whole set.
+The loss `kto` needs an estimate of the KL divergence of the model from the reference. Each global step makes one before its first
+micro-batch, without gradients, from mismatched pairs of prompt and completion (UnpairedSteps). An evaluation has one for the whole set.
 The loss `apo_zero_unpaired` needs none.
 """
 
@@ -59,7 +59,7 @@ class KTOLoss(ReferenceLoss):
         weights = {name: objective.option(name) for name in ("desirable_weight", "undesirable_weight")}
         self.options = UnpairedOptions(beta=objective.beta, **weights)
         (name,) = objective.losses
-        self._values, self.estimates = UNPAIRED_LOSSES[name], name == "kto"
+        self._loss_of, self.estimates = UNPAIRED_LOSSES[name], name == "kto"
         self._kl = torch.zeros((), device=self.device)
         # mismatched pairs are as long as the answers: one more pass by the model, and one by a reference that is not precomputed
         if self.estimates:
@@ -83,11 +83,11 @@ class KTOLoss(ReferenceLoss):
 
     def measure(self, model: torch.nn.Module, inputs: Inputs, counts: torch.Tensor) -> tuple[torch.Tensor, Figures]:
         """See ExampleLoss; the loss is a mean over the answers of the step."""
-        (reference,) = self.compared_with(inputs)  # before the model: its activations would take memory meanwhile
+        (reference,) = self.compared_with(inputs)  # first: later, the model's activations would take memory
         outputs = self.score_tokens(model, inputs)
         targets, desirable = self.targets(outputs, inputs), inputs["label"].bool()
         answers = LabelledAnswers(targets.logps, reference, desirable)
-        loss = self._values(answers, self._kl, self.options).sum() / counts[3].clamp(min=1)
+        loss = self._loss_of(answers, self._kl, self.options).sum() / counts[3].clamp(min=1)
         entropy, mean_logits = (self.targets_of(outputs, inputs, name) for name in ("entropy", "mean_logits"))
         tokens = TokenFigures(targets.of_answers(desirable), entropy, mean_logits)
         return loss, unpaired_figures(answers, self._kl, self.beta, tokens)
@@ -97,24 +97,23 @@ class KTOLoss(ReferenceLoss):
         return (self.targets(outputs, inputs).logps,)
 
     def zero_margin_loss(self, batch: MicroBatch) -> float:
-        """Half of the mean weight of the answers."""
+        """Return half of the mean weight of the answers."""
         desirable = batch.inputs["label"].double().mean().item()
         return 0.5 * (desirable * self.options.desirable_weight + (1 - desirable) * self.options.undesirable_weight)
 
     @torch.no_grad()
-    def _divergence(self, batches: Iterable[MicroBatch]) -> torch.Tensor:
-        """Estimate the divergence of the model from the reference over the mismatched pairs of all processes, float32 scalar."""
+    def _estimate_divergence(self, batches: Iterable[MicroBatch]) -> torch.Tensor:
+        """Estimate the divergence over the mismatched pairs of all processes, float32 scalar."""
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for number, batch in enumerate(batches, start=1):
-            if not (
-                batch.examples or self.settings.sharded
-            ):  # ranks with sharded weights must all call the model equally often
+            # with sharded weights all ranks must call the model equally often
+            if not (batch.examples or self.settings.sharded):
                 continue
             self.report_phase("forward" if self.model.training else "eval", micro=number)
             (policy,), (reference,) = self.policy_logps(batch), self.reference_logps(batch)
             margin = (policy - reference).double()
-            counts = bool(batch.examples and batch.part == 0)  # a filler counts nothing, and a split row once
-            total += torch.stack([margin.sum(), torch.ones_like(margin).sum()]) * counts
+            is_counted = bool(batch.examples and batch.part == 0)  # fillers never, and split rows once
+            total += torch.stack([margin.sum(), torch.ones_like(margin).sum()]) * is_counted
         with waiting("the KL estimate of all ranks"):
             total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
         return estimate_kl(Sum(*total)).float()
@@ -125,8 +124,8 @@ class UnpairedSteps(AnswerSteps):
     """Steps of answers with labels, and their mismatched pairs.
 
     A mismatched pair is the prompt of a document with the completion of the document before it in the step (for the first document: of the
-    last), cut to `max_length` tokens. `estimates`: the loss needs them; the first micro-batch of each step then has them. `whole`: all steps
-    count as one, as in an evaluation, and `mismatched` loads the pairs apart from the steps. `reference_mismatched`: the reference's
+    last), cut to `max_length` tokens. `estimates`: the loss needs them, so the first micro-batch of each step has them. `whole`: all steps
+    count as one, as in an evaluation; `mismatched` then loads the pairs separately. `reference_mismatched`: the reference's
     log-probabilities of the mismatched pairs in the order of the steps, if precomputed.
     """
 
@@ -170,17 +169,17 @@ class UnpairedSteps(AnswerSteps):
         `known`: their log-probabilities by the reference, float32 [n], if precomputed.
         """
         documents = []
-        for prompt, completion in ((self.data[int(asked)], self.data[int(other)]) for asked, other in pairs):
-            asked = len(prompt.input_ids) - int(prompt.loss_mask.sum())
-            ids = np.concatenate([prompt.input_ids[:asked], completion.input_ids[completion.loss_mask]])
+        for prompt, completion in ((self.data[int(own)], self.data[int(other)]) for own, other in pairs):
+            prompt_length = len(prompt.input_ids) - int(prompt.loss_mask.sum())
+            ids = np.concatenate([prompt.input_ids[:prompt_length], completion.input_ids[completion.loss_mask]])
             ids = ids[: self.max_length]
-            documents.append(Document(ids, np.arange(len(ids)) >= asked))
+            documents.append(Document(ids, np.arange(len(ids)) >= prompt_length))
         return self.collate_documents(documents, np.ones(len(documents), bool), known)
 
     def with_reference_by(
         self, logps: Callable[[MicroBatch], np.ndarray], random: np.random.Generator, off: float
     ) -> UnpairedSteps:
-        """Return these steps with the reference's log-probabilities by `logps`, plus noise of `off` nats.
+        """Return these steps with the reference's log-probabilities from `logps`, plus noise of `off` nats.
 
         For mismatched pairs the noise is negative, so that the estimate of the divergence stays above 0.
         """
@@ -273,7 +272,7 @@ class KTO(ReferenceObjective):
 
         Raises UserError if a document or a mismatched pair exceeds a micro-batch.
         """
-        thing = "a prompt with an answer (for the KL estimate with another one's)"
+        thing = "a prompt with an answer (in the KL estimate, the answer to another prompt)"
         self.check_longest(thing, self.longest_document(data))
         return data.lengths
 
@@ -291,31 +290,33 @@ class KTO(ReferenceObjective):
         super().prove(start)
 
     def with_reference(self, steps: UnpairedSteps, start: Start) -> UnpairedSteps:
-        """See ReferenceObjective. Each pass has other mismatched pairs: all steps of the run are computed."""
+        """See ReferenceObjective. Mismatched pairs differ between epochs, so all steps are computed."""
         steps = super().with_reference(steps, start)
         if not self._estimates:
             return steps
         schedule, parts = steps.schedule, steps.mismatched().every_step()
-        every = (schedule.settings, schedule.total_steps, steps.max_length, steps.whole)
+        cache_key = (schedule.settings, schedule.total_steps, steps.max_length, steps.whole)
         shape = (schedule.documents_before(schedule.total_steps),)
-        return replace(steps, reference_mismatched=self.precompute(steps, start, shape, parts, every))
+        return replace(steps, reference_mismatched=self.precompute(steps, start, shape, parts, cache_key))
 
 
 def check_sizes(settings: LoopSettings) -> None:
-    """Raise UserError if a step or an evaluation set has a single answer.
+    """Raise UserError if a step of the first pass over the data, or an evaluation set, has a single answer.
 
     Its only mismatched pair would be its own prompt and completion, so the KL estimate would be its own reward.
     """
     schedule, count = settings.steps.schedule, len(settings.steps.data)
-    each, whole_pass = schedule.examples_per_step, len(settings.steps) >= schedule.steps_per_epoch(0)
+    number = min(len(settings.steps), schedule.steps_per_epoch(0))
+    sizes = np.diff([schedule.documents_before(step) for step in range(number + 1)]).tolist()
     where = what = ""
-    if each is not None and whole_pass and count % each == (1 if each > 1 else 0):
-        where, what = "batch.examples_per_step", f"of {counted(count, 'answers')} the last step has a single one"
+    if 1 in sizes:
+        where = "batch.examples_per_step" if schedule.examples_per_step else "batch.tokens_per_step"
+        what = f"step {sizes.index(1) + 1} has a single one of {counted(count, 'answers')}"
     elif any(len(steps.data) == 1 for steps in settings.evaluation.values()):
         where, what = "data.eval", "a single answer is held out"
     if where:
         fix = "take another number, or objective.loss=apo_zero_unpaired, which has no KL estimate"
-        raise UserError(f"{what}, and the KL estimate is made of two or more", where=where, fix=fix)
+        raise UserError(f"{what}, and the KL estimate needs two or more", where=where, fix=fix)
 
 
 OBJECTIVE = KTO

@@ -38,11 +38,11 @@ from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.run_state import LoopSettings
 
 _NOT_FOR_MODEL = ("target_places", "target_counts", "label", "ref_logps", "ref_chosen_logps", "ref_rejected_logps")
-"""Inputs of a micro-batch of answers that the loss reads and the model does not take."""
+"""Inputs of a micro-batch that the loss reads and the model does not take."""
 Logps = tuple[torch.Tensor, ...]
 """Log-probabilities, float32. Pairs: two tensors [pairs], chosen and rejected. Answers with labels: one tensor [answers]."""
 EvaluationBatches = Callable[..., Iterator[MicroBatch]]
-"""Yields this rank's micro-batches of an evaluation set. An argument, a function of its Steps, replaces them (kto: by their mismatched pairs)."""
+"""Yields this rank's micro-batches of an evaluation set. An optional function of its Steps chooses others (kto: mismatched pairs)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Loss:
     """
 
     extra_forwards = 0
-    """Forward passes over a step besides the trained one, for the count of FLOPs: by the reference, for kto's KL estimate."""
+    """Further forward passes of a step, for the count of FLOPs: by the reference, and for kto's KL estimate."""
 
     def __init__(self, setup: Setup, objective: Objective) -> None:
         self.settings, self.model, self.tokenizer = setup.settings, setup.model, setup.tokenizer
@@ -74,7 +74,7 @@ class Loss:
         self.device = self.accelerator.device
         if self.device.type == "cuda":  # accelerate gives no index to one process
             self.device = torch.device("cuda", torch.cuda.current_device())
-        # accelerate puts autocast around the forward, except in another's engine: then patch_forward gets it from here
+        # accelerate puts autocast around the forward, but not in DeepSpeed's engine: there patch_forward does it
         self.autocast = self.settings.autocast if self.strategy.steps_in_backward else None
         self.changes: list[str] = []
         """Names of the changes made to how the model computes (packtrain/changes)."""
@@ -91,16 +91,15 @@ class Loss:
             weights,
             settings.autocast,
             max_norm=settings.optim.max_grad_norm,
-            # else DDP orders its buckets anew after the first step of each start, and so changes the sums of three or more ranks
+            # else DDP reorders its buckets after the first step of each start, which changes sums over three or more ranks
             unused=settings.trainer.deterministic or settings.unused_at_times,
         )
 
     def compute(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """Return a scalar: the micro-batch's share of the step's loss, times the number of processes.
 
-        The factor is there because gradients are averaged over processes.
-
-        `counts` int64 [4] cover the whole step: trained targets, tokens, slots, examples.
+        The factor makes up for the averaging of gradients over processes. `counts` int64 [4] cover the whole step: trained targets, tokens,
+        slots, examples.
         """
         raise NotImplementedError
 
@@ -115,7 +114,8 @@ class Loss:
     def definition(self, documents: Sequence[Document]) -> Iterator[Callable[[], torch.Tensor]] | None:
         """Return the loss of `documents` in parts: a function for each document.
 
-        It runs the document alone, by the model's own forward. `packtrain verify` compares the packing modes with the sum of the parts. None: it compares with padded micro-batches of one example.
+        It runs the document alone, by the model's own forward. `packtrain verify` compares the packing modes with the sum of the parts. None:
+        it compares them with padded micro-batches of one example.
         """
         return None
 
@@ -185,7 +185,7 @@ class ExampleLoss(Loss):
             return self.zero(model, inputs)
         with self.accelerator.autocast():
             loss, figures = self.measure(model, inputs, counts)
-        # else counted by each rank that has a part of the row
+        # each rank of a split row gets here: count the row once
         self._metrics = self._metrics.plus(figures, counted=batch.part == 0)
         return loss
 
@@ -194,7 +194,7 @@ class ExampleLoss(Loss):
 
     def compute(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """See Loss."""
-        # each of the ranks that split a row has the whole row's loss
+        # each rank of a split row has the loss of the whole row
         return self.part(model, batch, counts) * (self.accelerator.num_processes / batch.parts)
 
     def pop_metrics(self) -> dict[str, float]:
@@ -214,29 +214,29 @@ class ExampleLoss(Loss):
     def evaluate(self, sets: Mapping[str, EvaluationBatches]) -> dict[str, float]:
         """See Loss; adds the number of examples."""
         counts = torch.zeros(4, len(sets), dtype=torch.int64, device=self.device)
-        for own, batches in zip(counts.T, sets.values(), strict=True):
+        for set_counts, batches in zip(counts.T, sets.values(), strict=True):
             for batch in batches():
-                own += torch.tensor(batch.own_counts, device=counts.device)
+                set_counts += torch.tensor(batch.own_counts, device=counts.device)
         with waiting("the counts of all ranks"):
             counts = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum"))
         # [sets, 2]: each set's share of the loss over all sets, and its own loss; one forward pass gives both
         losses = torch.zeros(len(sets), 2, dtype=torch.float64, device=self.device)
         figures = list[FigureSums]()
         with self.keeping_metrics():
-            for own, count, batches in zip(losses, counts.T, sets.values(), strict=True):
+            for set_losses, set_counts, batches in zip(losses, counts.T, sets.values(), strict=True):
                 self._metrics = self.new_metrics()
                 self.open_evaluation(batches)
-                both = torch.stack([counts.sum(dim=1), count], dim=1)
+                all_and_own = torch.stack([counts.sum(dim=1), set_counts], dim=1)
                 for batch in batches():
-                    own += self.part(self.model, batch, both).double() / batch.parts
+                    set_losses += self.part(self.model, batch, all_and_own).double() / batch.parts
                 figures.append(self._metrics)
         sums = torch.stack([one.sums for one in figures]).sum(dim=0)
         ends = torch.stack([one.ends for one in figures]).amax(dim=0)
-        every = replace(figures[0], sums=sums, ends=ends)
+        combined = replace(figures[0], sums=sums, ends=ends)
         with waiting("the loss of all ranks"):
             losses = cast(torch.Tensor, self.accelerator.reduce(losses, reduction="sum"))
         values, numbers = [losses[:, 0].sum(), *losses[:, 1]], [counts[3].sum(), *counts[3]]
-        found = zip(values, numbers, [every, *figures], strict=True)
+        found = zip(values, numbers, [combined, *figures], strict=True)
         unit = self.objective.spec.examples
         return by_name(
             sets,
@@ -252,7 +252,7 @@ class AnswerLoss(ExampleLoss):
 
     outputs: tuple[str, ...] = ("log_probs",)
     answers: tuple[str, ...] = ("the chosen answer of pair", "the rejected answer of pair")
-    """Words of messages (first_loss.py): for an answer in the first half of a batch and in the second, or one for all."""
+    """Names of answers in messages (first_loss.py): in the first half of a batch and in the second, or in all of it."""
 
     def __init__(self, setup: Setup, objective: Objective) -> None:
         super().__init__(setup, objective)
@@ -300,11 +300,10 @@ class ReferenceLoss(AnswerLoss):
     def __init__(self, setup: Setup, objective: Objective, reference: PreTrainedModel | None) -> None:
         super().__init__(setup, objective)
         self.reference = reference and self._prepare_reference(reference)
-        """The other model that is the reference, ready to be called. None for the other kinds of reference."""
+        """The reference, ready to be called, if it is another model. Otherwise None."""
         if reference is not None:
-            if is_compiled(
-                base_model(self.model)
-            ):  # a reference that rounds differently would have first margins other than 0
+            # a reference that rounds differently would have first margins other than 0
+            if is_compiled(base_model(self.model)):
                 compile_layers(reference)
             backend = self.settings.backend
             patch_forward(reference, answer_outputs=("log_probs",), autocast=self.autocast, backend=backend)
@@ -353,7 +352,7 @@ class ReferenceLoss(AnswerLoss):
         raise NotImplementedError
 
     def prepare_standalone(self, batch: MicroBatch, *, estimated: bool) -> None:
-        """Prepare for `standalone_loss`, as `open_step` does. `estimated`: make the estimates that the loss needs; else they are 0."""
+        """Prepare for `standalone_loss`, as `open_step` does. If `estimated`, make the estimates that the loss needs; else set them to 0."""
 
     def standalone_loss(self, batch: MicroBatch, *, reference: Logps | None = None) -> float:
         """Return the loss of one micro-batch as if it were a step. Given log-probabilities replace the reference's."""
@@ -367,7 +366,7 @@ class ReferenceLoss(AnswerLoss):
     def zero(self, model: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
         """See ExampleLoss.
 
-        With sharded weights the reference is called first: processes with examples call it, too.
+        With sharded weights call the reference first, because processes with examples do.
         """
         if self.settings.sharded:
             self.compared_with(inputs)
@@ -375,7 +374,7 @@ class ReferenceLoss(AnswerLoss):
 
 
 def at_places(values: torch.Tensor, inputs: Inputs, places: str) -> torch.Tensor:
-    """Return `values` [rows, T, …] at inputs[places], places in the flattened batch.
+    """Return `values` [rows, T, …] at the positions inputs[places] of the flattened batch.
 
     Each rank has its part of a split row, and gets the values of the whole row.
     """
@@ -401,7 +400,7 @@ def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, float]]) -> dict
 
 @dataclass(frozen=True)
 class FigureSums:
-    """Logged figures over micro-batches, on the device until a line is logged: no step waits for them.
+    """Sums of logged figures over micro-batches. They stay on the device until a line is logged, so no step waits.
 
     `sums` float64 [figures, 2] of totals and weights, `ends` float64 [figures] of extremes, the least ones negated.
     """
@@ -435,7 +434,7 @@ class FigureSums:
         return FigureSums(self.figures, sums, self.ends.maximum(torch.stack(ends)))
 
     def values(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return each figure over all processes. A figure without values has none."""
+        """Return each figure over all processes. Figures without values are left out."""
         if not self.figures:
             return {}
         with waiting("the metrics of all ranks"):
