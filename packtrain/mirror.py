@@ -251,7 +251,7 @@ class Mirror:
             self._names.discard(name)
             self._copied.pop(name, None)
 
-    def _object(self, name: str) -> dict[str, Any]:
+    def _object(self, name: str) -> dict[str, object]:
         """Return a JSON object in the bucket, {} if there is none."""
         with suppress(ValueError):
             if name in self._names and isinstance(content := json.loads(self._read(name)), dict):

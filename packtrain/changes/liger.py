@@ -49,9 +49,9 @@ def fuse_by_liger(model: PreTrainedModel) -> Callable[[], None]:
     LigerRMSNorm(64).to(model.device)(torch.ones(2, 64, device=model.device)).sum().backward()
     modules = [*base_model(model).modules()]
     files = [vars(sys.modules[name]) for name in sorted({type(module).__module__ for module in modules})]
-    places: list[dict[str, Any]] = [*files, *(vars(module) for module in modules)]
+    places: list[dict[str, object]] = [*files, *(vars(module) for module in modules)]
     before = [dict(place) for place in places]
-    changed: list[tuple[dict[str, Any], str, Any]] = []
+    changed: list[tuple[dict[str, object], str, Any]] = []
 
     def undo() -> None:
         for place, name, value in changed:
@@ -74,7 +74,7 @@ def fuse_by_liger(model: PreTrainedModel) -> Callable[[], None]:
     return undo
 
 
-def _put_back(place: dict[str, Any], name: str, value: Any) -> None:
+def _put_back(place: dict[str, object], name: str, value: Any) -> None:
     place.pop(name, None) if value is _ABSENT else place.__setitem__(name, value)
 
 

@@ -14,6 +14,9 @@ from packtrain.model.load import base_model
 from packtrain.model.spread import layers_of
 from packtrain.proof.comparison import Tolerance, tolerance_of
 
+Stream = torch.Tensor | tuple[torch.Tensor, ...]
+"""The output of a layer: the residual stream, alone or first."""
+
 
 def carry_in(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     """Make the residual stream of `model` flow in `dtype` under autocast. Returns the undo function.
@@ -22,7 +25,7 @@ def carry_in(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     embeddings and layers cast their outputs.
     """
 
-    def cast(module: nn.Module, inputs: Any, output: Any) -> Any:
+    def cast(module: nn.Module, inputs: object, output: Stream) -> Stream:
         stream = output[0] if isinstance(output, tuple) else output
         if not torch.is_autocast_enabled(stream.device.type):
             return output

@@ -59,16 +59,13 @@ def check_tiles(model: nn.Module) -> None:
 
 def _with_whole_weights(mlp: nn.Module) -> nn.Module:
     """Return `mlp`; if this process has only its rows, a copy with random weights."""
-    if not any(isinstance(weight, DTensor) for weight in mlp.parameters()):
-        return mlp
-    made = copy.deepcopy(mlp)
-    for module in made.modules():
-        for name, weight in module._parameters.items():
-            if isinstance(weight, DTensor):
-                module._parameters[name] = nn.Parameter(
-                    0.02 * torch.randn(weight.shape, dtype=weight.dtype, device=weight.device)
-                )
-    return made
+    sharded = [weight for weight in mlp.parameters() if isinstance(weight, DTensor)]
+    # deepcopy takes these in place of the sharded weights: a slice of a file cannot be copied
+    made = {
+        id(weight): nn.Parameter(0.02 * torch.randn(weight.shape, dtype=weight.dtype, device=weight.device))
+        for weight in sharded
+    }
+    return copy.deepcopy(mlp, made) if sharded else mlp
 
 
 def tile_mlps(model: nn.Module, tokens: int) -> Callable[[], None]:

@@ -64,7 +64,7 @@ class PreparedData:
 
     train: Any
     eval: Any
-    sets: Mapping[str, Any] = field(default_factory=dict)
+    sets: Mapping[str, object] = field(default_factory=dict)
     """The parts of `eval` by the names of data.eval; {"": eval} without names."""
     stream: Any = None
     """The stream of training data with data.streaming (streaming.py); `train` then has the first rows."""

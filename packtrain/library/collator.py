@@ -13,7 +13,7 @@ from packtrain.packing.bins import best_fit, in_order
 from packtrain.packing.collate import IGNORE, row_arguments
 from packtrain.packing.segments import Segments
 
-Feature = Mapping[str, Any]
+Feature = Mapping[str, object]
 """A document in the form of transformers' and TRL's data sets: `input_ids`, and more (PackedCollator)."""
 _MASKS = ("completion_mask", "assistant_masks")
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -79,7 +79,7 @@ class PackedCollator:
     return_seq_idx: bool = False
     return_segments: bool = True
 
-    def __call__(self, features: Sequence[Feature | Sequence[Feature]]) -> dict[str, Any]:
+    def __call__(self, features: Sequence[Feature | Sequence[Feature]]) -> dict[str, object]:
         """Make the row of all documents of `features`, in their order."""
         documents = [document for feature in features for document in _documents_of(feature)]
         if not documents:

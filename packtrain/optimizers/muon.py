@@ -10,7 +10,7 @@ from torch.optim import AdamW, Muon, Optimizer
 class MuonAndAdamW(Optimizer):
     """torch's Muon for groups with `muon`, and AdamW for the others. Muon's updates are as large as AdamW's (arXiv 2502.16982)."""
 
-    def __init__(self, params: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
+    def __init__(self, params: list[dict[str, object]], lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, {"lr": lr})
         muons, others = ([group for group in self.param_groups if group["muon"] is muon] for muon in (True, False))
         # both fill in their settings

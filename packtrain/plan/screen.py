@@ -9,7 +9,6 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import yaml
 from rich.console import Console
@@ -55,7 +54,7 @@ def print_plan(
         console.print(Text.assemble((f"\n# {title}\n", "bold"), text.rstrip()))
 
 
-def plan_json(config: RunConfig, launch: LaunchPlan) -> dict[str, Any]:
+def plan_json(config: RunConfig, launch: LaunchPlan) -> dict[str, object]:
     """Return the launch plan, its reasons, the memory (null if not known), and the config."""
     memory = estimate(config, launch.num_processes, launch.gpu_memory, launch.nodes)
     return {

@@ -102,7 +102,7 @@ class Proof:
         figures = (before, after, self.alone, self.control, self.tolerance, self.least_control)
         return dict(zip(NO_FIGURES, figures, strict=True))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain values for summary.json."""
         figures = self.figures()
         moved = {f"moved_{side}": figures[f"max_abs_diff_{side}"] for side in ("before", "after")}
@@ -318,7 +318,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return next((number for number in sizes if type(number) is int and number > 0), None)
 
 
-def logits_of(model: PreTrainedModel, batch: dict[str, Any]) -> torch.Tensor:
+def logits_of(model: PreTrainedModel, batch: dict[str, object]) -> torch.Tensor:
     """Return float32 [rows, T, vocabulary] of a collated batch. A model without a head gives hidden states [rows, T, d].
 
     Raises CheckFailed if the model cannot run the batch.

@@ -117,8 +117,6 @@ VARIANTS = {
     "recomputed": Variant(own=("trainer.gradient_checkpointing=full",)),
     "partly recomputed": Variant(own=("trainer.gradient_checkpointing=selective",), objectives=("sft", "dpo")),
     "tiles": Variant(
-        # a sharded model from files fails: changes/tiles.py cannot copy layers of which it has slices
-        both=("model.init=random",),
         own=("trainer.tokens_per_mlp_tile=33",),
         said="2 MLPs on tiles of 33 tokens",
         objectives=("sft", "dpo"),

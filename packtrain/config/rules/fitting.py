@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from packtrain.config import is_list, is_mapping
 from packtrain.config.fault import Fault, Option, is_number
@@ -71,7 +70,11 @@ SCHEDULE_OPTIONS: dict[str, dict[str, Option]] = {
 
 
 def check_options(
-    where: str, given: Mapping[str, Any], known: Mapping[str, Option], unknown: str, elsewhere: Mapping[str, str] = {}
+    where: str,
+    given: Mapping[str, object],
+    known: Mapping[str, Option],
+    unknown: str,
+    elsewhere: Mapping[str, str] = {},
 ) -> Iterator[Fault]:
     """Yield faults of the arguments `given` at the key `where`. `unknown` says that there is none of a name.
 

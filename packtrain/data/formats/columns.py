@@ -85,7 +85,7 @@ class Row:
     `asked` are the columns that readers asked for. `unknown` are keys of messages that neither a reader nor the template knows.
     """
 
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     columns: Mapping[str, str]
     roles: frozenset[str]
     keys: frozenset[str]

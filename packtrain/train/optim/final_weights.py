@@ -12,6 +12,7 @@ import torch
 from peft import set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from torch import nn
+from transformers import PreTrainedModel
 
 from packtrain.config.schema import Rounding
 from packtrain.model.adapters import untie_if_adapted
@@ -71,7 +72,7 @@ def rounded(name: str, whole: torch.Tensor, dtype: torch.dtype, dither: Dither) 
 
 
 @contextmanager
-def merged_in(model: Any, trained: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[Any]:
+def merged_in(model: Any, trained: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[PreTrainedModel]:
     """Merge the adapters `trained` (as saved) into `model`, with weights in `dtype` inside the block.
 
     If `dtype` is not the model's format, the weights are on the CPU, and merged in float32 for `dtype` float32. In bfloat16 sums are rounded by

@@ -16,6 +16,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Optim, WeightGroup
@@ -91,7 +92,7 @@ def _group_of(name: str, groups: Sequence[WeightGroup]) -> WeightGroup | None:
     return next((group for group in groups if re.search(group.match, name)), None)
 
 
-def freeze_unreached(model: Any, longest: int, autocast: torch.dtype | None) -> tuple[str, bool]:
+def freeze_unreached(model: PreTrainedModel, longest: int, autocast: torch.dtype | None) -> tuple[str, bool]:
     """Freeze trained weights that no document of up to `longest` tokens reaches.
 
     All ranks find the same weights. Return the frozen ones in words, and whether others get a gradient in some batches only. Raises UserError
@@ -118,7 +119,7 @@ def freeze_unreached(model: Any, longest: int, autocast: torch.dtype | None) -> 
     return words if never else "", missed != never
 
 
-def reduce_unreached(model: Any, ranks: Ranks, at_times: bool) -> None:
+def reduce_unreached(model: PreTrainedModel, ranks: Ranks, at_times: bool) -> None:
     """Make ranks reduce the same weights if batches reach some only `at_times`.
 
     Otherwise a rank adds up gradients of different weights, or fails. Raises UserError for a strategy that cannot do it.
@@ -130,7 +131,9 @@ def reduce_unreached(model: Any, ranks: Ranks, at_times: bool) -> None:
         raise UserError(what, where=f"strategy.name ({ranks.strategy})", fix="take strategy=ddp, or zero3")
 
 
-def _reached(base: Any, weights: dict[str, Any], tokens: int, autocast: torch.dtype | None) -> set[str]:
+def _reached(
+    base: PreTrainedModel, weights: dict[str, nn.Parameter], tokens: int, autocast: torch.dtype | None
+) -> set[str]:
     """Return the names of the `weights` that the outputs of one document depend on."""
     ids, found = torch.from_numpy(random_ids(base, Segments((tokens,)))[:1]), set[int]()
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
