@@ -186,12 +186,19 @@ def test_what_cannot_be_estimated_from_the_answers_of_a_step_is_refused(runs: An
         "data.overlong=split": "data.overlong",
         "batch.examples_per_step=11": "batch.examples_per_step",  # the last step of a pass has a single answer
         f"data.eval={single}": "data.eval",
+        # a row of one long answer
+        "batch.examples_per_step=null batch.tokens_per_step=96 batch.tokens_per_device=96": "batch.tokens_per_step",
     }.items():
         with pytest.raises(UserError) as caught:
-            runs.run("refused", override)
+            runs.run("refused", *override.split())
         assert where in str(caught.value), override
-    run = runs.run("apo", "batch.examples_per_step=11", "objective.loss=apo_zero_unpaired")
-    assert len(run.losses) == len(runs.examples)
+    # these have no estimate, and no last step of a pass
+    for override in (
+        "objective.loss=apo_zero_unpaired",
+        f"data.stages=[{{weights: {{{runs.folder}/train.jsonl: 1}}}}]",
+    ):
+        run = runs.run("kept", "batch.examples_per_step=11", override, "trainer.resume=never")
+        assert len(run.losses) == len(runs.examples)
 
 
 @only("kto")

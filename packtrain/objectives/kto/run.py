@@ -68,12 +68,12 @@ class KTOLoss(ReferenceLoss):
     def open_step(self, batches: Sequence[MicroBatch]) -> None:
         """Estimate the divergence over the mismatched pairs of the global step."""
         if self.estimates:
-            self._kl = self._divergence(batches[0].mismatched)
+            self._kl = self._estimate_divergence(batches[0].mismatched)
 
     def open_evaluation(self, batches: EvaluationBatches) -> None:
         """Estimate the divergence over the mismatched pairs of an evaluation set."""
         if self.estimates:
-            self._kl = self._divergence(batches(UnpairedSteps.mismatched))
+            self._kl = self._estimate_divergence(batches(UnpairedSteps.mismatched))
 
     def prepare_standalone(self, batch: MicroBatch, *, estimated: bool) -> None:
         """Estimate the divergence over the mismatched pairs in `batch`. If not `estimated`, set it to 0."""

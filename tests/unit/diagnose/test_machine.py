@@ -118,6 +118,9 @@ TROUBLE: list[tuple[str, Facts, PlannedRun, str, str, str]] = [
     ("gpus", visible(""), PlannedRun(), "warn", "hides all 8", "unset"),
     ("gpus", HEALTHY, run_of(environment={"CUDA_VISIBLE_DEVICES": "-1"}), "warn", "hides all 8", "CUDA_VISIBLE_DEVICES"),
     ("gpus", HEALTHY, run_of(4, {"CUDA_VISIBLE_DEVICES": "1,5"}), "fail", "and 2 visible", "topology.gpus_per_node=2"),
+    # as CUDA reads it: nothing after a wrong name counts, and no name twice
+    ("gpus", HEALTHY, run_of(4, {"CUDA_VISIBLE_DEVICES": "0,1,-1,2"}), "fail", "and 2 visible", "topology.gpus_per_node=2"),
+    ("gpus", HEALTHY, run_of(4, {"CUDA_VISIBLE_DEVICES": "1,5,1"}), "fail", "and 2 visible", "topology.gpus_per_node=2"),
     ("gpu-health", gpu(trouble="3 memory errors"), PlannedRun(), "fail", "GPU 0 (NVIDIA H100 80GB HBM3): 3", "--gpu-reset"),
     ("gpu-use", gpu(memory_used=60 * GIB), PlannedRun(), "warn", "60 GiB", "CUDA_VISIBLE_DEVICES"),
     ("infiniband", ports(DOWN), TWO_MACHINES, "fail", "mlx5_1:1 (InfiniBand, DOWN, 10.0 Gb/s)", "NCCL_IB_DISABLE=1"),
@@ -164,7 +167,7 @@ def test_the_attention_that_auto_comes_to_is_named_with_what_better_kernels_lack
     backends = attention_json(found, PlannedRun())
     assert list(backends) == ["flash", "segmented", "per_document", "sdpa_mask"]
     assert backends["flash"]["available"] is True
-    for facts, why in ((torch(available=False), "no GPU"), (torch(error="no answer"), "no answer")):
+    for facts, why in ((torch(available=False), "not a CUDA GPU"), (torch(error="no answer"), "no answer")):
         (check,) = named(facts, PlannedRun(), "attention")
         assert check.status == "ok" and why in check.found
 
