@@ -23,7 +23,7 @@ from huggingface_hub import constants
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Model, Peft, RunConfig, Strategy
 from packtrain.errors import Problem, UserError, read_json
-from packtrain.wording import shortened
+from packtrain.wording import first_line, shortened
 
 _LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -124,7 +124,11 @@ def weights_of(model: Model, *, scores: bool = False) -> Weights:
     elif model.path and model.path.endswith(".gguf"):
         raise UserError("a .gguf file is read while loading only")
     elif folder is not None:
-        weights = _stored(folder, sizes)
+        try:
+            weights = _stored(folder, sizes)
+        except (KeyError, ValueError, TypeError, ArithmeticError, IndexError) as error:
+            what = "its files do not have the tensors, or its config not the fields, of their quantization"
+            raise UserError(f"{what} ({first_line(error)})") from error
     elif "model_type" in sizes:
         weights = Weights(_from_sizes(sizes), 2, sizes)  # model.dtype=auto: the usual format on the hub is bfloat16
     else:

@@ -84,5 +84,7 @@ def check_options(
         if name not in known:
             fix = elsewhere.get(name) or suggest(name, known, f"It has {', '.join(known)}." if known else "Remove it.")
             yield Fault((f"{where}.{name}",), unknown, fix)
-        elif value != known[name].default and not known[name].accepts(value):
+            continue
+        default = known[name].default  # which need not be an allowed value, as null; true is not 1
+        if (type(value), value) != (type(default), default) and not known[name].accepts(value):
             yield Fault((f"{where}.{name}",), f"found {shortened(value)}", f"Allowed: {known[name].allowed}.")

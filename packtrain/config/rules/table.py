@@ -25,7 +25,8 @@ model.dtype=float16 (peft.kind=none) (!trainer.mixed_precision=bf16|fp8)
 !model.quantize=no because peft.kind=none
     quantised weights cannot be trained: they have too few values for an update to show → Train adapters: peft=lora.
 !model.quantize=no !model.is_base_for_adapters
-    only a model's own files can be loaded in fewer bits, not new weights or a .gguf file → Name a hub id or a folder.
+    only a model's own files can be loaded in fewer bits, not new weights or a .gguf file
+    → Name a hub id or a folder, or remove the key.
 !model.quantize=no trainer.mixed_precision=fp8
     matrix products in 8 bits need weights in 16 bits, not quantised ones → Set trainer.mixed_precision=auto.
 model.backend.by_document strategy.spec.shards_weights
@@ -86,7 +87,8 @@ batch.examples_per_step=null (batch.tokens_per_step=null)
 batch.examples_per_step batch.tokens_per_step
     the size of a step is set in documents and in tokens → Keep one of them and set the other to null.
 batch.tokens_per_step batch.tokens_per_device=null (!packing.mode=packed)
-    a step in tokens is made of rows, and their length is not set → Set batch.tokens_per_device (the length of a row).
+    a step in tokens is made of rows, and their length is not set
+    → Set batch.tokens_per_device (the length of a row), or use batch.examples_per_step.
 
 # objective and optimizer
 objective.reference=adapters_off (peft.kind=none) (objective.spec.reference)
@@ -109,7 +111,7 @@ trainer.restarts trainer.checkpoint_every=null
 trainer.on_spike=rollback because (trainer.checkpoint_every=null)
     there is no checkpoint to go back to → Set trainer.checkpoint_every, or trainer.on_spike=skip.
 trainer.mixed_precision=bf16|fp8 model.dtype=float16
-    {trainer.mixed_precision} computation over float16 weights is not supported → Set model.dtype=bfloat16.
+    {trainer.mixed_precision} computation over float16 weights is not supported → Set model.dtype to float32 or bfloat16.
 trainer.mixed_precision=fp8 !peft.kind=none
     torchao's layers also compute gradients of frozen weights, which nothing uses → Set trainer.mixed_precision=auto.
 trainer.mixed_precision=fp8 objective.spec.reference
@@ -122,7 +124,7 @@ trainer.gradient_checkpointing=selective trainer.torch_compile
     → Set trainer.gradient_checkpointing=full or every_2, or trainer.torch_compile=false.
 trainer.gradient_checkpointing=selective trainer.tokens_per_mlp_tile
     selective keeps a product of the MLP for all tokens, and tiles must not keep it
-    → Set trainer.gradient_checkpointing=full or every_2.
+    → Set trainer.gradient_checkpointing=full or every_2, or leave the tiles out.
 trainer.tokens_per_mlp_tile trainer.torch_compile
     a compiled MLP runs all tokens in one program, so it has no tiles → Keep one of them.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -140,6 +140,24 @@ def column_of(ours: str, names: Container[str], columns: Mapping[str, str]) -> s
     return name if name in names else next((other for other in ALIASES.get(name, ()) if other in names), name)
 
 
+def is_answer_alone(names: Iterable[str], columns: Mapping[str, str]) -> bool:
+    """Return whether only `output` has content. ms-swift takes it as the answer to an empty question."""
+    ours = {column_of(name, {*names}, columns) for name in ("output", "system", "tools", LABEL, "rejected")}
+    return all(name in ours or name.lower().endswith(("id", "idx", "index")) for name in names)
+
+
+def fill_in_questions(rows: list[tuple[str, RawRow]], columns: Mapping[str, str]) -> list[tuple[str, RawRow]]:
+    """Give rows without an `instruction` a null one, as in tables. Only if another row of the chunk has one."""
+
+    def asks(row: RawRow) -> bool:
+        return isinstance(row, dict) and column_of("instruction", row, columns) in row
+
+    if not any(asks(row) for _, row in rows):
+        return rows
+    null = {columns.get("instruction", "instruction"): None}
+    return [(where, null | row if isinstance(row, dict) and not asks(row) else row) for where, row in rows]
+
+
 @lru_cache(4096)
 def _classify(name: str) -> tuple[bool, tuple[str, ...]]:
     """Return whether the name means a NOTE, and our columns that it hints at."""
@@ -205,6 +223,8 @@ def detect_format(
     def missing(format: str, names: list[str]) -> list[str]:
         needed = {need: column_of(need, names, columns) for need in REQUIRED[format]}
         lacking = {need: name for need, name in needed.items() if name not in names}
+        if "instruction" in lacking and is_answer_alone(names, columns):
+            del lacking["instruction"]
         if "chosen" in lacking and any(column_of(ours, names, columns) in names for ours in CHOSEN):
             del lacking["chosen"]
         return [*lacking.values()]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from packtrain.config.schema import Format
-from packtrain.data.formats.columns import LABEL, LABELS, MASKS, Row, list_of
+from packtrain.data.formats.columns import LABEL, LABELS, MASKS, Row, is_answer_alone, list_of
 from packtrain.data.formats.messages import (
     Messages,
     Tools,
@@ -155,9 +155,11 @@ def ask_by_columns(row: Row) -> Messages:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(said, str) and said for said in pair):
             raise BadRow("wrong type", "expected [question, answer], two strings", f"{where}[{index}]")
         messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), pair, strict=True)]
-    extra = ""
-    if row.name("input") != row.name("instruction") and row.optional("input") is not None:
+    extra, name = "", row.name("instruction")
+    if row.name("input") != name and row.optional("input") is not None:
         extra = row.text("input", may_be_empty=True)
+    if name not in row.values and is_answer_alone(row.values, row.columns):
+        return [*messages, {"role": "user", "content": ""}]
     asked = (row.text("instruction", may_be_empty=bool(extra.strip())), extra)
     return [*messages, {"role": "user", "content": "\n".join(part for part in asked if part.strip())}]
 

@@ -299,10 +299,11 @@ def read_listed_tools(messages: Messages) -> Tools:
 
 
 def are_same_tools(first: Tools, second: Tools) -> bool:
-    """Return whether two lists have the same tools in any order. Null fields do not count: tables add them."""
+    """Return whether two lists have the same tools in any order, once or twice. Null fields do not count: tables add them."""
 
-    def spell(tools: Tools) -> list[str]:
-        return sorted(json.dumps(drop_nulls(tool), sort_keys=True, default=str) for tool in tools)
+    def spell(tools: Tools) -> set[str]:
+        plain = [json.loads(json.dumps(tool, default=str)) for tool in tools]  # keys of Python's objects may be numbers
+        return {json.dumps(drop_nulls(tool), sort_keys=True) for tool in plain}
 
     return spell(first) == spell(second)
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.config.schema import Data, Format
-from packtrain.data.formats.columns import Row, hash_content, hash_row, merge_uses
+from packtrain.data.formats.columns import Row, fill_in_questions, hash_content, hash_row, merge_uses
 from packtrain.data.formats.conversations import Conversation, Example, PromptCompletion, Tokens, read_row
 from packtrain.data.formats.preferences import Answered, common_prompt, read_margin, read_preference, read_unpaired
 from packtrain.data.sources.chunks import BadRow, Chunk, RawRow
@@ -66,7 +66,7 @@ class Encoder:
         problems: list[Problem] = []
         unread: dict[str, str] = {}
         columns = chunk.columns or self.data.columns
-        for where, row in chunk.rows():
+        for where, row in fill_in_questions([*chunk.rows()], columns) if format == "alpaca" else chunk.rows():
             content = hash_row(row, format, columns)
             try:
                 documents, flags = self.encode_row(row, format, columns, unread)

@@ -330,6 +330,11 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
             "optim.schedule_options.power",
             "number > 0",
         ),
+        (
+            ["optim.schedule=polynomial", "+optim.schedule_options.power=true"],
+            "optim.schedule_options.power",
+            "number > 0",
+        ),
         (["data.eval=5%"], "data.eval", "0.05"),
         (["trainer.mixed_precision=fp8", "strategy=zero2"], "trainer.mixed_precision", "DeepSpeed has not been tried"),
         (["trainer.torch_compile=true", "strategy=zero3"], "trainer.torch_compile", "zero3 gathers the weights"),

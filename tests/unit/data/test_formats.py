@@ -176,6 +176,16 @@ def test_sft_refuses_what_kto_reads_as_an_undesirable_answer(ready, tmp_path, la
         ready(write(tmp_path / "train.jsonl", GOOD | {"label": label}))
 
 
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_sft_refuses_a_zero_label_of_a_table(ready, tmp_path, suffix):
+    path = tmp_path / f"train.{suffix}"
+    rows = [{"instruction": "Hello there!", "output": "How are you?", "label": label} for label in (1, None, 0)]
+    table: Any = datasets.Dataset.from_list(rows).to_pandas()
+    table.to_csv(path, index=False) if suffix == "csv" else table.to_parquet(path)
+    with pytest.raises(UserError, match=r"(?s)label: .*packtrain kto"):
+        ready(str(path))
+
+
 @pytest.mark.parametrize("label", ["good", 2, -1, 0.5])
 def test_a_label_that_nothing_reads_is_named(ready, tmp_path, label):
     report = ready(path := write(tmp_path / "train.jsonl", GOOD | {"label": label})).train.report
@@ -243,6 +253,9 @@ AS_COLUMNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # templat
     "tools": ("qwen2_5", {"instruction": "Add.", "output": "3", "available_tools": json.dumps([TOOL])}, {"tools": [TOOL]}),
     "a thought": ("qwen3", {"instruction": "Add.", "reasoning": THOUGHT, "output": "3"}, {"thought": THOUGHT}),
     "a thought beside messages": ("qwen3", {"messages": [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "3"}], "thinking": THOUGHT}, {"thought": THOUGHT}),
+    # ms-swift: Template._get_std_messages puts a question without words in front
+    "an answer alone": ("smollm", {"response": "3", "id": "a"}, {"question": ""}),
+    "an answer alone with system": ("smollm", {"response": "3", "system": CARE}, {"question": "", "system": CARE}),
 }  # fmt: skip
 
 
@@ -345,6 +358,7 @@ def test_a_row_that_forgot_its_question_among_rows_that_have_one_is_refused(read
     with pytest.raises(UserError, match=r"x\.jsonl:2, "):
         ready(path, columns=columns)
     assert len(texts(ready(path, columns=columns, bad_rows="skip"))) == 1
+    ready(write(tmp_path / "alone.jsonl", {"response": "3"}, {"response": "4"}))
 
 
 def test_the_advice_for_unknown_columns_names_the_chat_first_and_works(ready, tmp_path):
@@ -358,10 +372,9 @@ def test_the_advice_for_unknown_columns_names_the_chat_first_and_works(ready, tm
     assert "<|im_start|>user\nAdd.<|im_end|>" in text
 
 
-@pytest.mark.parametrize("row", [{"ask": "Why?", "response": "So."}, {"response": "So."}])
-def test_an_answer_without_a_question_fits_no_format(ready, tmp_path, row):
+def test_an_answer_beside_what_nobody_knows_is_no_answer_alone(ready, tmp_path):
     with pytest.raises(UserError, match="fit no known format"):
-        ready(write(tmp_path / "x.jsonl", row))
+        ready(write(tmp_path / "x.jsonl", {"ask": "Why?", "response": "So."}))
 
 
 def test_a_system_prompt_of_the_config_is_for_conversations_without_one(ready, tmp_path):

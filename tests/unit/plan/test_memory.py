@@ -218,6 +218,14 @@ def test_bits_in_an_unknown_layout_are_not_guessed(tmp_path: Path) -> None:
     assert "quantised by aqlm" in str(estimate(config, 1))
 
 
+@pytest.mark.parametrize("settings", [{"quant_method": "gptq"}, {"quant_method": "gptq", "bits": 0}])
+def test_files_that_do_not_fit_their_quantization_are_not_counted(settings: dict[str, Any], tmp_path: Path) -> None:
+    quantised(tmp_path / "few", "gptq")
+    (tmp_path / "few/config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
+    config = load_config(None, [*MADE, "model.init=pretrained", f"model.path={tmp_path / 'few'}", "peft=lora"])
+    assert "of their quantization" in str(estimate(config, 1))
+
+
 def test_a_reference_model_is_counted_where_one_is_kept() -> None:
     llama = [*sized("llama"), "objective.kind=dpo"]
     assert known(llama).reference == known(llama).weights > 0
