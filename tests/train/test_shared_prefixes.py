@@ -122,7 +122,7 @@ def test_verify_compares_shared_rows_with_their_gradients(tmp_path: Path) -> Non
         (["packing.share_prefix=true", "packing.strategy=in_order"], "neighbours in a row"),
         (
             ["packing.share_prefix=true", "~batch.examples_per_step", "+batch.tokens_per_step=440"],
-            "filled before their common",
+            "filled before the common",
         ),
         (["data.shuffle=by_prefix", "~batch.examples_per_step", "+batch.tokens_per_step=440"], "a fixed number"),
         (["packing.share_prefix=true", "objective.options.neftune_noise_alpha=5"], "shared tokens belong to several"),
