@@ -106,7 +106,8 @@ def test_preferences_of_two_processes_begin_with_a_zero_margin_as_the_reference_
 
 
 @pytest.mark.parametrize(
-    "family, said", [("gpt_oss", "experts differ from token"), ("bloom", "attention function"), ("mamba", "from token to token")]
+    "family, said",
+    [("gpt_oss", "experts differ from token"), ("bloom", "attention function"), ("mamba", "from token to token")],
 )
 def test_models_whose_layers_are_another_program_for_each_row_are_refused(family: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
