@@ -227,12 +227,14 @@ def told_at_once(tell: Callable[[int], None]) -> Iterator[None]:
             for _ in numbers:  # Python complains if nobody reads
                 pass
 
-    threading.Thread(target=wait, name="signals", daemon=True).start()
+    thread = threading.Thread(target=wait, name="signals", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
         os.close(write)
+        thread.join(1)  # it keeps what `tell` knows, and a model that outlives its process group crashes at exit
 
 
 def leave(code: int) -> NoReturn:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 import packtrain
-from packtrain.system import aside, publish, remove, write_text
+from packtrain.system import aside, publish, remove, told_at_once, write_text
 
 
 @pytest.fixture
@@ -115,3 +116,11 @@ def test_what_libraries_print_while_they_are_imported_and_taken_apart_is_not_sho
     assert all(
         f"{line}\n" in failed.stderr for line in (*expected, "ModuleNotFoundError: No module named 'nothing_like_it'")
     )
+
+
+def test_the_thread_that_waits_for_signals_ends_with_its_block() -> None:
+    """It would keep the model beyond its process group, and such a process crashes at exit."""
+    for _ in range(20):
+        with told_at_once(lambda number: None):
+            pass
+        assert "signals" not in {thread.name for thread in threading.enumerate()}
