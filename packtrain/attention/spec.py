@@ -9,7 +9,7 @@ from packtrain.registry import Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """A backend for packed rows: a row of the table below, or an entry point of another package."""
+    """A backend for packed rows, from the table below or from another package."""
 
     name: str
     """The value of model.attention."""

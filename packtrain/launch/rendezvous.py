@@ -71,9 +71,9 @@ class MeetingPoint:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The machines of a run after the rendezvous: names by number, the `channel` that machine 0 serves and the others call.
+    """The machines of a run after the rendezvous.
 
-    torch's store uses `store_port`. `prepared` is machine 0's preparation for all.
+    Names are by number. Machine 0 serves the `channel`, and the others call it. torch's store uses `store_port`. `prepared` is machine 0's preparation for all.
     """
 
     names: Mapping[int, str]

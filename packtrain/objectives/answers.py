@@ -23,7 +23,7 @@ class Sum(NamedTuple):
 
 
 Inputs = dict[str, Any]
-"""A micro-batch by name, on the device: arguments of the model, and what the loss reads beside them."""
+"""A micro-batch by name, on the device: arguments of the model and of the loss."""
 Figures = dict[str, Sum | torch.Tensor]
 """Figures of a micro-batch by name: sums of means, scalars of extremes."""
 

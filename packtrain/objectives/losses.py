@@ -235,7 +235,7 @@ MEANS_OVER_TOKENS = {"sft"}
 def pair_loss(
     pairs: Pairs, loss_weights: Mapping[str, float], options: PairOptions, count: torch.Tensor, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Return the micro-batch's share of the loss of a step, in the shape of the counts.
+    """Return the micro-batch's share of the step's loss, in the shape of the counts.
 
     The shares of all micro-batches and ranks add up to the loss. `loss_weights` names the losses. The whole step has `count` pairs with
     `tokens` chosen targets: scalars, or [n] to share in several means at once.

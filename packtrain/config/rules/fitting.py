@@ -1,4 +1,4 @@
-"""Arguments that are passed on to other libraries: PEFT's, and those of transformers' schedules."""
+"""Arguments for PEFT and for transformers' schedules."""
 
 from __future__ import annotations
 

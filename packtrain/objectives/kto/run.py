@@ -301,9 +301,9 @@ class KTO(ReferenceObjective):
 
 
 def check_sizes(settings: LoopSettings) -> None:
-    """Raise UserError if a step of the first pass over the data, or an evaluation set, has a single answer.
+    """Raise UserError if a step or an evaluation set has a single answer.
 
-    Its only mismatched pair would be its own prompt and completion, so the KL estimate would be its own reward.
+    Looks at the steps of the first pass over the data. A single answer's only mismatched pair would be its own prompt and completion, so the KL estimate would be its own reward.
     """
     schedule, count = settings.steps.schedule, len(settings.steps.data)
     number = min(len(settings.steps), schedule.steps_per_epoch(0))
