@@ -50,14 +50,19 @@ BUG = "This is a bug of packtrain: please report it with the lines above."
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One fault: `what` is wrong, `where` ("run.yaml:12, optim.learning_rate"), and how to `fix` it."""
+    """One fault: `what` is wrong, `where` ("run.yaml:12, optim.learning_rate"), and how to `fix` it.
+
+    `code` names the fault, as in "no-model". It stays when the sentence changes; docs/errors.md lists all codes.
+    """
 
     what: str
     where: str = ""
     fix: str = ""
+    code: str = ""
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
+        head += f" [{self.code}]" if self.code else ""
         return f"{head}\n    → {self.fix}" if self.fix else head
 
 
@@ -67,9 +72,11 @@ class PacktrainError(Exception):
     exit_code = 1
     shown = True
 
-    def __init__(self, problems: str | Problem | Sequence[Problem], *, where: str = "", fix: str = "") -> None:
+    def __init__(
+        self, problems: str | Problem | Sequence[Problem], *, where: str = "", fix: str = "", code: str = ""
+    ) -> None:
         if isinstance(problems, str):
-            problems = Problem(problems, where, fix)
+            problems = Problem(problems, where, fix, code)
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
@@ -96,8 +103,8 @@ class CheckFailed(PacktrainError):
 class Disagreement(CheckFailed):
     """The processes of a run disagree. All raise it with the same text; only those with `shown` print it."""
 
-    def __init__(self, problems: str | Problem | Sequence[Problem], *, shown: bool = True) -> None:
-        super().__init__(problems)
+    def __init__(self, problems: str | Problem | Sequence[Problem], *, code: str = "", shown: bool = True) -> None:
+        super().__init__(problems, code=code)
         self.shown = shown
 
 
@@ -129,7 +136,7 @@ def error_from_json(content: Json) -> PacktrainError:
 
 
 @contextmanager
-def boundary(what: str, where: str = "", fix: Fix = "") -> Iterator[None]:
+def boundary(what: str, where: str = "", fix: Fix = "", code: str = "") -> Iterator[None]:
     """Turn any exception of the block, even SystemExit, into a UserError.
 
     Its text is `what` and the first line of the exception. Only PacktrainError, Ctrl-C and bugs of packtrain pass through unchanged. `fix`
@@ -143,7 +150,7 @@ def boundary(what: str, where: str = "", fix: Fix = "") -> Iterator[None]:
         if is_ours(error):
             raise
         advice = fix if isinstance(fix, str) else fix(error)
-        raise UserError(f"{what}: {first_line(error)}", where=where, fix=advice) from error
+        raise UserError(f"{what}: {first_line(error)}", where=where, fix=advice, code=code) from error
 
 
 def is_ours(error: BaseException) -> bool:

@@ -202,7 +202,7 @@ class _Composition:
 
     def locate(self, fault: Fault) -> Problem:
         """Return the fault with the places of its keys."""
-        return Problem(fault.what, "; ".join(self._where(key) for key in fault.keys), fault.fix)
+        return Problem(fault.what, "; ".join(self._where(key) for key in fault.keys), fault.fix, fault.code)
 
     def _where(self, key: str) -> str:
         """Return the place where `key` was set. Else a key inside it, one around it, or the user's file stands for it."""

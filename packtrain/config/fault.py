@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault `what` in the values of `keys` (paths such as "optim.learning_rate"), and its `fix`.
+    """A fault `what` in the values of `keys` (paths such as "optim.learning_rate"), its `fix` and `code` (errors.py).
 
     If the first of `keys` only has nothing to act on, `because` is the key that causes this: see compose.py.
     """
@@ -19,6 +19,7 @@ class Fault:
     what: str
     fix: str
     because: str = ""
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class NotExact(CheckFailed):
     """Error: the backend set by name is not exact. Has its `proof`, and the `leak` if a module mixes documents."""
 
     def __init__(self, reason: str | Sequence[Problem], proof: Proof | None = None, leak: Leak | None = None) -> None:
-        super().__init__(reason, fix="set model.attention=auto")
+        super().__init__(reason, fix="set model.attention=auto", code="not-exact")
         self.proof, self.leak = proof, leak
 
 

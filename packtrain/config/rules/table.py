@@ -161,7 +161,7 @@ topology.requeue !trainer.resume=auto
     with trainer.resume={trainer.resume} a requeued job would not resume from its newest checkpoint
     → Use trainer.resume=auto.
 """
-"""Rules: condition | what is wrong → how to mend it. A rule holds if all words of its condition hold.
+"""Rules: [code] condition | what is wrong → how to mend it. A rule holds if all words of its condition hold.
 
 `key=a|b`: the key has one of these values. `key`: it is neither null, false, 0 nor empty. `!word`: the word does not hold. `key:given`: the
 key is not at its default. Messages name the keys in this order, without those in brackets. `because`: the next key leaves the first one with
@@ -179,6 +179,7 @@ _KEYS = {
 class Rule:
     """A row of the table: `words` is its condition, the rest makes a Fault."""
 
+    code: str
     words: tuple[str, ...]
     keys: tuple[str, ...]
     what: str
@@ -191,7 +192,7 @@ def check_table(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     groups = {group.name: getattr(config, group.name) for group in fields(config)}
     for rule in rules():
         if all(holds(word, config, given) for word in rule.words):
-            yield Fault(rule.keys, rule.what.format(**groups), rule.fix.format(**groups), rule.because)
+            yield Fault(rule.keys, rule.what.format(**groups), rule.fix.format(**groups), rule.because, rule.code)
 
 
 @cache
@@ -202,11 +203,12 @@ def rules() -> tuple[Rule, ...]:
 
 
 def _parse_rule(words: list[str], text: str) -> Rule:
+    code = words.pop(0).strip("[]") if words[0].startswith("[") else ""
     because = key_of(words[words.index("because") + 1]) if "because" in words else ""
     words = [word for word in words if word != "because"]
     keys = tuple(dict.fromkeys(key_of(word) for word in words if not word.startswith("(")))
     what, _, fix = text.partition(" → ")
-    return Rule(tuple(words), keys, what, fix or f"Change {keys[0]}, or leave {keys[1]} out.", because)
+    return Rule(code, tuple(words), keys, what, fix or f"Change {keys[0]}, or leave {keys[1]} out.", because)
 
 
 def key_of(word: str) -> str:

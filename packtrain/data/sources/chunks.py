@@ -31,7 +31,8 @@ class BadRow(Exception):
     def problem(self, where: str) -> Problem:
         """Return the error for the user; `where` is the row's file and line."""
         place = f"{where}, {self.field}" if self.field else where
-        return Problem(self.what, place, f"{self.fix or 'Fix the row.'} data.bad_rows=skip skips and counts such rows.")
+        fix = f"{self.fix or 'Fix the row.'} data.bad_rows=skip skips and counts such rows."
+        return Problem(self.what, place, fix, f"row-{self.reason.replace(' ', '-')}")
 
 
 JsonObject = dict[str, Any]
