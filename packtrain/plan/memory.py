@@ -157,7 +157,7 @@ QUANTIZED_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0, "fp8": 1.0
 Scales of whole rows count as nothing."""
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
 HEAD_CHUNK = 2048
-"""Tokens of documents whose logits exist at once (model/heads.py)."""
+"""Tokens of documents whose logits exist at once (model/forward.py)."""
 COMPARED_PAIRS = 4
 CHECKED_LOGITS = 2**27
 """dpo and kto compare the answers of so many first pairs before step 1. CHECKED_LOGITS bounds their logits (train/objectives/first_loss.py)."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -53,6 +53,10 @@ class Engine:
         self.wrapped: nn.Module = self.model
         self.weight_order: list[str] = []
         """Names of the trained weights, in the order of the optimizer."""
+        self.casting_once: Callable[[], AbstractContextManager[None]] = weights_cast_once
+        """Context of the micro-batches of a step."""
+        if self.spec.shards_weights:  # copies would keep every gathered layer in memory
+            self.casting_once = nullcontext
         self.dither = Dither()
         if settings.checkpointing != "none":
             if self.has_adapters:
@@ -199,6 +203,20 @@ class Engine:
         """Load a checkpoint of any strategy into the weights `names` and the `buffers`."""
         put_weights(contents, {**names, **buffers})
         put_into_torch(contents, self.plain_optimizer, names)
+
+
+@contextmanager
+def weights_cast_once() -> Iterator[None]:
+    """Keep autocast's copies of trained weights in the block. Each is cast once a step, not once for each micro-batch.
+
+    Inside it nothing may change the weights, or run them for training after a pass without gradients.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
 
 
 def engine_of(strategy: str) -> type[Engine]:

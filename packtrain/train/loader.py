@@ -28,6 +28,7 @@ from packtrain.packing.collate import (
     collate_padded,
     collate_shared,
     label_positions,
+    on_device,
     part_of,
 )
 from packtrain.packing.schedule import Schedule
@@ -63,6 +64,10 @@ class MicroBatch:
     def own_counts(self) -> tuple[int, int, int, int]:
         """Return this rank's part of the step's counts. Only the first rank of a split row counts it."""
         return self.counts if self.part == 0 else (0, 0, 0, 0)
+
+    def inputs_on(self, device: torch.device) -> dict[str, Any]:
+        """Return the inputs, copied to `device`."""
+        return on_device(self.inputs, device)
 
     def split(self, rank: int, parts: int) -> MicroBatch:
         """Return the part of this row that `rank` computes."""

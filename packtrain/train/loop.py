@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,20 +17,17 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers.trainer_utils import align_special_tokens
 
-from packtrain.model.precision import weights_cast_once
 from packtrain.model.spread import max_over_ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import on_device, to_device
 from packtrain.train.checkpoint.folder import folder_of
 from packtrain.train.checkpoint.state import Checkpoints
 from packtrain.train.engine import engine_of
-from packtrain.train.largest_row import try_largest
 from packtrain.train.loader import MicroBatch, Steps, WorkRecord, step_loader
-from packtrain.train.log.metrics import LateCopy, SourceCounts, StepMetrics
-from packtrain.train.log.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
+from packtrain.train.log.metrics import EXCHANGE_EVERY, LateCopy, RankTimes, SourceCounts, StepClock, StepMetrics
 from packtrain.train.objectives.loss import Loss
-from packtrain.train.optim.seen_updates import FEW, SeenUpdates
-from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
+from packtrain.train.optim.dither import FEW, SeenUpdates
+from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch, try_largest
 from packtrain.train.run_state import Listener, LoopSettings, RunState
 from packtrain.train.spikes import Judgement, Norm, SpikeJudge
 
@@ -84,7 +80,6 @@ class StepTrainer:
         self.engine = engine_of(settings.strategy)(loss, settings)
         self.checkpoints = Checkpoints(self.engine, settings, loss.tokenizer)
         self.writer = self.checkpoints.writer
-        self._sharded = settings.sharded
         self.spikes = SpikeJudge(settings.spikes, self.accelerator, settings.say)
         self.work = WorkRecord(loss.device)
         self.changes: dict[str, str] = {}
@@ -201,8 +196,7 @@ class StepTrainer:
         total = torch.zeros((), device=self.loss.device)
         self._forget_step = self.loss.mark_metrics()
         self.loss.open_step(micro_batches)
-        # sharded weights are gathered one layer at a time; caching their bfloat16 copies would keep every layer in memory
-        with nullcontext() if self._sharded else weights_cast_once():
+        with self.engine.casting_once():
             for number, batch in enumerate(micro_batches, start=1):
                 self.work.begin(self.state.step, number, batch)
                 self.clock.enter("forward", micro=number)
@@ -369,7 +363,7 @@ class StepTrainer:
 
     def _judge_for_engine(self, norm: Callable[[], torch.Tensor]) -> bool | None:
         """Judge a step before DeepSpeed's engine updates. Return whether it is a spike. None: steps are not judged."""
-        if self.work.tried is not None:  # largest_row.py tries a row: no step runs
+        if self.work.tried is not None:  # preflight.py tries a row: no step runs
             return True  # no update
         loss, counts = self._loss_and_counts
         step, judges = self.state.step + 1, self.spikes.judges_every_step
@@ -435,7 +429,7 @@ class StepTrainer:
             listener.log(self.state, line)
 
     def _pop_seen_updates(self) -> dict[str, float]:
-        """Return `updates_seen` (seen_updates.py) since the last line, if measured. Warn once if it is small."""
+        """Return `updates_seen` (dither.py) since the last line, if measured. Warn once if it is small."""
         sums = self.seen_updates.pop(self.loss.device)
         if sums is None:
             return {}

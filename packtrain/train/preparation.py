@@ -22,7 +22,7 @@ from packtrain.data.streaming import open_stream
 from packtrain.data.tokens.chat_template import give_template
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError, boundary
-from packtrain.model.heads import outputs_of_tokens
+from packtrain.model.forward import outputs_of_tokens
 from packtrain.model.layers import check_offload, compile_layers
 from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision

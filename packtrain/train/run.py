@@ -31,8 +31,8 @@ from packtrain.data.prepare import PreparedData
 from packtrain.errors import LostPeers, PacktrainError, UserError, boundary
 from packtrain.inspect.audit import sample_answers
 from packtrain.inspect.corpus import find_places, open_corpus
-from packtrain.model.heads import is_reward_model, outputs_of_tokens
-from packtrain.model.load import base_model
+from packtrain.model.forward import outputs_of_tokens
+from packtrain.model.load import base_model, is_reward_model
 from packtrain.model.precision import settle_kernels
 from packtrain.model.save import end_answers_at, mend_generation_config, try_saving
 from packtrain.model.spread import Ranks, machines_of, open_strategy
@@ -47,8 +47,7 @@ from packtrain.run_folder import RunFolder, write_json
 from packtrain.system import stopped_by, told_at_once
 from packtrain.train import results
 from packtrain.train.checkpoint.folder import best_step_of, find_resume, origin_of, prune, set_aside, step_of
-from packtrain.train.largest_row import memory_error
-from packtrain.train.library_errors import explained
+from packtrain.train.library_errors import explained, memory_error
 from packtrain.train.loader import Steps
 from packtrain.train.log import console
 from packtrain.train.log.console import Log, quiet_libraries, warnings_to

@@ -88,6 +88,8 @@ class SpikeJudge:
 
     def __init__(self, rules: SpikeRules | None, accelerator: Accelerator, say: Callable[[str], None]) -> None:
         self.rules, self._accelerator, self._say = rules, accelerator, say
+        self.judges_every_step = rules is not None and (rules.action != "stop" or rules.factor is not None)
+        """Whether each step is judged before its update. Otherwise a loss that is not finite is noticed when it is logged."""
         self.recent = RecentFigures()
         self.decided: dict[int, dict[str, Any]] = {}
         """Decision by step with a spike: a line of spikes.jsonl."""
@@ -95,11 +97,6 @@ class SpikeJudge:
         """Why the current step gets no update, "" if it gets one."""
         self._figures = (0.0, 0.0)
         self._skipped = 0
-
-    @property
-    def judges_every_step(self) -> bool:
-        """Return whether each step is judged before its update. Otherwise a loss that is not finite is noticed when it is logged."""
-        return self.rules is not None and (self.rules.action != "stop" or self.rules.factor is not None)
 
     def read(self, checkpoint: Path | None) -> None:
         """Restore the recent figures from the resumed `checkpoint`, and later decisions, on all ranks."""

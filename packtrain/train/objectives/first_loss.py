@@ -37,8 +37,8 @@ def check_answer_forward(loss: AnswerLoss, steps: Steps, first_step: int, attent
     model, base = loss.model, base_model(loss.model)
     numbers, sides = steps.first_examples(first_step), len(loss.answers)
     few = numbers[: 2 * COMPARED_PAIRS // sides]
-    batch = loss.inputs(steps.collate(numbers))
-    padded = loss.inputs(replace(steps, layout="padding").collate(few))
+    batch = steps.collate(numbers).inputs_on(loss.device)
+    padded = replace(steps, layout="padding").collate(few).inputs_on(loss.device)
     ids, counts, slots = padded["input_ids"], padded["target_counts"], padded["input_ids"].shape[1]
     columns = (padded["target_places"] % slots).unique()
     max_columns = max(2, CHECKED_LOGITS // (len(ids) * vocabulary_size(base)))

@@ -16,12 +16,13 @@ from typing import Any, TypedDict
 
 import torch
 from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
 from transformers import PreTrainedModel
 
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Optim, WeightGroup
 from packtrain.errors import Problem, UserError
-from packtrain.model.heads import outputs_of_tokens
+from packtrain.model.forward import outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks, elements, layers_of, placement_of
 from packtrain.packing.segments import Segments
@@ -88,6 +89,25 @@ def group_weights(model: nn.Module, optim: Optim) -> list[ParameterGroup]:
         group = ParameterGroup(params=weights, lr=scale * optim.learning_rate, weight_decay=decay)
         made.append({**group, "muon": muon} if optim.spec.by_matrices else group)
     return made
+
+
+class MuonAndAdamW(Optimizer):
+    """torch's Muon for groups with `muon`, and AdamW for the others. Muon's updates are as large as AdamW's (arXiv 2502.16982)."""
+
+    def __init__(self, params: list[dict[str, object]], lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(params, {"lr": lr})
+        muons, others = ([group for group in self.param_groups if group["muon"] is muon] for muon in (True, False))
+        # both fill in their settings
+        self._parts: list[tuple[bool, Optimizer]] = (
+            [(True, Muon(muons, adjust_lr_fn="match_rms_adamw"))] if muons else []
+        )
+        self._parts += [(False, AdamW(others, betas=betas, eps=eps))] if others else []
+
+    def step(self, closure: Any = None) -> None:
+        """Update all weights that have a gradient. Groups and states belong to this optimizer, also after a load."""
+        for muon, part in self._parts:
+            part.state, part.param_groups = self.state, [group for group in self.param_groups if group["muon"] is muon]
+            part.step()
 
 
 def _group_of(name: str, groups: Sequence[WeightGroup]) -> WeightGroup | None:
