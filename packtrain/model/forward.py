@@ -1,4 +1,4 @@
-"""Everything that packtrain adds to `model.forward` (`patch_forward`): losses of documents, scores of answers, scores of tokens.
+"""All additions to `model.forward`: losses of documents, scores of answers and of tokens.
 
 `model(**batch, loss_sum=True)` returns the sum of the trained tokens' losses of documents. `model(**batch, answer_scores=True)` returns
 log-probabilities and other outputs for each token of a batch of answers, [rows, T]. Both run at the labelled places only. The CPU finds these
@@ -87,7 +87,7 @@ def patch_forward(
     """
     head = None
     if token_objective is not None:
-        noise = token_objective.options.get("neftune_noise_alpha")  # documents of another package may lack it
+        noise = token_objective.options.get("neftune_noise_alpha") or 0  # documents of another package may lack it
         head = add_loss_sum(model, weigh=token_objective.token_weights, neftune_alpha=noise)
     if answer_outputs:
         add_answer_scores(model, answer_outputs)
@@ -124,9 +124,7 @@ def name_backbone(model: PreTrainedModel) -> None:
         model.base_model_prefix = "model"
 
 
-def add_loss_sum(
-    model: PreTrainedModel, *, weigh: TokenWeights = equal_weights, neftune_alpha: float | None = None
-) -> Head:
+def add_loss_sum(model: PreTrainedModel, *, weigh: TokenWeights = equal_weights, neftune_alpha: float = 0) -> Head:
     """Add `loss_sum=True` to the forward of `model`, which already has TRL's `add_fused_lm_head`.
 
     With it the forward takes a collated batch with `shift_labels` and returns the sum of the losses at all positions whose label is not IGNORE

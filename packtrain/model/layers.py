@@ -1,4 +1,4 @@
-"""How layers run in training: which activations they compute again, compiled kernels, experts one by one.
+"""How layers run in training: activations computed again, compiled parts, experts one by one.
 
 `trainer.gradient_checkpointing`: `full`: every layer keeps only its input and runs once more in the backward pass. `every_n`: each nth layer
 does so, the others keep all. `selective`: every layer does so, but keeps the results of attention and of every second matrix product, which cost

@@ -25,7 +25,6 @@ from packtrain.train.checkpoint.contents import CheckpointContents, Names, put_i
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import Dither
-from packtrain.train.optim.final_weights import Exact
 from packtrain.train.optim.float32_step import AVERAGE, MASTER, loses_updates, stepping_in_float32
 from packtrain.train.optim.weight_groups import group_weights
 from packtrain.train.run_state import LoopSettings
@@ -33,6 +32,9 @@ from packtrain.train.spikes import Norm
 
 Judge = Callable[[Callable[[], torch.Tensor]], bool | None]
 """Takes a function that returns the gradient norm. Returns True to skip the update, None if steps are not judged."""
+
+Exact = Callable[[torch.Tensor], torch.Tensor | None]
+"""Returns the optimizer's whole float32 tensor of a trained weight; None if it keeps none. All processes call it together."""
 
 
 class Engine:
@@ -68,8 +70,8 @@ class Engine:
         self.accelerator.free_memory()
         self.dither.move_weights()
         optim = self._optim
-        optimizer = self._make_optimizer(say)
         names = {weight: name for name, weight in self.model.named_parameters()}
+        optimizer = self._make_optimizer(names, say)
         self.weight_order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]
         self.wrapped, self.optimizer = self.wrap(optimizer)
         what = f"the schedule {optim.schedule} cannot be made"
@@ -84,17 +86,15 @@ class Engine:
             self.lr_schedule = cast(LambdaLR, schedule)
         check_spread(self.spec, self.wrapped, self.model)
 
-    def _make_optimizer(self, say: Callable[[str], None]) -> Optimizer:
-        """Return the optimizer. It steps in float32 where weights would lose updates."""
+    def _make_optimizer(self, names: Names, say: Callable[[str], None]) -> Optimizer:
+        """Return the optimizer of the weights `names`. It steps in float32 where weights would lose updates."""
         optim = self._optim
         what = f"the optimizer {optim.name} cannot be made"
         with boundary(what, "optim.name", optim.spec.advice, code="optimizer-unusable"):
             kind = optim.spec.load()
             if any(map(loses_updates, self.model.parameters())) and not self.spec.keeps_masters:
-                names = {weight: name for name, weight in self.model.named_parameters()}
-                kind = stepping_in_float32(
-                    kind, masters=optim.keeps_masters, seed=self._seed, names=names, dither=self.dither
-                )
+                masters, seed, dither = optim.keeps_masters, self._seed, self.dither
+                kind = stepping_in_float32(kind, masters=masters, seed=seed, names=names, dither=dither)
             elif not (optim.keeps_masters or self.spec.keeps_masters):
                 # config/rules/ cannot see this if model.dtype=auto
                 say("optim.bf16_rounding has no effect: no trained weight is bfloat16")

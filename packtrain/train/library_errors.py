@@ -1,11 +1,11 @@
-"""Messages for errors of libraries while training: lost processes, full disks, out of memory, broken GPUs."""
+"""Messages for library errors in training: lost processes, full disks, out of memory, broken GPUs."""
 
 from __future__ import annotations
 
 import errno
 import math
 import re
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,10 +14,13 @@ from packtrain.attention.backends import NEEDED
 from packtrain.config.schema import Batch
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed, UserError, explain, raised_in
 from packtrain.model.spread import Ranks
-from packtrain.plan.memory import Memory
+from packtrain.plan.memory import estimate
 from packtrain.run_folder import RunFolder
-from packtrain.train.loader import Steps, WorkRecord
 from packtrain.wording import counted, first_line, size
+
+if TYPE_CHECKING:
+    from packtrain.train.loop import StepTrainer
+    from packtrain.train.preparation import Prepared
 
 # source locations of NCCL and gloo
 _PLACES = re.compile(r"(?<=NCCL error) in: /\S+?:\d+(?=,)|\[\S+\.(?:cc|cpp|h|hpp|cu):\d+\] ?")
@@ -75,22 +78,12 @@ def explained(error: BaseException, ranks: Ranks, folder: RunFolder, batch: Batc
     return None
 
 
-def memory_error(
-    error: Exception,
-    work: WorkRecord,
-    steps: Steps,
-    ranks: Ranks,
-    places: Callable[[list[int]], list[str]],
-    planned: Callable[[int | None], Memory | str],
-    *,
-    by_tokens: bool,
-) -> UserError | None:
+def memory_error(error: Exception, trainer: StepTrainer, run: Prepared) -> UserError | None:
     """Return the message for `error`; None if memory sufficed or no micro-batch ran.
 
-    `places` returns FILE:LINE of examples, `planned` the estimate for a device with that many bytes. `by_tokens`: batch.tokens_per_device
-    limits micro-batches. The message suggests half of the micro-batch's size, which trains the same, or data.max_length if a single example
-    fills it.
+    It suggests half of the micro-batch's size, which trains the same, or data.max_length if a single example fills it.
     """
+    work, steps, spikes, config, ranks = trainer.work, trainer.steps, trainer.settings.spikes, run.config, run.ranks
     if (batch := work.batch) is None or not out_of_memory(error):
         return None
     schedule, total, used = steps.schedule, None, ""
@@ -100,15 +93,16 @@ def memory_error(
         own, at = steps.at(work.step)
         numbers = own.schedule.micro_batches(at, steps.rank, steps.world_size)[work.micro - 1][0].tolist()
         when = f"in step {work.step + 1} (micro-batch {work.micro})"
-    names = ", ".join(places(numbers[:_NAMED])) + (f" and {len(numbers) - _NAMED} more" if numbers[_NAMED:] else "")
+    names = ", ".join(spikes.places(numbers[:_NAMED]) if spikes else [])
+    names += f" and {len(numbers) - _NAMED} more" if numbers[_NAMED:] else ""
     if ranks.device.type == "cuda":
         total = torch.cuda.get_device_properties(ranks.device).total_memory
         peak = torch.cuda.max_memory_allocated(ranks.device)
         used = f". {size(work.held)} were in use before it, {size(peak)} at the peak, of {size(total)}"
-    if not isinstance(expected := planned(total), str):
+    if not isinstance(expected := estimate(config, ranks.world_size, total, ranks.copies), str):
         used += f". Planned were {expected.sentence().partition(': ')[0]}"
     key, now, least = "batch.examples_per_device", len(numbers), 1
-    if by_tokens:
+    if config.batch.limits(config.packing.mode)[1] is not None:
         longest = math.ceil(int(schedule.lengths.max()) / schedule.ranks_per_row)
         key, now, least = "batch.tokens_per_device", schedule.slots(np.array(numbers)) // batch.parts, longest
     half = max(now // 2, least)

@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers.trainer_utils import align_special_tokens
 
+from packtrain.errors import Json
 from packtrain.model.spread import max_over_ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import on_device, to_device
@@ -39,7 +40,8 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
     Raises CheckFailed if a spike ends the run.
     """
     trainer.prepare(checkpoint)
-    trainer.begin_listeners()
+    for listener in trainer.listeners:
+        listener.train_begin(trainer.state)
     if trainer.evaluation and not trainer.settings.first_step:
         trainer.evaluate()
     upcoming = trainer.load_steps(checkpoint)
@@ -96,9 +98,8 @@ class StepTrainer:
         self.state, self.listeners = RunState(), [*listeners]
         self._steps_watched, self._resumed_from = 0, None
         self._loss_and_counts = (torch.zeros(()), torch.zeros(4))  # of the current step, for `_judge_for_engine`
-        self._marks: LateCopy | None = (
-            None  # of a stream: sums over all ranks of Feed.marks, which show whether ranks read the same rows
-        )
+        self._marks: LateCopy | None = None
+        """Sums of a stream's Feed.marks over all ranks. They show whether ranks read the same rows."""
         self._losses_since_log: list[torch.Tensor] = []
         self._forget_step: Callable[[], None] = lambda: None
         """Removes the current step's figures from the objective's metrics: a skipped step leaves none."""
@@ -121,7 +122,7 @@ class StepTrainer:
         self.steps = self.spikes.without_skipped(self.steps)
         if self.settings.largest_first and self.settings.first_step < len(self.steps):
             self.clock.enter("proof")
-            try_largest(self.steps, self.settings.first_step, self.engine, self.loss, self.work, self.settings)
+            try_largest(self)
         self.engine.wrapped.zero_grad()
 
     def restore_state(self, checkpoint: Path | None) -> None:
@@ -142,11 +143,6 @@ class StepTrainer:
                 self.steps.feed.go_on_from(checkpoint, self.state.step)
                 self.state.last_step = self.steps.feed.end_after(self.state.step, self.state.last_step)
         return iter(step_loader(self.steps, first=self.state.step))
-
-    def begin_listeners(self) -> None:
-        """Tell the listeners that steps follow."""
-        for listener in self.listeners:
-            listener.train_begin(self.state)
 
     # The parts of a step, in order.
 
@@ -421,7 +417,7 @@ class StepTrainer:
         steps, at = self.steps.at(step - 1)
         self.spikes.stop_at(step, losses[first], steps.schedule.documents(at).tolist())
 
-    def _log(self, line: dict[str, Any]) -> None:
+    def _log(self, line: Json) -> None:
         """Keep a line in the state of the run, and tell the listeners."""
         line["epoch"] = self.state.epoch
         self.state.lines.append({**line, "step": self.state.step})

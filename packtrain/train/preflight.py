@@ -1,4 +1,4 @@
-"""Proofs on the loaded model: attention of packed rows, changes, first real rows, and memory for the largest one."""
+"""Proofs on the loaded model: attention of packed rows, changes, first rows, memory for the largest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from heapq import nlargest
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from packtrain.model.layers import recompute_in_eval
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
+from packtrain.objectives.answers import Inputs
 from packtrain.packing.balance import parts_of_rank
 from packtrain.packing.collate import IGNORE
 from packtrain.plan.memory import optimizer_bytes
@@ -29,11 +30,14 @@ from packtrain.proof.change import ChangeProof, prove_change
 from packtrain.proof.choice import AttentionChoice, choose_attention
 from packtrain.proof.comparison import check_equal, evaluating, has_routers, model_refusals, tolerance_of
 from packtrain.train.engine import Engine
-from packtrain.train.loader import Steps, WorkRecord, first_documents
+from packtrain.train.loader import Steps, first_documents
 from packtrain.train.log.console import Log
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import local
 from packtrain.train.run_state import LoopSettings
+
+if TYPE_CHECKING:
+    from packtrain.train.loop import StepTrainer
 
 WATCHED_STEPS = 3
 _CANDIDATES = 16
@@ -179,7 +183,7 @@ class FirstStepWatch:
     tolerance: float
 
     @torch.no_grad()
-    def check(self, model: Any, row: dict[str, Any], *, step: int) -> float:
+    def check(self, model: Any, row: Inputs, *, step: int) -> float:
         """Return the largest difference of a document's loss packed and alone. It is relative to the largest of: its loss, one nat for
         each of its trained tokens, and 16 nats (rounding errors of few tokens do not average out).
 
@@ -208,7 +212,7 @@ class FirstStepWatch:
         )
 
 
-def _sums(values: torch.Tensor, row: dict[str, Any]) -> torch.Tensor:
+def _sums(values: torch.Tensor, row: Inputs) -> torch.Tensor:
     """Sum `values` [1, T] over each document of `row`: float64 [documents] on the CPU."""
     return torch.stack([part.sum() for part in values[0].double().cpu().split(row["segments"].lengths)])
 
@@ -231,18 +235,17 @@ def largest_row(steps: Steps, first_step: int) -> tuple[np.ndarray, bool]:
     )
 
 
-def try_largest(
-    steps: Steps, first_step: int, engine: Engine, loss: Loss, work: WorkRecord, settings: LoopSettings
-) -> None:
+def try_largest(trainer: StepTrainer) -> None:
     """Run the largest micro-batch forward and backward, on every rank. It runs twice: the second time gradients exist.
 
     An engine that steps in the backward pass takes it for a step; `ask_before_update` must refuse the update.
     """
-    numbers, is_split = largest_row(steps, first_step)
+    steps, engine, loss, settings = trainer.steps, trainer.engine, trainer.loss, trainer.settings
+    numbers, is_split = largest_row(steps, settings.first_step)
     batch, device = steps.collate_part(numbers, is_split), loss.device
     buffers = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers()]
     counts = torch.tensor(batch.counts, device=device)
-    work.begin(first_step, 1, batch, numbers)
+    trainer.work.begin(settings.first_step, 1, batch, numbers)
     engine.wrapped.train()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), loss.keeping_metrics(), engine.trying():
         held = torch.empty(_states_to_come(engine, settings), dtype=torch.uint8, device=device)
@@ -254,7 +257,7 @@ def try_largest(
     engine.wrapped.zero_grad()
     for buffer, before in buffers:
         buffer.copy_(before)
-    work.end()
+    trainer.work.end()
 
 
 def _states_to_come(engine: Engine, settings: LoopSettings) -> int:

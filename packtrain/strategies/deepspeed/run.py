@@ -34,8 +34,7 @@ from packtrain.strategies.spec import StrategySpec
 from packtrain.system import holding
 from packtrain.train.checkpoint.contents import CheckpointContents, Names, put_weights
 from packtrain.train.checkpoint.writer import CheckpointWriter
-from packtrain.train.engine import Engine, Judge
-from packtrain.train.optim.final_weights import Exact
+from packtrain.train.engine import Engine, Exact, Judge
 from packtrain.train.spikes import Norm
 
 

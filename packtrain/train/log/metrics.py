@@ -15,18 +15,18 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from trl.trainer.utils import get_peak_flops_per_device
 
+from packtrain.errors import Json
 from packtrain.model.flops import training_flops
 from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits, own_heartbeat
 from packtrain.objectives.spec import Figure
@@ -68,7 +68,7 @@ class LateCopy:
             self._arrived = torch.cuda.Event(blocking=True)
             self._arrived.record()
 
-    def tolist(self) -> list[Any]:
+    def tolist(self) -> list[int]:
         """Return its numbers."""
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -118,7 +118,7 @@ class StepMetrics:
         self._flops_made, self._waited = 0.0, 0.0
         self._sum = torch.zeros_like(self._sum)
 
-    def close(self) -> dict[str, Any]:
+    def close(self) -> Json:
         """Return the figures of the steps since the last line, and begin the next line."""
         _, tokens, slots, examples, _, _ = self._sum.tolist()
         seconds = max(time.perf_counter() - (self._since or time.perf_counter()), 1e-9)
@@ -142,35 +142,34 @@ class SourceCounts:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names if len(names) > 1 else ()
-        self._counts = np.zeros((2, len(self._names)), np.int64)
+        self._counts = {f"{kind}/{name}": 0 for name in self._names for kind in SOURCES}
 
     def add(self, steps: Steps, step: int) -> None:
         """Add the examples that `step` trains on."""
         if self._names:
             steps, step = steps.at(step)
-            numbers = np.array(
-                [n for n in steps.schedule.documents(step).tolist() if steps.trains_on(n, step)], np.int64
-            )
-            sources, number = steps.data.source_of[numbers], len(self._names)
-            tokens = np.bincount(sources, steps.data.lengths[numbers], number).astype(np.int64)
-            self._counts += np.stack([np.bincount(sources, minlength=number), tokens])
+            trained = [number for number in steps.schedule.documents(step).tolist() if steps.trains_on(number, step)]
+            for number in trained:
+                name = self._names[steps.data.source_of[number]]
+                self._counts[f"source_examples/{name}"] += 1
+                self._counts[f"source_tokens/{name}"] += int(steps.data.lengths[number])
 
     def metrics(self) -> dict[str, int]:
         """Return the sums of the run so far, for a line of metrics.jsonl."""
-        columns = zip(self._names, *self._counts.tolist(), strict=True)
-        return {
-            f"{kind}/{name}": count for name, *counts in columns for kind, count in zip(SOURCES, counts, strict=True)
-        }
+        return dict(self._counts)
 
-    def restore(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def restore(self, lines: Sequence[Json]) -> None:
         """Continue from the last of these logged lines that has sums."""
-        last = next((line for line in reversed(lines) if f"{SOURCES[0]}/{next(iter(self._names), '')}" in line), {})
-        self._counts = np.array([[last.get(f"{kind}/{name}", 0) for name in self._names] for kind in SOURCES], np.int64)
+        last = next((line for line in reversed(lines) if next(iter(self._counts), "") in line), {})
+        self._counts = {key: last.get(key, 0) for key in self._counts}
 
     def to_json(self) -> dict[str, dict[str, int]]:
         """Return the sums by source name, for summary.json."""
-        columns = zip(self._names, *self._counts.tolist(), strict=True)
-        return {name: {"examples": examples, "tokens": tokens} for name, examples, tokens in columns}
+        counts = self._counts
+        return {
+            name: {"examples": counts[f"source_examples/{name}"], "tokens": counts[f"source_tokens/{name}"]}
+            for name in self._names
+        }
 
 
 class StepClock:
@@ -308,7 +307,7 @@ class MetricsFile(Listener):
 
     rolled_back = train_begin
 
-    def log(self, state: RunState, line: dict[str, Any]) -> None:
+    def log(self, state: RunState, line: Json) -> None:
         """Write the line. On a full disk write none of it, and warn once."""
         renamed = {"lr" if name == "learning_rate" else name: value for name, value in line.items() if name != "epoch"}
         written = {"step": state.step, "epoch": state.epoch, **renamed}
@@ -361,7 +360,7 @@ class TerminalProgress(Listener):
         for task in self._bar.task_ids:
             self._bar.update(task, completed=state.step)
 
-    def log(self, state: RunState, line: dict[str, Any]) -> None:
+    def log(self, state: RunState, line: Json) -> None:
         """Show the figures of a logged step or of an evaluation."""
         place = f"step {state.step}/{state.last_step}"
         if "eval_loss" in line:
@@ -376,7 +375,7 @@ class TerminalProgress(Listener):
             write = self._log.note if self._bar.task_ids else self._log.say
             write(f"{place}  {figures}")
 
-    def _sum_up(self, line: Mapping[str, Any]) -> str:
+    def _sum_up(self, line: Json) -> str:
         """Return the headlines of an evaluation in words. All are 0 of a policy that still equals its reference: nothing is said."""
         known = {one: line[key] for one in self._headlines if (key := f"eval_{one.name}") in line}
         words = [f"  {one.words} {one.written(value)}" for one, value in known.items()]

@@ -83,7 +83,13 @@ class TrainingObjective:
         return int(data.lengths.max())
 
     def take_reference(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, precision: Precision, *, seed: int
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        ranks: Ranks,
+        precision: Precision,
+        *,
+        seed: int,
     ) -> dict[str, str]:
         """Load the reference, if any, before `model` is sharded.
 
@@ -172,7 +178,13 @@ class ReferenceObjective(TrainingObjective):
         return " + ".join(self.objective.losses) or self.objective.kind
 
     def take_reference(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, precision: Precision, *, seed: int
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        ranks: Ranks,
+        precision: Precision,
+        *,
+        seed: int,
     ) -> dict[str, str]:
         """See TrainingObjective.
 
@@ -183,7 +195,7 @@ class ReferenceObjective(TrainingObjective):
             fix = "set it to false: the preferences are then trained without it"
             raise UserError(what, where="model.config.output_router_logits", fix=fix, code="router-loss-of-answers")
         if self.reference.kind == "adapters":
-            add_reference(model, self.reference.adapters)
+            add_reference(cast(Any, model), self.reference.adapters)
         weights = ""
         if self.reference.kind in ("model", "path"):
             loaded = self._load_reference(tokenizer, ranks, seed)
@@ -233,9 +245,9 @@ class ReferenceObjective(TrainingObjective):
         parts: Iterable[tuple[np.ndarray, MicroBatch]],
         *depends_on: object,
     ) -> np.ndarray:
-        """Return the log-probabilities of `parts`, float32 of this `shape`, from a file of the cache or computed and written there.
+        """Read or compute the log-probabilities of `parts`, float32 of this `shape`.
 
-        `parts` are this process's micro-batches of `steps`, each with the places of its examples in the result. The name of the file is a hash
+        Computed ones are kept in a file of the cache. `parts` are this process's micro-batches of `steps`, each with the places of its examples in the result. The name of the file is a hash
         of everything that the values depend on, `depends_on` too.
         """
         ranks, loss = start.ranks, cast(ReferenceLoss, start.trainer.loss)

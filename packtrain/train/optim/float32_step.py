@@ -54,7 +54,7 @@ class _Float32Step(Optimizer):
     seen: SeenUpdates | None = None
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: object = None) -> None:
         """Update all weights that have a gradient, a part of them at a time."""
         if not getattr(self, "initialized", True):  # bitsandbytes finds its exceptions by the weights themselves
             getattr(self, "check_overrides", lambda: None)()

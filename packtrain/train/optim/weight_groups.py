@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Optim, WeightGroup
 from packtrain.errors import Problem, UserError
-from packtrain.model.forward import outputs_of_tokens
+from packtrain.model.forward import Batch, outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks, elements, layers_of, placement_of
 from packtrain.packing.segments import Segments
@@ -98,12 +98,13 @@ class MuonAndAdamW(Optimizer):
         super().__init__(params, {"lr": lr})
         muons, others = ([group for group in self.param_groups if group["muon"] is muon] for muon in (True, False))
         # both fill in their settings
-        self._parts: list[tuple[bool, Optimizer]] = (
-            [(True, Muon(muons, adjust_lr_fn="match_rms_adamw"))] if muons else []
-        )
-        self._parts += [(False, AdamW(others, betas=betas, eps=eps))] if others else []
+        self._parts = list[tuple[bool, Optimizer]]()
+        if muons:
+            self._parts.append((True, Muon(muons, adjust_lr_fn="match_rms_adamw")))
+        if others:
+            self._parts.append((False, AdamW(others, betas=betas, eps=eps)))
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: object = None) -> None:
         """Update all weights that have a gradient. Groups and states belong to this optimizer, also after a load."""
         for muon, part in self._parts:
             part.state, part.param_groups = self.state, [group for group in self.param_groups if group["muon"] is muon]
@@ -160,7 +161,7 @@ def _reached(
 ) -> set[str]:
     """Return the names of the `weights` that the outputs of one document depend on."""
     ids, found = torch.from_numpy(random_ids(base, Segments((tokens,)))[:1]), set[int]()
-    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def note(weight: torch.Tensor) -> None:
         found.add(id(weight))
