@@ -91,7 +91,8 @@ class Feed:
                 raise item
             if item is None:
                 fix = "Start over with trainer.resume=never, or name an earlier checkpoint."
-                raise UserError("nothing is left of data.train after this checkpoint", where="trainer.resume", fix=fix)
+                what = "nothing is left of data.train after this checkpoint"
+                raise UserError(what, where="trainer.resume", fix=fix, code="stream-at-its-end")
             self._window, self.current, batches = item
             self.examples += len(self._window.rows)
             self.trained += int(self._window.data.trained.sum(dtype=np.int64))
@@ -112,7 +113,7 @@ class Feed:
         if ranks * squares != total**2:
             what = "the processes have read other documents: what data.train names is not the same on all machines"
             fix = "Compare the files with sha256sum, or train on a shared disk."
-            raise UserError(what, where="data.train", fix=fix)
+            raise UserError(what, where="data.train", fix=fix, code="ranks-read-differently")
 
     def rows(self, numbers: list[int]) -> list[str]:
         """Return FILE:LINE of examples of the current step."""

@@ -253,7 +253,7 @@ def make_schedule(
         more = over and ", or start more processes"
         what = f"the longest document has {longest} tokens, a micro-batch{over} takes {capacity}"
         fix = f"set batch.tokens_per_device to at least {math.ceil(longest / ranks_per_row)}, or data.max_length to {capacity}{more}"
-        raise UserError(what, where="batch.tokens_per_device", fix=fix)
+        raise UserError(what, where="batch.tokens_per_device", fix=fix, code="document-exceeds-micro-batch")
     schedule = Schedule(
         lengths=lengths,
         limits=limits,
@@ -346,6 +346,7 @@ def stage(schedule: Schedule, mixture: Mixture, source_of: np.ndarray, names: tu
     for name, number, shares in zip(names, held, zip(*mixture.shares, strict=True), strict=True):
         if not number and any(shares):
             fix = "Take it out of the stages, or see data.eval and the dropped rows."
-            raise UserError(f"there is nothing to train on in {name}", where="data.stages", fix=fix)
+            what = f"there is nothing to train on in {name}"
+            raise UserError(what, where="data.stages", fix=fix, code="stage-without-data")
     given = {item.name: getattr(schedule, item.name) for item in fields(schedule)}
     return StagedSchedule(**given, mixture=mixture, source_of=source_of)
