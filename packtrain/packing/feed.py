@@ -54,7 +54,7 @@ class Feed:
     stream: Stream
     slots: Callable[[Any], np.ndarray]
     say: Callable[[str], None]
-    place: Place = field(default_factory=dict)
+    place: Place = field(default_factory=Place)
     examples: int = 0
     trained: int = 0
     ended: bool = False
@@ -73,7 +73,8 @@ class Feed:
 
     def go_on_from(self, checkpoint: Path, step: int) -> None:
         """Continue after `checkpoint`, written at `step`. A checkpoint of a run without a stream continues with the first rows."""
-        new, file = {"step": step, "sources": {}, **dict.fromkeys(_TOLD, 0)}, checkpoint / PLACE
+        new: Place = {"step": step, "sources": {}, **dict.fromkeys(_TOLD, 0)}
+        file = checkpoint / PLACE
         self.place = json.loads(file.read_text()) if file.exists() else new
         self.examples, self.trained, self.ended = (self.place[name] for name in _TOLD)
 
