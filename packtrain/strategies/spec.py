@@ -141,7 +141,8 @@ def check_optimizer(config: RunConfig) -> Iterator[Fault]:
     name, optimizer = config.strategy.name, config.optim.name
     if why := config.optim.spec.whole:
         what = f"{optimizer} {why}, and {name} gives it parts of weights: the training would differ"
-        yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw or optim=sgd, or strategy=ddp.")
+        fix = "Choose optim=adamw or optim=sgd, or strategy=ddp."
+        yield Fault(("optim.name", "strategy.name"), what, fix, code="optimizer-needs-whole-weights")
 
 
 def check_dtype(config: RunConfig) -> Iterator[Fault]:
@@ -149,4 +150,4 @@ def check_dtype(config: RunConfig) -> Iterator[Fault]:
     if config.model.dtype == "float16":
         what = f"float16 weights cannot be spread by {config.strategy.name}"
         fix = "Set model.dtype to float32 or bfloat16, or strategy=ddp."
-        yield Fault(("model.dtype", "strategy.name"), what, fix)
+        yield Fault(("model.dtype", "strategy.name"), what, fix, code="float16-not-spread")
