@@ -233,7 +233,7 @@ def hold_out(parts: Sequence[Tokenised], fraction: float) -> list[np.ndarray]:
         rows = f"{len(content)} rows ({len(different)} different)"
         what = f"cannot hold out {fraction:g} of {rows}: one side would be empty"
         fix = "Give data.eval a source of its own, or more rows (of .txt files with data.split_text=line or paragraph)."
-        raise UserError(what, where="data.eval", fix=fix)
+        raise UserError(what, where="data.eval", fix=fix, code="empty-side")
     return np.split(held, np.cumsum([len(part.store.fates) for part in parts])[:-1])
 
 
@@ -304,7 +304,7 @@ def _repeat_by_weight(
     taken = np.concatenate([*[rows] * whole, rows[np.sort(extra)]])
     if not len(taken):
         what = f"weight={weight:g} selects none of the {len(rows):,} documents of {source.path}"
-        raise UserError(what, where=key, fix="Raise its weight, or remove the source.")
+        raise UserError(what, where=key, fix="Raise its weight, or remove the source.", code="weight-too-small")
     return (taken[:, None] + np.arange(together)).ravel()
 
 

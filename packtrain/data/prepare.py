@@ -164,7 +164,8 @@ class Tokeniser:
             identity = source.identity(partial(hash_file, memory=self.folder / "hashes"))
         except OSError as error:
             where = str(error.filename or given.path)
-            raise UserError(f"cannot be used: {error.strerror or error}", where=where) from error
+            what = f"cannot be used: {error.strerror or error}"
+            raise UserError(what, where=where, code="unusable-source") from error
         parts = (VERSION, identity, encoder.objective, encoder.tokenizer.content, *self.settings)
         key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
@@ -195,7 +196,7 @@ class Tokeniser:
                 reasons = ", ".join(f"{number} {reason}" for reason, number in writer.dropped.most_common())
                 what = f"no document remains of {counted(rows, 'rows')}; dropped: {reasons}"
                 fix = "See data.format, data.loss_on, data.max_length, data.overlong."
-                raise UserError(what, where=source.name, fix=fix)
+                raise UserError(what, where=source.name, fix=fix, code="no-document-remains")
             writer.finish(format, time.monotonic() - started)
 
     def detect(self, source: Source, chunks: Iterator[Chunk]) -> tuple[Format, list[Chunk]]:
@@ -214,7 +215,7 @@ class Tokeniser:
                 return detect_format(columns[0], names, data.format, own, source.name, objective), seen
         if problems:
             raise refuse_rows(problems)
-        raise UserError("there are no rows", where=source.name, fix="Give a source that is not empty.")
+        raise UserError("there are no rows", where=source.name, fix="Give a source that is not empty.", code="no-rows")
 
     def encode(
         self, chunks: Iterator[Chunk], format: Format, *, ahead: bool = False
@@ -242,7 +243,8 @@ class Tokeniser:
                 yield chunk, future.result()
         except BrokenProcessPool as error:
             fix = "Out of memory, most likely: use fewer cores (taskset -c 0-3 packtrain …), and data.split_text=line for long texts."
-            raise PacktrainError("a tokenising process died", where="data.train", fix=fix) from error
+            what = "a tokenising process died"
+            raise PacktrainError(what, where="data.train", fix=fix, code="tokenising-process-died") from error
 
     def _start(self, processes: int) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("forkserver")

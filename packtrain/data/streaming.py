@@ -149,7 +149,7 @@ class SourceStream:
         if (came := self.place["name"]) and Path(came).name != Path(parts[file][0] if file < len(parts) else "").name:
             what = f"the run had come to {came}, and other files are there now"
             fix = "Put the files back, or start over with trainer.resume=never."
-            raise UserError(what, where="data.train", fix=fix)
+            raise UserError(what, where="data.train", fix=fix, code="files-changed")
 
         def chunks() -> Iterator[Chunk]:
             for number, (name, read) in enumerate(parts[file:], file):
@@ -246,7 +246,8 @@ def open_stream(
         source = locate(named, "train", seed, objective, data.split_text, streaming=True)
         if source.samples is not None:
             what = "num_samples are those of an epoch, which a stream has not"
-            raise UserError(what, where=f"data.train, {named.path}", fix="Name the entry's files in its place.")
+            fix = "Name the entry's files in its place."
+            raise UserError(what, where=f"data.train, {named.path}", fix=fix, code="samples-of-stream")
         chunks = source.chunks()
         format, seen = tokeniser.detect(source, chunks)
         encoder.check(format, source.name)
@@ -258,7 +259,7 @@ def open_stream(
                 break
         else:
             fix = "See data.format, data.max_length."
-            raise UserError("no document remains of any row", where=source.name, fix=fix)
+            raise UserError("no document remains of any row", where=source.name, fix=fix, code="no-document-remains")
         first_rows.append(Tokenised(named, MemoryStore.of(outcome, format), False, source.remark))
         files = [source.key, source.size, *(name for name, _ in source.files)]
         identity.append([named.weight, named.repeat, *files, *tokeniser.settings])
