@@ -93,7 +93,6 @@ def prepare(
     """
     encoder = make_encoder(data, tokenizer, objective, day)
     mix = partial(mix_sources, seed=seed, together=OBJECTIVES[objective].documents)
-    how: Any = {"weigh": not data.stages, "temperature": data.temperature}
     held_out: TokenDataset | None = None
     with ExitStack() as stack:
         console = Console(stderr=True, quiet=not progress)
@@ -102,7 +101,7 @@ def prepare(
         parts = [tokeniser.tokenise(source, "train") for source in trained]
         if isinstance(data.eval, (int, float)) and data.eval:
             held = hold_out(parts, data.eval)
-            train = mix(parts, "data.train", kept=[~rows for rows in held], **how)
+            train = mix(parts, "data.train", kept=[~rows for rows in held], weigh=not data.stages)
             held_out = mix(parts, "data.eval", kept=held, weigh=False)
         else:
             if data.eval:
@@ -110,7 +109,7 @@ def prepare(
                 held_out = mix(eval_parts, "data.eval")
                 if parts and (remark := _remark_overlap(parts, eval_parts)):
                     held_out.report = replace(held_out.report, remarks=(*held_out.report.remarks, remark))
-            train = mix(parts, "data.train", **how) if parts else None
+            train = mix(parts, "data.train", weigh=not data.stages) if parts else None
     made = partial(dataset_of, OBJECTIVES[objective])
     prepared = PreparedData(None if train is None else made(train), None if held_out is None else made(held_out))
     if held_out is None or not isinstance(data.eval, dict):

@@ -93,10 +93,6 @@ def _sources(config: RunConfig) -> Iterator[Fault]:
     if data.streaming and any(source.samples for source in train):
         what = "samples are the examples of an epoch, and a stream has none: use weights"
         yield Fault(("data.train", "data.streaming"), what, "Remove them, or data.streaming.", code="samples-of-stream")
-    if not data.streaming and any(source.repeat for source in train):
-        fix = "Set data.streaming=true, or write a weight."
-        what = "only streaming data can use repeat"
-        yield Fault(("data.train", "data.streaming"), what, fix, code="repeat-without-stream")
 
 
 def _held_out(data: Data) -> Iterator[Fault]:

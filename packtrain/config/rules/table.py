@@ -49,7 +49,6 @@ TABLE = """
     families of documents need steps of a fixed number of documents, not tokens → Set batch.examples_per_step.
 
 # stages
-[stages-and-temperature] !data.temperature=1 data.stages | stages already set the shares of the sources
 [stages-by-tokens] batch.examples_per_step=null data.stages | stages share out a fixed number of examples per step
 [stages-without-steps] trainer.max_steps=null data.stages | a run by stages has no epochs, only steps
 [stages-and-families] data.shuffle=by_prefix data.stages | stages draw examples one by one
@@ -64,8 +63,6 @@ TABLE = """
     only data that is read as a whole shows which documents begin alike
 [stream-shares-prefix] packing.share_prefix data.streaming (objective.spec.examples=documents)
     only data that is read as a whole shows which documents begin alike
-[stream-and-temperature] !data.temperature=1 data.streaming
-    it uses the sizes of sources, which a stream does not know: weights are its shares
 [stream-without-max-length] data.max_length=null data.streaming
     the lengths of documents are unknown before they are read
 [stream-and-precomputed] objective.reference=precomputed data.streaming | it is computed for all data before step 1
