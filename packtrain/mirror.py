@@ -72,9 +72,10 @@ class Mirror:
                 what = f"{self.url} cannot be read and written: {_shortly(error)}"
                 if isinstance(error, (PermissionError, FileNotFoundError)) or "credentials" in what:
                     fix = "Check the URL, and the credentials by which its package gets there."
-                    raise UserError(what, where=KEY, fix=fix) from error
+                    raise UserError(what, where=KEY, fix=fix, code="mirror-refused") from error
                 if not left:
-                    raise PeerFailed(what, where=KEY, fix="Try again, or leave the key out.") from error
+                    fix = "Try again, or leave the key out."
+                    raise PeerFailed(what, where=KEY, fix=fix, code="mirror-unreachable") from error
                 time.sleep(_PAUSES_S[0])
 
     def _fetch(self, resume: str) -> None:
@@ -87,14 +88,16 @@ class Mirror:
         newer = sorted((step for step in self._manifests if step > max(mine, default=-1) and fetches), reverse=True)
         if newer and not any(self._download(step) for step in newer) and not mine:
             what = f"no checkpoint in {self.url} is what its manifest says"
-            raise UserError(what, where=KEY, fix="Name another place, or an intact checkpoint in trainer.resume.")
+            fix = "Name another place, or an intact checkpoint in trainer.resume."
+            raise UserError(what, where=KEY, fix=fix, code="mirror-damaged")
         behind = resume == "auto" and not newer and newest > max(mine, default=-1)
         mine = list_checkpoints(self._folder.checkpoints)
         self._older = {step for step in self._manifests if step < max(mine, default=-1)} - mine.keys()
         if (done or self._manifests) and (behind or other or not mine or self._folder.gives_way(resume)):
             has = "a finished run" if done else "checkpoints of a run"
             fix = "Name another place, or remove what is there."
-            raise UserError(f"{self.url} has {has}, which this one does not continue", where=KEY, fix=fix)
+            what = f"{self.url} has {has}, which this one does not continue"
+            raise UserError(what, where=KEY, fix=fix, code="mirror-of-another-run")
 
     def start(self) -> None:
         """Begin to copy."""
@@ -276,7 +279,8 @@ def fetch_record(url: str, folder: Path) -> None:
             system.get_file(path, str(folder / path.rpartition("/")[2]))
     except Exception as error:
         fix = "Check the URL, and the credentials by which its package gets there."
-        raise UserError(f"{url} cannot be read: {_shortly(error)}", where=url, fix=fix) from error
+        what = f"{url} cannot be read: {_shortly(error)}"
+        raise UserError(what, where=url, fix=fix, code="url-unreadable") from error
 
 
 def _shortly(error: BaseException) -> str:

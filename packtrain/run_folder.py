@@ -129,7 +129,8 @@ class RunFolder:
         for key, path in inputs:
             real = Path(os.path.realpath(os.path.expanduser(path)))
             if own := next((places[str(place)] for place in (real, *real.parents) if str(place) in places), None):
-                taken.append(Problem(f"{key} ({path}) lies where the run writes its own {own}", where, fix))
+                what = f"{key} ({path}) lies where the run writes its own {own}"
+                taken.append(Problem(what, where, fix, code="input-in-run-folder"))
         if taken:
             raise UserError(taken)
         # in a foreign logs/ only files that a run would replace count
@@ -140,7 +141,7 @@ class RunFolder:
             touch = f"If an earlier packtrain made this one: touch {shlex.quote(str(self.mark))}"
             fix = f"Name another folder, or move it away. {touch}"
             what = f"packtrain did not make {foreign[0]}{more} and will not overwrite it"
-            raise UserError(what, where=where, fix=fix)
+            raise UserError(what, where=where, fix=fix, code="not-made-by-packtrain")
 
     def gives_way(self, resume: str) -> bool:
         """Return whether the new run will move an earlier one away instead of resuming it.
@@ -253,7 +254,8 @@ def read_as(file: Path, content: object, kind: type[_Kind]) -> _Kind:
         first = error.errors()[0]
         what = ": ".join([*map(str, first["loc"]), first["msg"]])
         fix = "It was edited, or another version of packtrain wrote it; move it away, and it is not read."
-        raise UserError(f"this is not what packtrain writes: {what}", where=str(file), fix=fix) from error
+        what = f"this is not what packtrain writes: {what}"
+        raise UserError(what, where=str(file), fix=fix, code="record-unreadable") from error
 
 
 def text_of(file: Path) -> str:

@@ -76,7 +76,7 @@ def _in_use_error(folder: Path) -> UserError:
     if host and host != socket.gethostname():
         what, shown = "a run of another machine", f"{folder} ({host})"
     fix = "Wait for its end, or name another folder."
-    return UserError(f"{what} is going on in {shown}", where="trainer.output_dir", fix=fix)
+    return UserError(f"{what} is going on in {shown}", where="trainer.output_dir", fix=fix, code="run-folder-in-use")
 
 
 def check_free(folder: Path) -> None:
@@ -170,7 +170,7 @@ def writing() -> Iterator[None]:
     except OSError as error:
         what = f"the run folder cannot be written: {error.strerror}"
         where = f"trainer.output_dir ({error.filename})" if error.filename else "trainer.output_dir"
-        raise UserError(what, where=where, fix="Name another folder.") from error
+        raise UserError(what, where=where, fix="Name another folder.", code="run-folder-not-writable") from error
 
 
 LAUNCHER_LOG = "launcher.log"

@@ -195,10 +195,10 @@ def _why_no_restarts(processes: Processes, topology: Topology) -> list[Problem]:
     if processes.joins:
         what = "processes that another launcher has started can be started again by that alone"
         fix = "Set it to 0 and use the launcher's own (torchrun --max-restarts), or start packtrain without it."
-        return [Problem(what, "trainer.restarts", fix)]
+        return [Problem(what, "trainer.restarts", fix, code="restarts-not-ours")]
     if (topology.min_nodes or 1) > processes.nodes:
         what = f"{topology.min_nodes}, but the run has {counted(processes.nodes, 'machines')}"
-        return [Problem(what, "topology.min_nodes", f"Set it to at most {processes.nodes}.")]
+        return [Problem(what, "topology.min_nodes", f"Set it to at most {processes.nodes}.", code="min-nodes-too-high")]
     return []
 
 

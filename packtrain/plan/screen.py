@@ -124,7 +124,8 @@ def _data(data: Data) -> str:
 
 def _folder(config: RunConfig) -> str:
     folder, resume = RunFolder.of(config.trainer), config.trainer.resume
-    with boundary("cannot look into the run folder", "trainer.output_dir", "Name another place."):
+    where, fix = "trainer.output_dir", "Name another place."
+    with boundary("cannot look into the run folder", where, fix, code="run-folder-unreadable"):
         gives_way = folder.gives_way(resume)
     if gives_way:
         return f"{folder.root}: holds an earlier run, which is moved aside"
