@@ -249,10 +249,10 @@ def bench(
 @_config_verb()
 def env(
     arguments: Arguments = None,
-    cluster: Annotated[bool, Option("--cluster", help="Of all machines of the run, and what differs.")] = False,
+    cluster: Annotated[bool, Option("--cluster", help="Compare all machines of the run.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Show what this machine is and has, for bug reports, and check whether it (and a run) is fit to train."""
+    """Show this machine's facts for bug reports, and check whether a run can train here."""
 
     def load() -> RunConfig | None:
         from packtrain.config.compose import load_config
@@ -289,7 +289,9 @@ def sbatch(
 def deploy(
     verb: Training,
     arguments: Arguments = None,
-    on: Annotated[Literal["kubeflow", "skypilot", "dstack"], Option("--on", help="What places the run.")] = "skypilot",
+    on: Annotated[
+        Literal["kubeflow", "skypilot", "dstack"], Option("--on", help="The engine that places it.")
+    ] = "skypilot",
     image: Annotated[str | None, Option("--image", metavar="IMAGE", help="The container it runs in.")] = None,
     gpu: Annotated[
         str | None, Option("--gpu", metavar="NAME", help="By the engine's name, such as H100; none: on CPUs.")

@@ -71,7 +71,7 @@ class Mirror:
             except Exception as error:
                 what = f"{self.url} cannot be read and written: {_shortly(error)}"
                 if isinstance(error, (PermissionError, FileNotFoundError)) or "credentials" in what:
-                    fix = "Check the URL, and the credentials by which its package gets there."
+                    fix = "Check the URL, and the credentials that its package finds."
                     raise UserError(what, where=KEY, fix=fix, code="mirror-refused") from error
                 if not left:
                     fix = "Try again, or leave the key out."
@@ -87,7 +87,7 @@ class Mirror:
         fetches = resume == "auto" and not (done or other or self._folder.status() == "done")
         newer = sorted((step for step in self._manifests if step > max(mine, default=-1) and fetches), reverse=True)
         if newer and not any(self._download(step) for step in newer) and not mine:
-            what = f"no checkpoint in {self.url} is what its manifest says"
+            what = f"no checkpoint in {self.url} agrees with its manifest"
             fix = "Name another place, or an intact checkpoint in trainer.resume."
             raise UserError(what, where=KEY, fix=fix, code="mirror-damaged")
         behind = resume == "auto" and not newer and newest > max(mine, default=-1)
@@ -136,7 +136,7 @@ class Mirror:
                 (staging / name).parent.mkdir(parents=True, exist_ok=True)
                 self._system.get_file(self._at(f"{there}/{name}"), str(staging / name))
                 if hash_of(staging / name) != digest:
-                    raise ValueError(f"{name} is not as it was written")
+                    raise ValueError(f"{name} is damaged")
             if not written:
                 raise ValueError(f"{MANIFEST} is none")
         except (FileNotFoundError, ValueError) as error:
@@ -278,7 +278,7 @@ def fetch_record(url: str, folder: Path) -> None:
         for path in files:
             system.get_file(path, str(folder / path.rpartition("/")[2]))
     except Exception as error:
-        fix = "Check the URL, and the credentials by which its package gets there."
+        fix = "Check the URL, and the credentials that its package finds."
         what = f"{url} cannot be read: {_shortly(error)}"
         raise UserError(what, where=url, fix=fix, code="url-unreadable") from error
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from packtrain.config.schema import Trainer
 from packtrain.errors import Problem, UserError
+from packtrain.strategies.spec import packages_of_strategies
 from packtrain.system import sync, write_text
 
 if TYPE_CHECKING:
@@ -35,10 +36,11 @@ if TYPE_CHECKING:
 
 REPLACED_LOGS = ("attempt", "lock", "channel.json", "ranks.json", "diagnosis.txt", "restarts.json", "stacks-rank-*")
 """Files in logs/ that a run replaces; it appends to all others."""
-_REPORTED = (
-    *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "tokenizers", "deepspeed"),
+DECISIVE_PACKAGES = (
+    *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "tokenizers"),
     *("flash-attn", "flash-attn-4", "kernels", "liger-kernel"),
 )
+"""Packages that results depend on, beside those of strategies."""
 
 
 _Kind = TypeVar("_Kind")
@@ -63,7 +65,7 @@ class RunFolder:
     config = _Entry("config.yaml")  # resolved
     plan = _Entry("plan.json")
     accelerate = _Entry("accelerate.yaml")  # if several processes are launched
-    deepspeed = _Entry("deepspeed.json")  # if the strategy is one of DeepSpeed's
+    engine = _Entry("deepspeed.json")  # if the strategy has an engine with settings
     environment = _Entry("env.json")  # versions and platform
     metrics = _Entry("metrics.jsonl", result=True)  # a line per logged step
     spikes = _Entry("spikes.jsonl", result=True)  # a line for each step that was a spike, with its documents
@@ -293,7 +295,7 @@ def write_json(path: Path, content: object) -> None:
 
 def environment() -> dict[str, Any]:
     """Return versions of the packages that results depend on. They have no host name, path or environment variable."""
-    versions = {name: installed_version(name) for name in _REPORTED}
+    versions = {name: installed_version(name) for name in (*DECISIVE_PACKAGES, *packages_of_strategies())}
     return {"python": platform.python_version(), "platform": platform.platform(), "versions": versions}
 
 

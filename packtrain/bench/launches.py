@@ -75,7 +75,9 @@ def run_bench(
             pairs=config.objective.spec.pairs,
         )
         if fastest_of(trials) is None:
-            raise (CheckFailed if failure else UserError)(trials[0].why, where="packtrain bench")
+            raise (CheckFailed if failure else UserError)(
+                trials[0].why, where="packtrain bench", code="nothing-measured"
+            )
         print_report(runs.report(trials), given, as_json=as_json)
         return 0
 

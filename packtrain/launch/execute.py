@@ -158,8 +158,8 @@ def open_attempt(
         write_json(folder.attempt.environment, environment())
         if not plan.in_process:
             write_text(folder.attempt.accelerate, yaml.safe_dump(dict(plan.accelerate)))
-        if plan.deepspeed is not None:
-            write_json(folder.attempt.deepspeed, plan.deepspeed)
+        if plan.engine_settings is not None:
+            write_json(folder.attempt.engine, plan.engine_settings)
 
 
 @contextmanager
@@ -384,8 +384,8 @@ def _argv_with_copies(plan: LaunchPlan, config: RunConfig, folder: RunFolder, sc
     It reads copies of the run folder's files in `scratch`, because a machine may not see that folder."""
     settings: Json = {**plan.accelerate, "main_process_port": port}
     copies = {folder.config: to_yaml(config), folder.accelerate: yaml.safe_dump(settings)}
-    if plan.deepspeed is not None:
-        copies[folder.deepspeed] = json.dumps(plan.deepspeed)
+    if plan.engine_settings is not None:
+        copies[folder.engine] = json.dumps(plan.engine_settings)
     for file, text in copies.items():
         (scratch / file.name).write_text(text, encoding="utf-8")
     names = {str(file): str(scratch / file.name) for file in copies}

@@ -261,7 +261,7 @@ def _check_address(me: Member, place: MeetingPoint) -> None:
     means = f" ({', '.join(addresses)})" if addresses != [place.address] else ""
     claim = f"this machine ({me.host}) has topology.node_rank=0, but topology.main_address={place.address}{means}"
     what = f"{claim} is not one of its addresses ({', '.join(own_addresses()) or 'none'})"
-    fix = "Number the machines from 0, each once; topology.main_address is that of number 0."
+    fix = "Number the machines from 0, each once; topology.main_address belongs to number 0."
     raise CheckFailed(what, where="topology.node_rank, topology.main_address", fix=fix, code="not-machine-0")
 
 

@@ -155,7 +155,7 @@ def known_sizes(model: Model) -> dict[str, Any]:
 
 
 def quantised_by(sizes: Mapping[str, Any], *, gpu: bool) -> str:
-    """Return the method by which a loaded model stays quantised. "" if its weights are whole."""
+    """Return the quantisation method of a loaded model's weights. "" if its weights are whole."""
     settings = sizes.get("quantization_config")
     if not isinstance(settings, Mapping):
         return ""
@@ -287,7 +287,7 @@ def base_of(path: str | None) -> str | None:
         return None
     base, where = read_json(file).get("base_model_name_or_path"), f"{file}: base_model_name_or_path"
     if not isinstance(base, str) or not base:
-        raise UserError("the adapters do not say of which model they are", where=where, code="no-base-model")
+        raise UserError("the adapters name no base model", where=where, code="no-base-model")
     if not os.path.isabs(base) or os.path.exists(base):
         return base
     moved = os.path.normpath(file.parent / str(_read(file.with_name(BASE)).get("path", "")))  # moved with their base

@@ -137,7 +137,7 @@ def _join(topology: Topology, by: str, added: Mapping[str, str], surroundings: S
     wanted = (topology.nodes or nodes, topology.gpus_per_node or per_node)
     if wanted != (nodes, per_node):
         what = f"{_machines(*wanted)} are asked for, but the launch has {_machines(nodes, per_node)}"
-        fix = "the number of processes that accelerate launch wants is the total over all machines; torchrun's is that of each"
+        fix = "the number of processes that accelerate launch wants is the total over all machines; torchrun's is for each machine"
         raise CheckFailed(what, where="topology", fix=fix, code="launch-differs")
     source = f"MASTER_ADDR and MASTER_PORT ({by})"
     _agree(topology, source, main_address=env["MASTER_ADDR"], main_port=read_number(env, "MASTER_PORT", 0))

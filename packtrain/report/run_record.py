@@ -79,7 +79,7 @@ class RunRecord:
 
     @property
     def figures(self) -> list[Figure]:
-        """The figures of its objective, or of all if its config names none that is installed."""
+        """The figures of its objective; of all objectives if its own is not installed."""
         known, kind = OBJECTIVES.all(), self.settings.get("objective.kind", ("",))[0]
         return [figure for spec in ([known[kind]] if kind in known else known.values()) for figure in spec.figures]
 
