@@ -24,11 +24,11 @@ ARGUMENTS = {
 }
 """Names that make an error, and their positional arguments."""
 INTRODUCTION = """\
-# Errors by their code
+# Errors by code
 
-Each error ends with a code in brackets, such as `[no-such-key]`. A code names one fault and stays when its sentence changes, so that
-scripts and searches can rely on it. `…` stands for a name or a value. Exit codes: 2 the config, the data or the arguments, 3 a check, 4 another process
-or the network.
+Each error has a code in brackets, such as `[no-such-key]`. The code names the fault and stays when its sentence changes, so scripts and
+searches can rely on it. Below, `…` stands for a name or a value. The exit code is 2 if the config, the data or the arguments are wrong, 3 if a
+check failed, and 4 if another process or the network failed.
 
 | code | what is wrong | what to do |
 |---|---|---|
@@ -52,21 +52,23 @@ def sites() -> Iterator[Site]:
         tree = ast.parse(file.read_text())
         for function in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))]:
             for call in _calls(function):
-                name = _name(call)
-                given = dict(zip(ARGUMENTS[name], call.args, strict=False))
+                name, values = _name(call), Values(tree, function, call)
+                given = dict(zip(ARGUMENTS.get(name, ("what", "fix")), call.args, strict=False))
                 given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-                texts = _texts(given.get("what"), function)
-                codes = tuple(
-                    code for code in _texts(given.get("reason" if name == "BadRow" else "code"), function) if code
-                )
+                texts = values.texts(given.get("what"))
+                codes = tuple(filter(None, values.texts(given.get("reason" if name == "BadRow" else "code"))))
                 if name == "BadRow":
-                    codes = tuple(f"row-{code.replace(' ', '-')}" for code in codes)
+                    codes = tuple(f"row-{code.replace(' ', '-').lower()}" for code in codes)
+                if codes == ("…",) and isinstance(function, ast.FunctionDef) and _takes_code(function):
+                    continue  # its callers give the code
                 if any(any(letter.isalpha() for letter in text) for text in texts):
                     place = f"{file.relative_to(PACKAGE.parent)}:{call.lineno}"
-                    yield Site(place, name, codes, texts, tuple(fix for fix in _texts(given.get("fix"), function) if fix))
+                    yield Site(place, name, codes, texts, tuple(filter(None, values.texts(given.get("fix")))))
     for rule in rules():
         sentence, advice = (_blanked(text) for text in (rule.what, rule.fix))
-        yield Site("packtrain/config/rules/table.py", "Fault", (rule.code,) if rule.code else (), (sentence,), (advice,))
+        yield Site(
+            "packtrain/config/rules/table.py", "Fault", (rule.code,) if rule.code else (), (sentence,), (advice,)
+        )
 
 
 def page() -> str:
@@ -80,14 +82,13 @@ def page() -> str:
             at = site.codes.index(code)
             texts.extend(site.texts[at : at + 1] if own else site.texts)
             fixes.extend(site.fixes[at : at + 1] if own and len(site.fixes) == len(site.codes) else site.fixes)
-    lines = (
-        f"| `{code}` | {_cell(texts)} | {_cell(fixes)} |" for code, (texts, fixes) in sorted(found.items())
-    )
+    lines = (f"| `{code}` | {_cell(texts)} | {_cell(fixes)} |" for code, (texts, fixes) in sorted(found.items()))
     return INTRODUCTION + "\n".join(lines) + "\n"
 
 
 def _cell(texts: list[str]) -> str:
-    return "<br>".join(dict.fromkeys(text.replace("|", "\\|").replace("\n", " ") for text in texts))
+    plain = (text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;").replace("\n", " ") for text in texts)
+    return "<br>".join(dict.fromkeys(plain))
 
 
 def _blanked(text: str) -> str:
@@ -101,50 +102,85 @@ def _name(call: ast.Call) -> str:
 def _calls(function: ast.AST) -> Iterator[ast.Call]:
     """Yield the calls that make an error, without those in functions inside."""
     for node in ast.iter_child_nodes(function):
-        if isinstance(node, ast.Call) and _name(node) in ARGUMENTS:
+        own = isinstance(node, ast.Call) and any(keyword.arg == "code" for keyword in node.keywords)
+        if isinstance(node, ast.Call) and (own or _name(node) in ARGUMENTS):
             yield node
         if not isinstance(node, ast.FunctionDef):
             yield from _calls(node)
 
 
-def _texts(value: ast.expr | None, function: ast.AST) -> tuple[str, ...]:
-    """Return the texts that `value` may be, with … for all that is only known at run time."""
-    if value is None:
-        return ()
-    if isinstance(value, ast.Constant):
-        return (value.value,) if isinstance(value.value, str) else ()
-    if isinstance(value, ast.IfExp):
-        return (*_texts(value.body, function), *_texts(value.orelse, function))
-    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
-        return _joined([value.left, value.right], function)
-    if isinstance(value, ast.JoinedStr):
-        return _joined([part.value if isinstance(part, ast.FormattedValue) else part for part in value.values], function)
-    if isinstance(value, ast.Name):
-        return tuple(text for one in _assigned(value.id, function) for text in _texts(one, function)) or ("…",)
-    return ("…",)
+def _takes_code(function: ast.FunctionDef) -> bool:
+    return any(one.arg in ("code", "reason") for one in [*function.args.args, *function.args.kwonlyargs])
 
 
-def _joined(parts: list[ast.expr], function: ast.AST) -> tuple[str, ...]:
-    choices = [
-        _texts(part, function) if isinstance(part, (ast.Constant, ast.IfExp, ast.JoinedStr, ast.BinOp)) else ("…",)
-        for part in parts
-    ]
-    return tuple("".join(texts) for texts in product(*choices))
+class Values:
+    """What the arguments of a call may be, by the assignments before it in its function, or in the file."""
 
+    def __init__(self, tree: ast.Module, function: ast.AST, call: ast.Call) -> None:
+        self._tree, self._function, self._call = tree, function, call
+        self._blocks = {id(block) for block, inside in _blocks(function) if call in inside}
 
-def _assigned(name: str, function: ast.AST) -> Iterator[ast.expr]:
-    """Yield the values that the function gives to `name`."""
-    for node in ast.walk(function):
-        if not isinstance(node, ast.Assign):
-            continue
-        target, value = node.targets[0], node.value
-        if isinstance(target, ast.Name) and target.id == name:
+    def texts(self, value: ast.expr | None) -> tuple[str, ...]:
+        """Return the texts that `value` may be, with … for all that is only known at run time."""
+        if isinstance(value, ast.Constant):
+            return (value.value,) if isinstance(value.value, str) else ()
+        if isinstance(value, ast.IfExp):
+            return (*self.texts(value.body), *self.texts(value.orelse))
+        if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+            return self._joined([value.left, value.right])
+        if isinstance(value, ast.JoinedStr):
+            return self._joined([part.value if isinstance(part, ast.FormattedValue) else part for part in value.values])
+        if isinstance(value, ast.Name):
+            return tuple(text for one in self._assigned(value.id) for text in self.texts(one)) or ("…",)
+        return () if value is None else ("…",)
+
+    def _joined(self, parts: list[ast.expr]) -> tuple[str, ...]:
+        plain = (ast.Constant, ast.IfExp, ast.JoinedStr, ast.BinOp)
+        choices = [self.texts(part) if isinstance(part, plain) else ("…",) for part in parts]
+        return tuple("".join(texts) for texts in product(*choices))
+
+    def _assigned(self, name: str) -> Iterator[ast.expr]:
+        """Yield the values that `name` may have: those of branches that end before the call, and the last one before them."""
+        found = [
+            (block, value)
+            for block, _ in _blocks(self._function)
+            for statement in block
+            if statement.lineno < self._call.lineno
+            for value in _values_for(name, statement)
+        ]
+        found.sort(key=lambda item: -item[1].lineno)
+        for block, value in found:
             yield value
-        elif isinstance(target, ast.Tuple):
-            names = [one.id if isinstance(one, ast.Name) else "" for one in target.elts]
-            if name in names:
-                ways = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
-                yield from (way.elts[names.index(name)] for way in ways if isinstance(way, ast.Tuple))
+            if id(block) in self._blocks and not any(
+                other.lineno == value.lineno and other is not value for _, other in found
+            ):
+                return
+        if not found:
+            for statement in self._tree.body:
+                yield from _values_for(name, statement)
+
+
+def _blocks(function: ast.AST) -> Iterator[tuple[list[ast.stmt], set[ast.AST]]]:
+    """Yield each list of statements in the function, with all nodes inside."""
+    for node in ast.walk(function):
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            if isinstance(block, list) and block:
+                yield block, {inner for statement in block for inner in ast.walk(statement)}
+
+
+def _values_for(name: str, statement: ast.stmt) -> Iterator[ast.expr]:
+    """Yield the values that a statement gives to `name`."""
+    if not isinstance(statement, ast.Assign):
+        return
+    target, value = statement.targets[0], statement.value
+    if isinstance(target, ast.Name) and target.id == name:
+        yield value
+    elif isinstance(target, ast.Tuple):
+        names = [one.id if isinstance(one, ast.Name) else "" for one in target.elts]
+        if name in names:
+            ways = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+            yield from (way.elts[names.index(name)] for way in ways if isinstance(way, ast.Tuple))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def test_every_error_has_a_code() -> None:
 def test_codes_are_short_words() -> None:
     codes = {code for site in sites() for code in site.codes}
     assert len(codes) > 300
-    assert [code for code in codes if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+){0,5}", code)] == ["row-…"]
+    assert not [code for code in codes if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+){0,5}", code)]
 
 
 def test_a_code_has_one_exit_code() -> None:
