@@ -54,7 +54,7 @@ class Feed:
     stream: Stream
     slots: Callable[[Any], np.ndarray]
     say: Callable[[str], None]
-    place: Place = field(default_factory=dict)
+    place: Place = field(default_factory=Place)
     examples: int = 0
     trained: int = 0
     ended: bool = False
@@ -73,7 +73,8 @@ class Feed:
 
     def go_on_from(self, checkpoint: Path, step: int) -> None:
         """Continue after `checkpoint`, written at `step`. A checkpoint of a run without a stream continues with the first rows."""
-        new, file = {"step": step, "sources": {}, **dict.fromkeys(_TOLD, 0)}, checkpoint / PLACE
+        new: Place = {"step": step, "sources": {}, **dict.fromkeys(_TOLD, 0)}
+        file = checkpoint / PLACE
         self.place = json.loads(file.read_text()) if file.exists() else new
         self.examples, self.trained, self.ended = (self.place[name] for name in _TOLD)
 
@@ -91,7 +92,8 @@ class Feed:
                 raise item
             if item is None:
                 fix = "Start over with trainer.resume=never, or name an earlier checkpoint."
-                raise UserError("nothing is left of data.train after this checkpoint", where="trainer.resume", fix=fix)
+                what = "nothing is left of data.train after this checkpoint"
+                raise UserError(what, where="trainer.resume", fix=fix, code="stream-at-its-end")
             self._window, self.current, batches = item
             self.examples += len(self._window.rows)
             self.trained += int(self._window.data.trained.sum(dtype=np.int64))
@@ -112,7 +114,7 @@ class Feed:
         if ranks * squares != total**2:
             what = "the processes have read other documents: what data.train names is not the same on all machines"
             fix = "Compare the files with sha256sum, or train on a shared disk."
-            raise UserError(what, where="data.train", fix=fix)
+            raise UserError(what, where="data.train", fix=fix, code="ranks-read-differently")
 
     def rows(self, numbers: list[int]) -> list[str]:
         """Return FILE:LINE of examples of the current step."""

@@ -65,9 +65,8 @@ def choose_attention(
         name, service = backend.name, serve(backend, model, device, autocast)
         reason, kernel = service.why, service.kernel
         if kernel is None and named:
-            raise UserError(
-                f"{name} attention is not available: {reason}", where="model.attention", fix="set it to auto"
-            )
+            what, fix = f"{name} attention is not available: {reason}", "set it to auto"
+            raise UserError(what, where="model.attention", fix=fix, code="attention-not-available")
         if kernel is not None and named and not prove:
             return AttentionChoice(backend, "asked for", kernel, None)
         if kernel is not None:
@@ -87,6 +86,7 @@ def choose_attention(
     raise CheckFailed(
         f"no way to run packed rows of {type(model).__name__} exactly: {rejected[-1][1]}",
         fix="set packing.mode=padding, or, if no batch runs at all, see what model.config sets; else use another model",
+        code="no-exact-attention",
     )
 
 

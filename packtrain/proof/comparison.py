@@ -80,6 +80,7 @@ def check_equal(
     what: str,
     *,
     fix: str,
+    code: str = "outputs-differ",
     scale: torch.Tensor | None = None,
 ) -> float:
     """Return the `difference` of values [n]. Raises CheckFailed above `tolerance`, naming the value that is furthest off.
@@ -91,7 +92,7 @@ def check_equal(
         by_value = (candidate - definition).abs() / (1 if scale is None else scale)
         worst = int(by_value.nan_to_num(torch.inf).argmax())
         values = {"candidate": candidate[worst].item(), "definition": definition[worst].item()}
-        raise CheckFailed(what.format(number=worst + 1, **values), fix=fix)
+        raise CheckFailed(what.format(number=worst + 1, **values), fix=fix, code=code)
     return off
 
 
@@ -139,4 +140,4 @@ def model_refusals(what: str, *, fix: str) -> Iterator[None]:
     except Exception as error:
         if NEEDED in str(error):  # refused by trainer.deterministic, not by the model
             raise
-        raise CheckFailed(f"{what}: {first_line(error)}", fix=fix) from error
+        raise CheckFailed(f"{what}: {first_line(error)}", fix=fix, code="model-refuses-call") from error

@@ -235,6 +235,7 @@ def check_causal_and_padding(model: PreTrainedModel, *, padding: bool, autocast:
                 f"{name} is not causal: a later token changes the outputs of earlier ones by {seen:.2g} (tolerance {tolerance:.1g})",
                 where="model.path",
                 fix="take a causal language model; models such as BERT need model.config.is_decoder=true",
+                code="not-causal",
             )
         if not padding:
             return
@@ -248,6 +249,7 @@ def check_causal_and_padding(model: PreTrainedModel, *, padding: bool, autocast:
             f"outputs of padded documents of {name} differ by {off:.2g} from those without padding (tolerance {tolerance:.1g})",
             where="packing.mode",
             fix="set it to packed with model.attention=per_document, which needs no padding, or take another model",
+            code="padding-changes-outputs",
         )
 
 

@@ -133,7 +133,7 @@ def check_scores(trainer: StepTrainer, attention: str) -> None:
         f"{type(base).__name__} itself on a padded batch"
     )
     fix = "its classifier does more than score the last token: set packing.mode=padding"
-    check_equal(ours, theirs, tolerance_of(loss.compute_dtype).outputs, what, fix=fix)
+    check_equal(ours, theirs, tolerance_of(loss.compute_dtype).outputs, what, fix=fix, code="scores-differ")
 
 
 OBJECTIVE = Reward

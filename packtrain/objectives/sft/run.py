@@ -137,7 +137,7 @@ class SFT(TrainingObjective):
         if self.packing.share_prefix and router_loss(base_model(model)) is not None:
             what = "the load-balancing loss of routers counts a token in every document that has it"
             fix = "set it, or model.config.output_router_logits, to false"
-            raise UserError(what, where="packing.share_prefix", fix=fix)
+            raise UserError(what, where="packing.share_prefix", fix=fix, code="routers-share-tokens")
         return super().decide_attention(wanted, model, ranks, precision, prove=prove)
 
     def prove(self, start: Start) -> None:

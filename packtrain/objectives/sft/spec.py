@@ -28,7 +28,8 @@ def _rules(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         what = (
             "the noise on embeddings depends on the length of a document, and shared tokens belong to several documents"
         )
-        yield Fault(("packing.share_prefix", "objective.options.neftune_noise_alpha"), what, "Remove one of them.")
+        keys = ("packing.share_prefix", "objective.options.neftune_noise_alpha")
+        yield Fault(keys, what, "Remove one of them.", code="noise-on-shared-tokens")
 
 
 SPEC = Spec(

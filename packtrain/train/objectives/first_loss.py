@@ -65,7 +65,7 @@ def check_answer_forward(loss: AnswerLoss, steps: Steps, first_step: int, attent
         f"logits of {type(base).__name__}"
     )
     fix = "its output head or attention is of a kind that packtrain does not know: please report this model"
-    check_equal(ours, theirs, tolerance_of(loss.compute_dtype).loss, what, fix=fix)
+    check_equal(ours, theirs, tolerance_of(loss.compute_dtype).loss, what, fix=fix, code="answers-differ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,8 @@ def measure_first_loss(loss: ReferenceLoss, batch: MicroBatch) -> FirstLoss:
         fix += "; remove the folder `reference` of the data cache, whose log-probabilities may be stale"
     else:
         fix += "; give both sides the same weights and adapters in the same model.dtype (objective.reference=auto does)"
-    return FirstLoss(first, zero_margin, tolerance, (Problem(what, "objective.reference", fix),))
+    problem = Problem(what, "objective.reference", fix, code="first-loss-wrong")
+    return FirstLoss(first, zero_margin, tolerance, (problem,))
 
 
 def _rounding(loss: ReferenceLoss, batch: MicroBatch, largest: float) -> float:

@@ -90,6 +90,7 @@ def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
             f"out of memory on {ranks.device}: {first_line(error)}",
             fix="the proof takes the weights and the trained gradients twice, training more: set peft=lora, or "
             "model.dtype=bfloat16",
+            code="proof-out-of-memory",
         )
     with waiting("the reports of all ranks"):
         outcomes = cast(list[Report | CheckFailed], gather_object([outcome]))
@@ -220,7 +221,9 @@ def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autoca
         if not (reason := why_not_split(model, name)):
             reason, split = prove_backend(name, model, autocast, part=ranks.rank % parts, parts=parts)
             proof = split or proof
-        problem = Problem(f"rows split over {parts} processes: {reason}", KEY, f"set {KEY}=1") if reason else None
+        if reason:
+            what = f"rows split over {parts} processes: {reason}"
+            problem = Problem(what, KEY, f"set {KEY}=1", code="split-rows-differ")
     return Isolation(name, choice.why, choice.rejected, proof, problem)
 
 

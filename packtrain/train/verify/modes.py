@@ -145,7 +145,8 @@ def compare_modes(
         if not (np.isfinite(reference) and 0 < norm < np.inf):
             of_norm = f"with gradients of norm {norm:.3g} on random documents"
             what = f"{type(base).__name__} has loss {reference:.6g} {of_norm}"
-            raise CheckFailed(what, fix="check its weights, and model.dtype (float16 overflows early)")
+            fix = "check its weights, and model.dtype (float16 overflows early)"
+            raise CheckFailed(what, fix=fix, code="definition-not-finite")
 
         def figures(mode: str) -> Figures:
             try:
