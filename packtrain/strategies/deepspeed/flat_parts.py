@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from packtrain.train.checkpoint.contents import CheckpointContents, Names, States, exact_weight, put_weights, states_of
+from packtrain.train.engine import CheckpointContents, Names, States, exact_weight, put_weights, states_of
 
 _FLATS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 """Attributes with the float32 weights: of ZeRO-3, of ZeRO-1 and ZeRO-2, and of ZeRO-1 over bfloat16 weights."""

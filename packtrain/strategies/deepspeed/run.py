@@ -32,9 +32,8 @@ from packtrain.plan.origin import world_of
 from packtrain.strategies.deepspeed.flat_parts import FlatParts, masters_in, put_into_zero
 from packtrain.strategies.spec import StrategySpec
 from packtrain.system import holding
-from packtrain.train.checkpoint.contents import CheckpointContents, Names, put_weights
 from packtrain.train.checkpoint.writer import CheckpointWriter
-from packtrain.train.engine import Engine, Exact, Judge
+from packtrain.train.engine import CheckpointContents, Engine, Exact, Judge, Names, put_weights
 from packtrain.train.spikes import Norm
 
 
