@@ -130,7 +130,7 @@ class Engine:
                 # config/rules/ cannot see this if model.dtype=auto
                 say("optim.bf16_rounding has no effect: no trained weight is bfloat16")
             make = cast(Callable[..., Optimizer], kind)
-            arguments = {**optim.spec.betas(optim.beta1, optim.beta2), **optim.spec.options}
+            arguments = optim.spec.arguments(optim.beta1, optim.beta2)
             made = make(group_weights(self.model, optim), lr=optim.learning_rate, **arguments)
             if optim.spec.options.get("optim_bits") == 8:
                 keep_embeddings_precise(self.model)
