@@ -21,9 +21,16 @@ from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE
-from packtrain.proof.change import ChangeProof, prove_change
 from packtrain.proof.choice import AttentionChoice, choose_attention
-from packtrain.proof.comparison import check_equal, evaluating, has_routers, model_refusals, tolerance_of
+from packtrain.proof.comparison import (
+    ChangeProof,
+    check_equal,
+    evaluating,
+    has_routers,
+    model_refusals,
+    prove_change,
+    tolerance_of,
+)
 from packtrain.train.loader import first_documents
 from packtrain.train.log.console import Log
 from packtrain.train.objectives.loss import Loss
