@@ -31,6 +31,5 @@ def loop_over_experts(model: PreTrainedModel, asked: str) -> None:
         model.set_experts_implementation(LOOP)
     elif asked != "auto":
         what = "its experts are code of its own" if has_routers(model) else "it has no experts"
-        raise UserError(
-            f"{type(model).__name__} cannot do that: {what}", where=f"{KEY} ({asked})", fix="set it to auto"
-        )
+        what = f"{type(model).__name__} cannot do that: {what}"
+        raise UserError(what, where=f"{KEY} ({asked})", fix="set it to auto", code="experts-not-groupable")

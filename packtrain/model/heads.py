@@ -183,7 +183,7 @@ def with_one_score(config: PreTrainedConfig) -> PreTrainedConfig:
     if is_reward_model(config) and config.num_labels != 1:
         what = f"this model was trained to give {config.num_labels} scores (num_labels), a reward model gives one"
         fix = "name a reward model, or a causal language model: it gets a new head"
-        raise UserError(what, where="model.path", fix=fix)
+        raise UserError(what, where="model.path", fix=fix, code="several-scores")
     config.num_labels = 1
     return config
 
@@ -204,10 +204,11 @@ def check_score_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     if not linear or model.base_model is model or model.config.is_encoder_decoder:
         what = f"{type(model).__name__} has no linear layer `{HEAD}` over the last token of a document"
         fix = "take a decoder such as Llama, Qwen, Mistral, Gemma or GPT-2 (docs/reward.md)"
-        raise UserError(f"{what}: it pools or classifies in another way", where="model.path", fix=fix)
+        what = f"{what}: it pools or classifies in another way"
+        raise UserError(what, where="model.path", fix=fix, code="no-score-head")
     if tokenizer.pad_token_id is None:
         what = "the tokenizer has neither a padding token nor EOS: a reward model finds the end of a document by it"
-        raise UserError(what, where="model.tokenizer", fix="set pad_token on the tokenizer")
+        raise UserError(what, where="model.tokenizer", fix="set pad_token on the tokenizer", code="no-padding-token")
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 

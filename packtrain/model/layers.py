@@ -56,7 +56,8 @@ def check_offload(device: torch.device) -> None:
     """Raise UserError if `device` has no separate memory."""
     if device.type == "cpu":
         what = "on a CPU activations are in the host's memory already"
-        raise UserError(what, where=OFFLOAD_KEY, fix="set it to false, or run on a machine with GPUs")
+        fix = "set it to false, or run on a machine with GPUs"
+        raise UserError(what, where=OFFLOAD_KEY, fix=fix, code="offload-on-cpu")
 
 
 def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> None:
@@ -68,7 +69,7 @@ def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> 
     if not model.supports_gradient_checkpointing or (policy != "full" and not layers):
         what = f"the layers of {type(model).__name__} cannot compute their activations again"
         other = "full" if model.supports_gradient_checkpointing else "none"
-        raise UserError(what, where=f"{KEY} ({policy})", fix=f"set {KEY}={other}")
+        raise UserError(what, where=f"{KEY} ({policy})", fix=f"set {KEY}={other}", code="cannot-recompute")
     every = int(policy.removeprefix("every_")) if policy.startswith("every_") else 1
     # transformers adds the biases of experts to the results of their products, in place: kept tensors must not change
     biased = any(getattr(module, "has_bias", False) for module in model.modules())
@@ -148,7 +149,7 @@ def compile_layers(model: PreTrainedModel) -> int:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if why := _why_not_compiled(model, layers):
         what, fix = f"{type(model).__name__} cannot be compiled: {why}", f"set {COMPILE_KEY}=false"
-        raise UserError(what, where=COMPILE_KEY, fix=fix)
+        raise UserError(what, where=COMPILE_KEY, fix=fix, code="cannot-compile")
     for name in attention_functions():
         AttentionInterface.register(name, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name]))
     setattr(torch._inductor.config, "fallback_random", True)  # noqa: B010  # dropout draws the same numbers as without compiling

@@ -120,10 +120,11 @@ def load_model(
     if len(tokenizer) > rows:
         what = f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows}"
         fix = "use the model's own tokenizer" if config.init == "pretrained" else "set model.config.vocab_size"
-        raise UserError(what, where="model.tokenizer", fix=fix)
+        raise UserError(what, where="model.tokenizer", fix=fix, code="vocabulary-too-small")
     for name, value in vars(model.config.get_text_config()).items():
         if "drop" in name and is_number(value) and not 0 <= value <= 1:  # else found by the first step in training mode
-            raise UserError(f"{value} is no probability", where=f"model.config.{name}", fix="give a number from 0 to 1")
+            what, fix = f"{value} is no probability", "give a number from 0 to 1"
+            raise UserError(what, where=f"model.config.{name}", fix=fix, code="not-a-probability")
     if scores:
         check_score_head(model, tokenizer)
     if apart and config is not adapted:
@@ -150,8 +151,8 @@ def _loading(config: Model, where: str) -> Iterator[None]:
     """Turn errors of the hub and of libraries into a UserError at `where`."""
     if config.path is not None:
         check_model_folder(Path(config.path).expanduser())
-    made = "make a model of model.config" if config.init == "random" else f"load the model {config.path}"
-    with hub(config.path) as online, boundary(f"cannot {made}", where, partial(_advice, config, bool(online))):
+    what = "cannot make a model of model.config" if config.init == "random" else f"cannot load the model {config.path}"
+    with hub(config.path) as online, boundary(what, where, partial(_advice, config, online), code="cannot-load-model"):
         yield
 
 
@@ -175,7 +176,7 @@ def check_trainable(model: PreTrainedModel) -> None:
         raise untrainable(_method_of(quantizer), takes_adapters=bool(quantizer.is_trainable))
     if any(weight.requires_grad and weight.dtype == torch.float16 for weight in model.parameters()):
         fix = "set it to float32 or bfloat16, or train adapters (peft=lora)"
-        raise UserError("float16 weights cannot be trained", where="model.dtype", fix=fix)
+        raise UserError("float16 weights cannot be trained", where="model.dtype", fix=fix, code="float16-trained")
 
 
 def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> None:
@@ -187,13 +188,14 @@ def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> No
     if padded and isinstance(original, int) and original < longest and rotates_by_length(base_model(model)):
         what = f"the longest document has {longest} tokens: beyond {original} this model uses other rotary frequencies"
         fix = f"set it to packed, or data.max_length to {original}"
-        raise UserError(f"{what} for all documents of a padded batch", where="packing.mode", fix=fix)
+        what = f"{what} for all documents of a padded batch"
+        raise UserError(what, where="packing.mode", fix=fix, code="frequencies-by-length")
     positions = max_positions(base_model(model))
     if positions is not None and positions < longest:
         name = "max_position_embeddings" if hasattr(config, "max_position_embeddings") else "max_seq_len"
         what = f"the longest document has {longest} tokens, the model is made for {positions} positions"
         fix = f"set data.max_length to {positions}, or model.config.{name} to what you want it to learn"
-        raise UserError(what, where="data.max_length", fix=fix)
+        raise UserError(what, where="data.max_length", fix=fix, code="too-few-positions")
 
 
 def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: int, *, scores: bool) -> PreTrainedModel:
@@ -205,7 +207,7 @@ def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: in
     if config.quantize != "no":
         if own:
             what, fix = "the weights of this model are quantised already", "remove it: peft=lora trains on them"
-            raise UserError(what, where="model.quantize", fix=fix)
+            raise UserError(what, where="model.quantize", fix=fix, code="already-quantised")
         computed = model_config.dtype or torch.float32 if dtype == "auto" else dtype
         place["quantization_config"] = quantization_config(config.quantize, cast(torch.dtype, computed))
     if of_gguf := "gguf_file" in place:
@@ -244,7 +246,7 @@ def _all_weights(seed: int, *, scores: bool, **arguments: object) -> PreTrainedM
         what = f"{len(lacking)} weights of {type(model).__name__} are not in its files, or in another shape: {min(lacking)} …"
         head = "" if scores else " with its output head"
         fix = f"name a causal language model{head}, and look at what model.config changes"
-        raise UserError(what, where="model.path", fix=fix)
+        raise UserError(what, where="model.path", fix=fix, code="weights-missing")
     return model
 
 
@@ -268,7 +270,8 @@ def _new_config(overrides: dict[str, object], tokenizer: PreTrainedTokenizerBase
     model_type = str(overrides.pop("model_type"))
     if model_type not in CONFIG_MAPPING:
         fix = suggest(model_type, CONFIG_MAPPING.keys(), "docs/architectures.md lists what trains.")
-        raise UserError(f"transformers knows no model type {model_type!r}", where="model.config.model_type", fix=fix)
+        what = f"transformers knows no model type {model_type!r}"
+        raise UserError(what, where="model.config.model_type", fix=fix, code="unknown-model-type")
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     defaults = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **special}
     plain = CONFIG_MAPPING[model_type]()
@@ -284,7 +287,7 @@ def _check_keys(names: Iterable[str], config: PreTrainedConfig, taken: Iterable[
     for name in (name for name in names if name not in known):
         what = f"the config of a {config.model_type} model has no {name!r}"
         fix = elsewhere if name in _ROTARY_KEYS else suggest(name, known, elsewhere)
-        problems.append(Problem(what, where or f"model.config.{name}", fix))
+        problems.append(Problem(what, where or f"model.config.{name}", fix, code="unknown-model-key"))
     if problems:
         raise UserError(problems)
 
@@ -333,7 +336,8 @@ def check_dequantizes(model: nn.Module) -> None:
     if lacks or any(getattr(module, "source_cls", None) is Conv1D for module in model.modules()):
         what = f"weights of {type(model).__name__} quantised by {_method_of(quantizer)} cannot be converted back"
         fix = "Keep the adapters apart (peft.merge=false): chat and eval load them on these weights."
-        raise UserError(f"{what}, so nothing can be merged into them", where="model.path", fix=fix)
+        what = f"{what}, so nothing can be merged into them"
+        raise UserError(what, where="model.path", fix=fix, code="cannot-dequantise")
 
 
 def dequantized(model: PreTrainedModel) -> PreTrainedModel:
@@ -342,7 +346,8 @@ def dequantized(model: PreTrainedModel) -> PreTrainedModel:
     if quantizer is None:
         return model
     check_dequantizes(model)
-    with boundary("the quantised model cannot be dequantised, to merge adapters into it", "model.path"):
+    what = "the quantised model cannot be dequantised, to merge adapters into it"
+    with boundary(what, "model.path", code="cannot-dequantise"):
         if not _is_torchao(quantizer):
             return cast(PreTrainedModel, model.dequantize(model.dtype))
         for module in model.modules():  # transformers cannot convert torchao's back

@@ -84,8 +84,8 @@ def precompute(
     with waiting("all ranks to compute their part of the reference"):
         reduced = cast(torch.Tensor, reduce(values, "sum")).cpu().numpy()
     if ranks.main:
-        fix = "Free some space, or set data.cache_dir."
-        with boundary("the reference's log-probabilities cannot be written", str(done.parent), fix):
+        what, fix = "the reference's log-probabilities cannot be written", "Free some space, or set data.cache_dir."
+        with boundary(what, str(done.parent), fix, code="reference-unwritable"):
             done.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(done.with_suffix(".lock")):  # another run may compute the same
                 with aside(done).open("wb") as file:

@@ -100,6 +100,8 @@ class StrategySpec:
     """Return the settings of accelerate's launcher. It is given the later path of `engine_settings`."""
     engine_settings: Callable[[str, float], Json] | None = None
     """Return the JSON of the engine, from model.dtype and optim.max_grad_norm. None: there is none."""
+    engine: str = ""
+    """The section of plan.json with `engine_settings`, which is null for other strategies."""
     rules: Callable[[RunConfig], Iterable[Fault]] = lambda config: ()
     """Return combinations with other keys that cannot work."""
     package: str = ""
@@ -131,6 +133,19 @@ class StrategySpec:
 STRATEGIES = Registry(StrategySpec, "strategy", package="packtrain.strategies", module="spec", attribute="SPECS")
 DEFAULT = "ddp"
 """The strategy of a config that names none. Each process keeps everything."""
+
+
+def packages_of_strategies() -> list[str]:
+    """Return the packages that strategies need beside packtrain's own."""
+    return list(dict.fromkeys(spec.package for spec in STRATEGIES.all().values() if spec.package))
+
+
+def engine_sections(spec: StrategySpec, dtype: str, max_grad_norm: float) -> dict[str, dict[str, Any] | None]:
+    """Return the settings of all engines, by their section of plan.json; None for those that `spec` does not use."""
+    sections = dict[str, dict[str, Any] | None]((one.engine, None) for one in STRATEGIES.all().values() if one.engine)
+    if spec.engine_settings is not None:
+        sections[spec.engine] = spec.engine_settings(dtype, max_grad_norm)
+    return sections
 
 
 def check_optimizer(config: RunConfig) -> Iterator[Fault]:

@@ -68,7 +68,8 @@ class Engine:
         names = {weight: name for name, weight in self.model.named_parameters()}
         self.weight_order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]
         self.wrapped, self.optimizer = self.wrap(optimizer)
-        with boundary(f"the schedule {optim.schedule} cannot be made", "optim.schedule_options"):
+        what = f"the schedule {optim.schedule} cannot be made"
+        with boundary(what, "optim.schedule_options", code="schedule-unusable"):
             schedule = get_scheduler(
                 optim.schedule,
                 optimizer=self.optimizer,
@@ -82,7 +83,8 @@ class Engine:
     def _make_optimizer(self, say: Callable[[str], None]) -> Optimizer:
         """Return the optimizer. It steps in float32 where weights would lose updates."""
         optim = self._optim
-        with boundary(f"the optimizer {optim.name} cannot be made", "optim.name", optim.spec.advice):
+        what = f"the optimizer {optim.name} cannot be made"
+        with boundary(what, "optim.name", optim.spec.advice, code="optimizer-unusable"):
             kind = optim.spec.load()
             if any(map(loses_updates, self.model.parameters())) and not self.spec.keeps_masters:
                 names = {weight: name for name, weight in self.model.named_parameters()}
@@ -208,7 +210,8 @@ def check_spread(spec: StrategySpec, wrapped: nn.Module, model: nn.Module) -> No
     """Raise CheckFailed if the strategy is not active: each process would then train alone."""
     if not engine_of(spec.name).is_spread(spec, wrapped, model):
         what = f"strategy={spec.name} is not active: the wrapped model is a {type(wrapped).__name__}"
-        raise CheckFailed(what, where="strategy.name", fix="start it by packtrain or torchrun, without other settings")
+        fix = "start it by packtrain or torchrun, without other settings"
+        raise CheckFailed(what, where="strategy.name", fix=fix, code="strategy-inactive")
 
 
 def warmup_of(optim: Optim, steps: int) -> int:

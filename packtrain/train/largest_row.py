@@ -127,4 +127,5 @@ def memory_error(
     if half >= now:
         key, fix = "data.max_length", f"set it lower, which cuts documents, or {LESS_MEMORY}"
     row = f"{counted(len(numbers), 'documents')} in {batch.slots:,} token slots ({names})"
-    return UserError(f"out of memory on {ranks.device} {when}: {row}{used}. {shortly(error)}", where=key, fix=fix)
+    what = f"out of memory on {ranks.device} {when}: {row}{used}. {shortly(error)}"
+    return UserError(what, where=key, fix=fix, code="out-of-memory")

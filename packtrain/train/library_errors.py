@@ -36,31 +36,36 @@ def explained(error: BaseException, ranks: Ranks, folder: RunFolder, batch: Batc
     said = str(error).strip().partition("\n")[0]
     if ranks.world_size > 1 and (isinstance(error, torch.distributed.DistError) or "gloo/" in said):
         fix = f"the process that ended first says why: {folder.logs}/rank-*.log and launcher.log"
-        return LostPeers(f"rank {ranks.rank} lost the other processes: {shortly(error)}", fix=fix)
+        return LostPeers(f"rank {ranks.rank} lost the other processes: {shortly(error)}", fix=fix, code="peers-lost")
     if isinstance(error, MemoryError):
         return explain(error)
     if out_of_memory(error):
         fix = f"set it lower, or {LESS_MEMORY}"
         where = "batch.examples_per_device" if batch.tokens_per_device is None else "batch.tokens_per_device"
-        return UserError(f"out of memory on {ranks.device}: {said}", where=where, fix=fix)
+        return UserError(f"out of memory on {ranks.device}: {said}", where=where, fix=fix, code="out-of-memory")
     if NEEDED in str(error):
         what = f"{said.partition(NEEDED)[0].strip()} {NEEDED}"
-        return UserError(what, where="trainer.deterministic", fix="set it to false, or take another model")
+        fix = "set it to false, or take another model"
+        return UserError(what, where="trainer.deterministic", fix=fix, code="not-deterministic")
     if "CUDA error" in said and _ASSERT not in said:
         fix = f"packtrain env shows what its driver says (Xid, ECC), CUDA_LAUNCH_BLOCKING=1 where it happens; then {_GO_ON}"
-        return PeerFailed(f"{ranks.device} of rank {ranks.rank} failed: {said}", fix=fix)
+        return PeerFailed(f"{ranks.device} of rank {ranks.rank} failed: {said}", fix=fix, code="device-failed")
     if "DataLoader worker (pid" in said:
-        return PeerFailed(said, fix=f"the system kills for want of memory: give the job more of it, and {_GO_ON}")
+        fix = f"the system kills for want of memory: give the job more of it, and {_GO_ON}"
+        return PeerFailed(said, fix=fix, code="loader-killed")
     if is_of_storage(error) and (not isinstance(error, OSError) or error.errno in _FULL):
         named = error.filename if isinstance(error, OSError) else None
         where = named if isinstance(named, str) else f"trainer.output_dir ({folder.root})"
-        return UserError(f"cannot write: {first_line(error)}", where=where, fix=f"free some space and {_GO_ON}")
+        what = f"cannot write: {first_line(error)}"
+        return UserError(what, where=where, fix=f"free some space and {_GO_ON}", code="disk-full")
     if isinstance(error, FileNotFoundError) and not folder.root.exists():
         what = f"the run folder {folder.root} was removed while the run went on"
-        return UserError(what, where="trainer.output_dir", fix="leave it where it is until the run has ended")
+        fix = "leave it where it is until the run has ended"
+        return UserError(what, where="trainer.output_dir", fix=fix, code="run-folder-removed")
     if isinstance(error, SystemExit) or "transformers_modules" in raised_in(error):
         what = f"the code that came with the model failed: {first_line(error)}"
-        return UserError(what, where=f"model.path, {raised_in(error)}", fix="mend it, or take another model")
+        fix = "mend it, or take another model"
+        return UserError(what, where=f"model.path, {raised_in(error)}", fix=fix, code="model-code-failed")
     return None
 
 

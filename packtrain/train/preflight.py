@@ -69,6 +69,7 @@ def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Prob
             f"of times; under {ranks.strategy} all have to call it together",
             "strategy.name",
             "set packing.mode=padding, or strategy=zero2",
+            code="calls-differ-by-rank",
         )
     return None
 
@@ -94,7 +95,8 @@ def same_everywhere(choice: str, what: str, where: str, world_size: int) -> None
     if len(set(choices)) > 1:
         ranks = ", ".join(f"rank {rank}: {own}" for rank, own in enumerate(choices))
         fix = "install the same packages everywhere, or name what to use"
-        raise CheckFailed(f"the processes would not use the same {what} ({ranks})", where=where, fix=fix)
+        what = f"the processes would not use the same {what} ({ranks})"
+        raise CheckFailed(what, where=where, fix=fix, code="choices-differ-by-rank")
 
 
 def make_changes(loss: Loss, ranks: Ranks, found: Sequence[tuple[str, Proposal]], log: Log) -> dict[str, str]:
@@ -111,7 +113,8 @@ def make_changes(loss: Loss, ranks: Ranks, found: Sequence[tuple[str, Proposal]]
         if not lacks and ranks.spec.gathers_by_engine and not proposal.unproved:
             lacks = f"{ranks.strategy} {NO_GRADIENTS}"
         if lacks and proposal.key:
-            raise UserError(f"{what}: not available, {lacks}", where=proposal.key, fix="set it to auto")
+            what = f"{what}: not available, {lacks}"
+            raise UserError(what, where=proposal.key, fix="set it to auto", code="change-unavailable")
         if proposal.unproved:
             _on_all(loss, proposal.make)()
         elif not lacks:
@@ -119,7 +122,7 @@ def make_changes(loss: Loss, ranks: Ranks, found: Sequence[tuple[str, Proposal]]
             lacks = proof.refusal
         if proof and lacks and proposal.key:
             why = f"{what} would not train as the model itself does: {lacks}"
-            raise CheckFailed(why, where=proposal.key, fix="set it to auto")
+            raise CheckFailed(why, where=proposal.key, fix="set it to auto", code="change-inexact")
         said = f"as the model comes; {what}: {lacks}" if lacks else what
         figures = "" if lacks else f" ({proof.figures() if proof else proposal.unproved})"
         decided[name] = said + figures

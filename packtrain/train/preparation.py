@@ -123,7 +123,7 @@ def prepare_data(run: Prepared, *, progress: bool = False) -> None:
     """Tokenise the data, the same on all ranks. Raises UserError for data that cannot be used."""
     own_heartbeat().enter("prepare")
     config, day = run.config, run.day
-    with boundary("the data cannot be used", "data.train"):
+    with boundary("the data cannot be used", "data.train", code="data-unusable"):
         kind, progress = config.objective.kind, progress and run.ranks.main
         if config.data.streaming:
             examples = config.batch.examples_per_step or 1
@@ -208,7 +208,8 @@ def settle_split(run: Prepared) -> str:
     backend = run.backend.backend.name if run.backend else ""
     if why := why_not_split(base, backend):
         fix = f"set data.max_length to at most {limit}, and {SPLIT_KEY}=1"
-        raise UserError(f"documents cannot be split over processes: {why}", where=SPLIT_KEY, fix=fix)
+        what = f"documents cannot be split over processes: {why}"
+        raise UserError(what, where=SPLIT_KEY, fix=fix, code="cannot-split")
     open_group(parts)
     segments = TREE if run.objective.layout == "shared" else DOCUMENTS
     with outputs_of_tokens(base):
@@ -216,9 +217,8 @@ def settle_split(run: Prepared) -> str:
             backend, base, run.precision.autocast, segments, part=run.ranks.rank % parts, parts=parts
         )
     if reason:
-        raise CheckFailed(
-            f"a row split over {parts} processes is not exact: {reason}", where=SPLIT_KEY, fix="set it to 1"
-        )
+        what = f"a row split over {parts} processes is not exact: {reason}"
+        raise CheckFailed(what, where=SPLIT_KEY, fix="set it to 1", code="split-inexact")
     off = "" if proof is None else f"; proved, within {proof.max_difference:.1g}"
     longer = f"documents above {limit:,} tokens (the longest has {longest:,}), and those that are more than a process' share of a step,"
     return f"{longer} over {parts} processes each{off}"

@@ -334,7 +334,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         checkpointing=checkpointing,
         unused_at_times=at_times,
     )
-    with boundary("the trainer cannot be made", "optim"):
+    with boundary("the trainer cannot be made", "optim", code="trainer-unusable"):
         loss = prepared.objective.loss(Setup(model, prepared.tokenizer, settings))
         trainer = StepTrainer(loss, settings, _listeners(run))
     if peak := trainer.step_metrics.peak:
@@ -485,7 +485,8 @@ def _begin_run_folder(run: Run, checkpoint: Path | None, origin: dict[str, Any])
             run.log.say(escape(f"{folder.root} held {what}: now in {shown(moved)}"))
         write_json(folder.facts, {"started": run.log.started, "facts": run.log.facts})
     except OSError as error:
-        raise UserError(f"cannot begin: {error}", where=f"trainer.output_dir ({folder.root})") from error
+        what = f"cannot begin: {error}"
+        raise UserError(what, where=f"trainer.output_dir ({folder.root})", code="run-folder-unwritable") from error
     for stale in (folder.summary, folder.data):
         stale.unlink(missing_ok=True)
     for remark in set_aside(folder.checkpoints, step_of(checkpoint) if checkpoint else 0):

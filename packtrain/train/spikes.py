@@ -166,7 +166,8 @@ class SpikeJudge:
                 fix += ", and go on from a checkpoint before these steps"
             else:
                 fix += ", or set trainer.on_spike=skip; the checkpoints before this step are kept"
-            raise CheckFailed(f"{reason} at step {step} (spikes.jsonl)", where="optim.learning_rate", fix=fix)
+            what = f"{reason} at step {step} (spikes.jsonl)"
+            raise CheckFailed(what, where="optim.learning_rate", fix=fix, code="spike")
         self.decided[step] = line
         then = "its update is skipped"
         then += ", as there is no checkpoint to go back to yet" if action != self.rules.action else ""
@@ -185,7 +186,7 @@ class SpikeJudge:
             self._write({**line, "grad_norm": None}, [(number, None) for number in documents])
         what = f"the loss is {loss:g} at step {step}"
         fix = "lower it, warm up, or clip (optim.max_grad_norm); the checkpoints before this step are kept"
-        raise CheckFailed(what, where="optim.learning_rate", fix=fix)
+        raise CheckFailed(what, where="optim.learning_rate", fix=fix, code="loss-not-finite")
 
     def pop_metrics(self) -> dict[str, int]:
         """Return `skipped`, the number of updates skipped since the last logged line, if any."""

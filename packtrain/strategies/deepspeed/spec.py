@@ -134,6 +134,7 @@ def _stage(stage: int, *, offloads: bool = False) -> StrategySpec:
         shards=_SHARDS[stage],
         memory=partial(_memory, stage),
         launcher=_launcher,
+        engine="deepspeed",
         engine_settings=partial(_settings, stage, offloads),
         rules=partial(_rules, stage, offloads),
         package="deepspeed",

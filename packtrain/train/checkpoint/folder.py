@@ -139,7 +139,8 @@ def find_resume(resume: str, checkpoints: Path) -> tuple[Path | None, list[str]]
     if resume != "auto":
         named = Path(resume).expanduser()
         if wrong := damage(named):
-            raise UserError(f"{resume} is not a whole checkpoint: {wrong}", where="trainer.resume")
+            what = f"{resume} is not a whole checkpoint: {wrong}"
+            raise UserError(what, where="trainer.resume", code="not-a-checkpoint")
         return named, []
     remarks = []
     for checkpoint in reversed(list_checkpoints(checkpoints).values()):

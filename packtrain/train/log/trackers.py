@@ -109,7 +109,8 @@ def trackers_of(config: RunConfig, folder: RunFolder, say: Callable[[str], None]
     settings = {f"{group}.{key}": value for group, values in asdict(config).items() for key, value in values.items()}
     plain = {name: value for name, value in settings.items() if isinstance(value, str | int | float)}
     for name in names:
-        with boundary(f"{name} cannot be used", "tracking.report_to", f"Install it anew, or take {name} away."):
+        fix = f"Install it anew, or take {name} away."
+        with boundary(f"{name} cannot be used", "tracking.report_to", fix, code="tracker-unusable"):
             import_module(_PACKAGES.get(name, name))
             made.append(Tracker(name, _make(name, run, folder), plain, say))
     return made

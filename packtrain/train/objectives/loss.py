@@ -422,7 +422,8 @@ class FigureSums:
         """
         if (declared := {one.name for one in self.figures if not one.difference}) != found.keys():
             what = f"measure returns the figures {', '.join(sorted(found)) or 'none'}, the spec declares others"
-            raise UserError(what, where="objective.kind", fix=f"Return {', '.join(sorted(declared)) or 'none'}.")
+            fix = f"Return {', '.join(sorted(declared)) or 'none'}."
+            raise UserError(what, where="objective.kind", fix=fix, code="figures-undeclared")
         if not self.figures:
             return self
         nothing = FigureSums.none(self.figures[:1], self.sums.device)

@@ -137,5 +137,5 @@ class AnswerObjective(TrainingObjective):
         """See TrainingObjective. Raises UserError if rows would share the beginnings of documents."""
         if self.packing.share_prefix:
             what = f"packtrain {self.objective.kind} does not share the beginnings of documents"
-            raise UserError(what, where="packing.share_prefix", fix="Remove the key.")
+            raise UserError(what, where="packing.share_prefix", fix="Remove the key.", code="beginnings-not-shared")
         return super().steps(data, schedule, pad_token_id, ranks, evaluation=evaluation)

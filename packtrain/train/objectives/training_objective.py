@@ -105,7 +105,7 @@ class TrainingObjective:
         same_everywhere(self.layout, "layout of rows", "packing.share_prefix", ranks.world_size)
         if reason and self.packing.share_prefix:
             what = f"{'prompts' if self.shares_unless_told else 'prefixes'} cannot be shared: {reason}"
-            raise CheckFailed(what, where="packing.share_prefix", fix="set it to false")
+            raise CheckFailed(what, where="packing.share_prefix", fix="set it to false", code="sharing-inexact")
         return choice
 
     def slots(self, data: Any) -> np.ndarray:
@@ -123,6 +123,7 @@ class TrainingObjective:
                 f"{thing} takes {longest} token slots, a micro-batch has {most}",
                 where="batch.tokens_per_device",
                 fix=f"set batch.tokens_per_device to at least {-(-longest // self.ranks_per_row)}, or data.max_length to {most // documents}",
+                code="example-too-long",
             )
 
     def steps(
@@ -172,11 +173,9 @@ class ReferenceObjective(TrainingObjective):
         Raises UserError if `model` asks for a loss of its routers: answers have none.
         """
         if getattr(base_model(model).config.get_text_config(), "output_router_logits", False):
-            raise UserError(
-                f"packtrain {self.objective.kind} adds no load-balancing loss of routers, which the model asks for",
-                where="model.config.output_router_logits",
-                fix="set it to false: the preferences are then trained without it",
-            )
+            what = f"packtrain {self.objective.kind} adds no load-balancing loss of routers, which the model asks for"
+            fix = "set it to false: the preferences are then trained without it"
+            raise UserError(what, where="model.config.output_router_logits", fix=fix, code="router-loss-of-answers")
         if self.reference.kind == "adapters":
             add_reference(model, self.reference.adapters)
         named, autocast = self.objective.reference, precision.autocast

@@ -47,7 +47,8 @@ def dither_(masters: torch.Tensor, seed: int, name: str, first: int = 0) -> None
         _add_places(part, seed, name, first + start)
         wrong |= (part.bfloat16().view(torch.int16) != before.view(torch.int16)).any()
     if wrong:
-        raise CheckFailed(f"dithered masters of {name} do not round to its weights", where="optim.bf16_rounding")
+        what = f"dithered masters of {name} do not round to its weights"
+        raise CheckFailed(what, where="optim.bf16_rounding", code="dither-inexact")
 
 
 @torch.no_grad()
@@ -111,7 +112,8 @@ def dither_weights(model: nn.Module, *, seed: int = 0) -> Dither:
     """
     if not layers_of(model):
         what = f"the layers of a {type(model).__name__} are not known"
-        raise UserError(what, where="dither_weights", fix="Give the transformers model itself, not wrapped.")
+        fix = "Give the transformers model itself, not wrapped."
+        raise UserError(what, where="dither_weights", fix=fix, code="unknown-layers")
     rounded = rounded_weights(model, torch.bfloat16, sharded=False)
     dither = Dither(rounded, exact_in_bfloat16(rounded), seed)
     dither.move_weights()

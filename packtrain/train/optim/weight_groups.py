@@ -51,11 +51,13 @@ def freeze(model: nn.Module, groups: Sequence[WeightGroup]) -> None:
         if group not in owners.values():
             earlier = any(re.search(group.match, name) for name in names)
             what = f"{group.match!r} matches {'what earlier groups have' if earlier else 'no trained weight'}"
+            code = "group-shadowed" if earlier else "group-without-weights"
             parts = {part for name in names for part in name.split(".")}
             fix = "move it before them" if earlier else suggest(group.match, parts, f"names are such as {names[-1]}")
-            problems.append(Problem(what, f"optim.groups[{at}].match", fix))
+            problems.append(Problem(what, f"optim.groups[{at}].match", fix, code=code))
     if not problems and all(group is not None and group.lr_scale == 0 for group in owners.values()):
-        problems = [Problem("no weight is left to train", "optim.groups", "give one of them a learning rate")]
+        fix = "give one of them a learning rate"
+        problems = [Problem("no weight is left to train", "optim.groups", fix, code="nothing-to-train")]
     if problems:
         raise UserError(problems)
     for name, weight in model.named_parameters():
@@ -109,7 +111,8 @@ def freeze_unreached(model: PreTrainedModel, longest: int, autocast: torch.dtype
     never -= {name for name in never if any(a in lists and b not in reached for a, b in pairwise(places[name]))}
     if len(never) == len(weights):
         what = f"no trained weight of {type(base_model(model)).__name__} gets a gradient from text"
-        raise UserError(what, where="peft.target_modules, optim.groups", fix="Train layers of the language model.")
+        fix = "Train layers of the language model."
+        raise UserError(what, where="peft.target_modules, optim.groups", fix=fix, code="no-gradient-from-text")
     for name in never:
         weights[name].requires_grad_(False)
     outermost = {next(place for place in places[name] if place not in reached) for name in never}
@@ -128,7 +131,8 @@ def reduce_unreached(model: PreTrainedModel, ranks: Ranks, at_times: bool) -> No
         return
     if not placement_of(ranks.spec).reduces_unreached(model, ranks.spec):
         what = "it cannot train a model whose batches reach different weights, such as experts"
-        raise UserError(what, where=f"strategy.name ({ranks.strategy})", fix="take strategy=ddp, or zero3")
+        fix = "take strategy=ddp, or zero3"
+        raise UserError(what, where=f"strategy.name ({ranks.strategy})", fix=fix, code="gradients-differ-by-rank")
 
 
 def _reached(
