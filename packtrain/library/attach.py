@@ -405,7 +405,7 @@ class _PackedModel:
         inner, signature = self._backbone.forward, inspect.signature(type(self._backbone).forward)
 
         @functools.wraps(type(self._backbone).forward)
-        def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(_: nn.Module, *args: object, **kwargs: object) -> object:
             if not self._packs():
                 return inner(*args, **kwargs)
             call = _by_name(signature, args, kwargs)
@@ -429,7 +429,7 @@ class _PackedModel:
         passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
         @functools.wraps(type(self.model).forward)
-        def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(_: nn.Module, *args: object, **kwargs: object) -> object:
             call = _by_name(signature, args, kwargs)
             if self._packs() and (row := _row_of(call)) is not None:
                 if not passes_on:
@@ -472,7 +472,7 @@ class _PackedModel:
         shares = bool(self.share) and not noise
         return layout_of_call(call, left_padding=self._left_padding, share=shares, tokens_per_row=self.tokens_per_row)
 
-    def _run(self, inner: Forward, call: Call, layout: Layout, places: np.ndarray | None) -> Any:
+    def _run(self, inner: Forward, call: Call, layout: Layout, places: np.ndarray | None) -> object:
         """Return the output of the padded call. With `places` the last hidden states are [1, n, d], at these tokens only."""
         ids, as_tuple = call["input_ids"], call.get("return_dict") is False
         rest = {name: value for name, value in call.items() if name not in TAKEN}

@@ -66,10 +66,6 @@ def equal_weights(log_probs: Tensor) -> Tensor:
     return log_probs.new_ones(log_probs.shape)
 
 
-def _no_rules(config: RunConfig, given: Set[str]) -> Iterable[Fault]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """Declaration of an objective. Raises ValueError if a field is wrong.
@@ -98,7 +94,7 @@ class Spec:
     """Losses that sort all examples of a step. With them a step is one micro-batch of one process."""
     options: Mapping[str, Option] = field(default_factory=dict[str, Option])
     """Entries of objective.options, by name."""
-    rules: Callable[[RunConfig, Set[str]], Iterable[Fault]] = _no_rules
+    rules: Callable[[RunConfig, Set[str]], Iterable[Fault]] = lambda config, given: ()
     """Return faults of a config. The set has the keys that are not at their defaults, such as "packing.mode"."""
     reference: bool = False
     """Whether the loss compares the model with a reference (objective.beta, objective.reference)."""

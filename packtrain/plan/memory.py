@@ -160,7 +160,7 @@ HEAD_CHUNK = 2048
 """Tokens of documents whose logits exist at once (model/forward.py)."""
 COMPARED_PAIRS = 4
 CHECKED_LOGITS = 2**27
-"""dpo and kto compare the answers of so many first pairs before step 1. CHECKED_LOGITS bounds their logits (train/objectives/first_loss.py)."""
+"""dpo and kto compare the answers of so many first pairs before step 1. CHECKED_LOGITS bounds their logits (train/verify/loss_proofs.py)."""
 STEPPED = 2**26
 """Numbers in float32 at a time while 16-bit weights take their step in float32 (train/optim/float32_step.py)."""
 CHECKPOINTING = ("none", "every_4", "every_3", "selective", "every_2", "full")
