@@ -32,7 +32,7 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from packtrain.errors import UserError
 from packtrain.objectives.losses import TOKEN_LOSSES
-from packtrain.plan.memory import HEAD_CHUNK
+from packtrain.objectives.spec import HEAD_CHUNK
 
 _CPU_CHUNK = 512
 _SLICE = 128  # number of tokens with float32 log-probabilities at a time, without Triton

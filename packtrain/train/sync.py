@@ -34,8 +34,8 @@ from packtrain.launch.worker import LOG_DIR
 from packtrain.model.load import base_model
 from packtrain.model.weights import weights_hash
 from packtrain.monitor.heartbeat import TimeLimits, waiting
-from packtrain.plan.agreement import SAME_CONFIG, SAME_VERSIONS, digest_of, list_differences, shared_versions
 from packtrain.plan.network_settings import SOCKETS
+from packtrain.plan.origin import SAME_CONFIG, SAME_VERSIONS, digest_of, list_differences, shared_versions
 from packtrain.run_folder import environment
 from packtrain.system import leave, start
 from packtrain.train.library_errors import shortly

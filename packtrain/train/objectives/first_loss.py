@@ -19,8 +19,8 @@ from packtrain.attention.backends import attention_of
 from packtrain.errors import CheckFailed, Problem
 from packtrain.model.load import base_model
 from packtrain.objectives.answers import Targets
+from packtrain.objectives.spec import CHECKED_LOGITS, COMPARED_PAIRS
 from packtrain.packing.collate import IGNORE
-from packtrain.plan.memory import CHECKED_LOGITS, COMPARED_PAIRS
 from packtrain.proof.comparison import check_equal, evaluating, model_refusals, tolerance_of
 from packtrain.proof.isolation import vocabulary_size
 from packtrain.train.loader import MicroBatch, Steps

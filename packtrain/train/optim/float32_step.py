@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from packtrain.plan.memory import STEPPED
+from packtrain.optimizers.spec import STEPPED
 from packtrain.train.optim.dither import Dither, dithered, own_part
 from packtrain.train.optim.seen_updates import SeenUpdates, local
 
