@@ -33,7 +33,7 @@ except UserError as error:  # another package's objective
     sys.exit(report_error(error))
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
-    from packtrain.launch.slurm_jobs import Job
+    from packtrain.launch.jobs import Job
     from packtrain.plan.launch_plan import LaunchPlan
     from packtrain.run_folder import RunFolder
 
@@ -279,7 +279,7 @@ def sbatch(
     as_json: AsJson = False,
 ) -> int:
     """Write a Slurm script for a run or a sweep of runs, or submit it."""
-    from packtrain.launch.slurm_jobs import submit_or_write
+    from packtrain.launch.jobs import submit_or_write
 
     job = _job(verb, arguments, sweep)
     return submit_or_write(job, submit=submit, file=output, as_json=as_json)
@@ -301,12 +301,12 @@ def deploy(
     output: OutputFile = None,
 ) -> int:
     """Write a run as a job of Kubeflow, or a task of SkyPilot or dstack, or submit it."""
-    from packtrain.launch.deploy import Machines, submit_or_write
+    from packtrain.launch.jobs import Machines, deploy_or_write
 
     said = [word for name, value in (("--image", image), ("--gpu", gpu)) if value for word in (name, value)]
     said = ["packtrain", "deploy", "--on", on, *said, *(["--spot"] if spot else []), verb, *(arguments or [])]
     job = replace(_job(verb, arguments, False, packages=False), invoked_as=tuple(said))
-    return submit_or_write(on, job, Machines(image, gpu, spot), submit=submit, file=output)
+    return deploy_or_write(on, job, Machines(image, gpu, spot), submit=submit, file=output)
 
 
 @_verb()
@@ -494,7 +494,7 @@ def _config_and_plan(
 def _job(verb: str, arguments: list[str] | None, sweep: bool, *, packages: bool = True) -> Job:
     """Return the run, or the runs of a sweep, as a Slurm job. It starts in this folder."""
     from packtrain.config.compose import Point, load_config, load_points
-    from packtrain.launch.slurm_jobs import Job
+    from packtrain.launch.jobs import Job
     from packtrain.plan.surroundings import command_of
 
     path, changes = split_arguments(arguments)
