@@ -19,7 +19,7 @@ from packtrain.train.loop import StepTrainer
 from tests.unit.test_layout import files_of_section
 
 PACKAGE = Path(packtrain.__file__).parent
-MOST, MOST_OF_A_RESUME = 18, 9
+MOST, MOST_OF_A_RESUME = 18, 8
 """Files of a step that has no line, no evaluation and no checkpoint, and is not judged; of a resume on as many processes."""
 
 
