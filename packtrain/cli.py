@@ -224,8 +224,7 @@ def verify(
     run, _ = _config_and_plan(arguments)
     if collator is None:
         return run_verification(run, partial(_execute, "verify"), as_json=as_json)
-    how = {"attention": attention, "attached": attached, "as_json": as_json}
-    return run_on_collator(run.model, run.peft, run.trainer, collator, **how)
+    return run_on_collator(run, collator, attention=attention, attached=attached, as_json=as_json)
 
 
 def _measure(launch: LaunchPlan, short: RunConfig) -> int:
