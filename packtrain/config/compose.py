@@ -22,13 +22,11 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config import is_list, is_mapping
-from packtrain.config.dataset_names import name_files
-from packtrain.config.fault import Fault
+from packtrain.config import Fault, is_list, is_mapping
 from packtrain.config.keys import keys
 from packtrain.config.overrides import COMMAND_LINE, Argument, assignment, carry_out, no_choice, parse, values_of_sweep
 from packtrain.config.rules import check_combinations
-from packtrain.config.rules.paths_and_packages import check_packages, check_paths, model_of
+from packtrain.config.rules.paths_and_packages import check_packages, check_paths, model_of, name_files
 from packtrain.config.rules.slurm import note_secrets
 from packtrain.config.schema import RunConfig, groups
 from packtrain.config.validate import build, plain_values

@@ -14,7 +14,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
-from packtrain.config.fault import Fault
+from packtrain.config import Fault
 from packtrain.config.objective import Resume
 from packtrain.config.schema import DataSource, Stage, groups
 from packtrain.objectives.spec import OBJECTIVES

@@ -17,8 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config import is_list, is_mapping
-from packtrain.config.fault import Fault
+from packtrain.config import Fault, is_list, is_mapping
 from packtrain.config.keys import (
     OTHER_VALUES,
     Key,

@@ -86,7 +86,7 @@ class DataReport:
     pairs: PairFigures | None = None
     labels: LabelFigures | None = None
     remarks: tuple[str, ...] = ()
-    unread: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    unread: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
 
     def decisions(self) -> list[str]:
         """Return `remarks`, decisions about single rows, and unread columns."""
@@ -134,7 +134,7 @@ class TokenDataset:
     def __getitem__(self, index: int) -> Document:
         """Return document number `index`, 0 to len - 1."""
         row = self.rows[index]
-        store = int(np.searchsorted(self.first, row, side="right")) - 1
+        store = int(np.searchsorted(self.first, [row], side="right")[0]) - 1
         return self.stores[store][int(row - self.first[store])]
 
 
@@ -162,10 +162,10 @@ class PairDataset:
     def __init__(self, documents: TokenDataset, *, with_margins: bool = False) -> None:
         """Pair up `documents`: chosen, rejected, chosen, rejected, …"""
         self.documents, self.fingerprint = documents, documents.fingerprint
-        lengths, trained = (part.reshape(-1, 2) for part in (documents.lengths, documents.trained))
-        before = (lengths - trained)[:, 0]
-        self.lengths: np.ndarray = lengths.sum(1, dtype=np.int32)
-        self.trained: np.ndarray = trained.sum(1, dtype=np.int32)
+        lengths, trained = documents.lengths, documents.trained
+        before = (lengths - trained)[::2]
+        self.lengths: np.ndarray = lengths[::2] + lengths[1::2]
+        self.trained: np.ndarray = trained[::2] + trained[1::2]
         self.prompts: np.ndarray = np.where(before >= MIN_PROMPT, before, 0)
         self.shared_lengths: np.ndarray = self.lengths - np.maximum(self.prompts - 1, 0)
         share = 2 * int(before.sum(dtype=np.int64)) / int(lengths.sum(dtype=np.int64))
@@ -253,7 +253,7 @@ def mix_sources(
     """
     stores = [part.store for part in parts]
     kept = [np.ones(len(store.fates), bool) for store in stores] if kept is None else kept
-    rows, sums, dropped, first = [], Counter[str](), Counter[str](), 0
+    rows, sums, dropped, first = list[np.ndarray](), Counter[str](), Counter[str](), 0
     for number, (part, here) in enumerate(zip(parts, kept, strict=True)):
         store, weight, samples = part.store, part.source.weight, part.source.samples
         own = first + np.flatnonzero(np.repeat(here, store.fates["documents"]))
@@ -316,7 +316,7 @@ class Mixture:
 
     def sources(self, first: int, end: int) -> np.ndarray:
         """Return the source of each example from `first` to before `end`: int16 [end - first]."""
-        parts = []
+        parts = list[np.ndarray]()
         while first < end:
             stage = self.stage_of(first)
             block, within = divmod(first - self.first[stage], BLOCK)

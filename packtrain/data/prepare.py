@@ -34,7 +34,7 @@ from rich.progress import Progress, TextColumn
 from packtrain.config.schema import Data, DataSource, Format, Split, sources
 from packtrain.data.dataset import PairDataset, TokenDataset, Tokenised, UnpairedDataset, hold_out, mix_sources
 from packtrain.data.formats.columns import detect_format
-from packtrain.data.sources.chunks import BadRow, Chunk
+from packtrain.data.sources.chunks import BadRow, Chunk, is_object
 from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import EncodedChunk, StoreWriter, cache_folder, hash_file, open_or_build
 from packtrain.data.tokens.chat_template import choose_template
@@ -64,7 +64,7 @@ class PreparedData:
 
     train: Any
     eval: Any
-    sets: Mapping[str, object] = field(default_factory=dict)
+    sets: Mapping[str, object] = field(default_factory=dict[str, object])
     """The parts of `eval` by the names of data.eval; {"": eval} without names."""
     stream: Any = None
     """The stream of training data with data.streaming (streaming.py); `train` then has the first rows."""
@@ -201,12 +201,12 @@ class Tokeniser:
     def detect(self, source: Source, chunks: Iterator[Chunk]) -> tuple[Format, list[Chunk]]:
         """Detect the format from the columns of the first chunk with a readable row. Return it and the chunks read."""
         seen: list[Chunk] = []
-        problems = []
+        problems = list[Problem]()
         for chunk in chunks:
             seen.append(chunk)
             rows = list(chunk.rows())
             problems += [row.problem(where) for where, row in rows if isinstance(row, BadRow)]
-            columns = [list(row) for _, row in rows if isinstance(row, dict) and row]
+            columns = [list(row) for _, row in rows if is_object(row) and row]
             if columns:
                 names = list(dict.fromkeys(name for row in columns for name in row))
                 data, objective = self.encoder.data, self.encoder.objective

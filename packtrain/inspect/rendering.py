@@ -1,7 +1,7 @@
 """Rendering of data on a terminal (rich) and as HTML (jinja2): examples and summary.
 
 Examples are coloured text, the summary is in tables. Texts of the data become rich's `Text`, never markup, and are escaped in HTML;
-control characters are symbols already (examples.py). On a terminal without colours, trained text stands in ⟦ ⟧. The HTML has no script.
+control characters are symbols already (summary.py). On a terminal without colours, trained text stands in ⟦ ⟧. The HTML has no script.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import pyarrow as pa
 
+from packtrain.config import is_list
 from packtrain.errors import Problem
 
 CHUNK_ROWS = 256
@@ -56,7 +57,7 @@ class Chunk:
     size: int
     by_line: bool = True
     translate: Callable[[RawRow], RawRow] | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -112,9 +113,9 @@ def _as_python(value: pa.Scalar) -> object:
 
 def drop_nulls(value: object) -> object:
     """Return a value without the null fields of its objects."""
-    if isinstance(value, dict):
+    if is_object(value):
         return {key: drop_nulls(part) for key, part in value.items() if part is not None}
-    if isinstance(value, list) and value and not isinstance(value[0], (int, float, str)):  # not for lists of token ids
+    if is_list(value) and value and not isinstance(value[0], (int, float, str)):  # not for lists of token ids
         return [drop_nulls(part) for part in value]
     return value
 
@@ -139,9 +140,14 @@ def refuse_repeated_keys(pairs: list[tuple[str, object]]) -> JsonObject:
     return values
 
 
+def is_object(value: object) -> TypeGuard[JsonObject]:
+    """Return whether it is a JSON object."""
+    return isinstance(value, dict)
+
+
 def check_object(row: object) -> RawRow:
     """Return `row` if it is a JSON object, else a BadRow that names its type."""
-    return row if isinstance(row, dict) else wrong_type("an object", row, "")
+    return row if is_object(row) else wrong_type("an object", row, "")
 
 
 def wrong_type(expected: str, value: object, where: str) -> BadRow:

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packtrain.config.rules.paths_and_packages import as_name, template_files, template_names
-from packtrain.data.formats.conversations import Conversation
+from packtrain.data.formats.examples import Conversation
 from packtrain.data.formats.messages import THOUGHTS, Messages
-from packtrain.data.sources.chunks import JsonObject
+from packtrain.data.sources.chunks import JsonObject, is_object
 from packtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Tem
     that cannot be read or is no template.
     """
     if name is None:
-        own = getattr(tokenizer, "chat_template", None)
-        named = own if isinstance(own, dict) else {"default": own}
+        own: object = getattr(tokenizer, "chat_template", None)
+        named: JsonObject = own if is_object(own) else {"default": own}
         text, for_tools = named.get("default"), str(named.get("tool_use") or "")
         return Template(text, _find_twin(text), for_tools=for_tools) if isinstance(text, str) and text else None
     path = Path(os.path.expanduser(name))
@@ -187,7 +187,7 @@ def _with_ids(messages: Messages, short: bool) -> Messages:
     number, waiting = 0, dict[str, str]()
     for message in messages:
         if "tool_calls" in message:
-            calls, waiting = [], {}
+            calls, waiting = list[JsonObject](), {}
             for call in message["tool_calls"]:
                 given, number = call.get("id"), number + 1
                 name = given if given and (SHORT_ID.fullmatch(given) or not short) else f"call{number:05d}"

@@ -27,8 +27,18 @@ import numpy as np
 
 from packtrain.config.schema import Data, Format
 from packtrain.data.formats.columns import Row, fill_in_questions, hash_content, hash_row, merge_uses
-from packtrain.data.formats.conversations import Conversation, Example, PromptCompletion, Tokens, read_row
-from packtrain.data.formats.preferences import Answered, common_prompt, read_margin, read_preference, read_unpaired
+from packtrain.data.formats.examples import (
+    Answered,
+    Conversation,
+    Example,
+    PromptCompletion,
+    Tokens,
+    common_prompt,
+    read_margin,
+    read_preference,
+    read_row,
+    read_unpaired,
+)
 from packtrain.data.sources.chunks import BadRow, Chunk, RawRow
 from packtrain.data.tokens.cache import EncodedChunk, Fate
 from packtrain.data.tokens.chat_template import ADVICE, Template

@@ -26,9 +26,9 @@ from functools import cached_property, partial
 from typing import Any, Literal, cast
 
 import numpy as np
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import render_jinja_template  # pyright: ignore[reportUnknownVariableType]
 
-from packtrain.data.formats.conversations import Conversation
+from packtrain.data.formats.examples import Conversation
 from packtrain.data.formats.messages import Messages
 from packtrain.data.sources.chunks import BadRow, JsonObject
 from packtrain.data.tokens.chat_template import Template, has_marks, rewrite_for_template
@@ -222,11 +222,11 @@ class ChatEncoder:
     @cached_property
     def end_ids(self) -> frozenset[int]:
         """Return the tokens that end a turn. These are EOS, and this template's control token after an answer."""
-        ends = set() if self.tokenizer.eos_id is None else {self.tokenizer.eos_id}
+        ends = set[int]() if self.tokenizer.eos_id is None else {self.tokenizer.eos_id}
         text = self._probe({"role": "user", "content": "question"}, {"role": "assistant", "content": "ANSWER"})
         _, answer, rest = text.rpartition("ANSWER")
-        tail = self.tokenizer.ids(rest.lstrip()) if answer else []
-        if len(tail) and int(tail[0]) in self.tokenizer.special_ids:
+        tail = self.tokenizer.ids(rest.lstrip())
+        if answer and len(tail) and int(tail[0]) in self.tokenizer.special_ids:
             ends.add(int(tail[0]))
         return frozenset(ends)
 
