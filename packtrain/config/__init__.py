@@ -26,12 +26,12 @@ class Fault:
 class Option:
     """An argument of another library: its `default`, its `allowed` values in words, and their test."""
 
-    default: Any
+    default: object
     allowed: str
-    accepts: Callable[[Any], bool]
+    accepts: Callable[[object], bool]
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether `value` is a finite number and no boolean."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 

@@ -132,8 +132,8 @@ def load_points(
 
 def faults_of(values: Mapping[str, object]) -> list[Fault]:
     """Return the faults of plain values (group → key → value). Files and packages on this machine do not matter."""
-    made, faults = build(values)
-    return faults + _not_yet_reported(_impossible(RunConfig(**made)), faults, [])
+    config, faults = build(values)
+    return faults + _not_yet_reported(_impossible(config), faults, [])
 
 
 def changes(config: RunConfig) -> dict[str, dict[str, object]]:
@@ -287,8 +287,7 @@ def _entries(file: ConfigFile, group: str) -> list[tuple[str, str, str]]:
 def _check(composed: DictConfig, invalid_groups: list[str], *, packages: bool) -> tuple[RunConfig, list[Fault]]:
     """Return the typed config and all its faults. Each key is named once, and `invalid_groups` are not named again."""
     values, faults = plain_values(composed)
-    made, wrong_values = build(values)
-    config = RunConfig(**made)
+    config, wrong_values = build(values)
     faults += _not_yet_reported(wrong_values, faults, invalid_groups)
     here = [*check_paths(config), *(check_packages(config) if packages else ())]
     return config, faults + _not_yet_reported([*_impossible(config), *here], faults, invalid_groups)

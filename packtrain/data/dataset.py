@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain, starmap
-from typing import Any
 
 import numpy as np
 
@@ -65,21 +64,21 @@ class DataReport:
     tokenising time (0 if all was cached), `remarks` are decisions about a source, `unread` has the sources' columns from Row.unread.
     """
 
-    rows: int
-    kept: int
     dropped: dict[str, int]
-    truncated: int
-    split: int
-    dropped_chunks: int
-    cut_tokens: int
-    apart: int
-    retold: int
-    tools_in_system: int
-    two_bos: int
+    rows: int = 0
+    kept: int = 0
+    truncated: int = 0
+    split: int = 0
+    dropped_chunks: int = 0
+    cut_tokens: int = 0
+    apart: int = 0
+    retold: int = 0
+    tools_in_system: int = 0
+    two_bos: int = 0
     documents: int
     tokens: int
     trained_tokens: int
-    held_out: int
+    held_out: int = 0
     format: str
     sources: tuple[str, ...]
     seconds: float
@@ -205,6 +204,10 @@ class UnpairedDataset(TokenDataset):
         self.report = replace(documents.report, labels=LabelFigures(desirable, len(self.labels) - desirable))
 
 
+Dataset = TokenDataset | PairDataset
+"""The training data of an objective."""
+
+
 def _hash(fingerprint: bytes, values: np.ndarray) -> str:
     return hashlib.blake2b(fingerprint + values.tobytes(), digest_size=16).hexdigest()
 
@@ -268,10 +271,8 @@ def mix_sources(
         fates = fates[fates["dropped"] == 0]
         sums.update(kept=len(fates), **{name: int(fates[name].sum(dtype=np.int64)) for name in SUMMED})
     all_rows = np.concatenate(rows)
-    figures: dict[str, Any] = dict(sums)
     names = name_sources([part.source for part in parts])
     report = DataReport(
-        **figures,
         rows=sums["kept"] + dropped.total(),
         dropped=dict(dropped),
         documents=len(all_rows),
@@ -283,7 +284,7 @@ def mix_sources(
         remarks=tuple(part.remark for part in parts if part.remark),
         unread={name: store.unread for name, store in zip(names, stores, strict=True) if store.unread},
     )
-    return TokenDataset(stores, all_rows, report)
+    return TokenDataset(stores, all_rows, replace(report, **sums))
 
 
 def _repeat_by_weight(

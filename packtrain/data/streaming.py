@@ -23,23 +23,35 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
 
 from packtrain.config.schema import Data, DataSource, Format, name_sources, sources
-from packtrain.data.dataset import SUMMED, DataReport, Mixture, TokenDataset, Tokenised, make_mixture, mix_sources
+from packtrain.data.dataset import (
+    SUMMED,
+    DataReport,
+    Dataset,
+    Mixture,
+    TokenDataset,
+    Tokenised,
+    make_mixture,
+    mix_sources,
+)
 from packtrain.data.formats.columns import merge_uses
 from packtrain.data.prepare import PreparedData, Tokeniser, dataset_of, make_encoder, prepare, refuse_rows
 from packtrain.data.sources.chunks import Chunk
 from packtrain.data.sources.files import read_patiently
 from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import FATES, Document, EncodedChunk, MemoryStore, cache_folder
-from packtrain.errors import UserError
+from packtrain.errors import Json, UserError
 from packtrain.objectives.spec import OBJECTIVES
 
-Place = dict[str, Any]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Place = Json
 """Position in a source, as JSON: where the block begins (file, its name, chunk), the numbers of block and pass, and how many of its examples
 were `taken`. Also the figures of the rows `before` the block and including it; and `ended`, once the source has ended."""
 _START: Place = {"file": 0, "name": "", "chunk": 0, "block": 0, "pass": 0, "taken": 0, "before": {}, "figures": {}}
@@ -61,7 +73,7 @@ class Window:
     `place` is the stream's position after this step. `mark` is a 16-bit hash of its tokens. `last`: the stream ends here.
     """
 
-    data: Any
+    data: Dataset
     rows: list[str]
     place: Place
     mark: int
@@ -227,7 +239,7 @@ class Stream:
     def report_at(self, place: Place, **trained: int) -> DataReport:
         """Report on the rows read up to this place; `trained` gives the figures of training."""
         figures = sum((Counter[str](own["figures"]) for own in place["sources"].values()), Counter[str]())
-        known: Any = {name: figures[name] for name in ("rows", "kept", *SUMMED)}
+        known = {name: figures[name] for name in ("rows", "kept", *SUMMED)}
         dropped = {name.removeprefix("dropped: "): n for name, n in figures.items() if name.startswith("dropped: ")}
         remarks = (*self.report.remarks[:-1], "data.streaming: the rows are those that were read")
         unread = {name: stream.unread for name, stream in zip(self.report.sources, self.streams, strict=True)}
@@ -235,7 +247,7 @@ class Stream:
 
 
 def open_stream(
-    data: Data, tokenizer: Any, objective: str, examples_per_step: int, *, seed: int, day: str = ""
+    data: Data, tokenizer: PreTrainedTokenizerBase, objective: str, examples_per_step: int, *, seed: int, day: str = ""
 ) -> PreparedData:
     """Open `data.train` as a stream, with its first rows as data set `train`. Code that asks what rows are like uses these.
 
@@ -276,8 +288,4 @@ def open_stream(
     weights = {name: source.weight for name, source in zip(name_sources(given), given, strict=True)}
     mixture = make_mixture(data.stages, weights, examples_per_step, seed)
     stream = Stream(streams, mixture, objective, examples_per_step, sample.report, stack)
-    return replace(
-        prepare(data, tokenizer, objective, seed=seed, day=day),
-        train=dataset_of(OBJECTIVES[objective], sample),
-        stream=stream,
-    )
+    return replace(prepare(data, tokenizer, objective, seed=seed, day=day, first_rows=sample), stream=stream)

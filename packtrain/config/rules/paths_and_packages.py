@@ -17,14 +17,13 @@ from dataclasses import replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from packtrain.config import Fault, is_list, is_mapping
 from packtrain.config.keys import near, suggest
 from packtrain.config.objective import REFERENCES
 from packtrain.config.rules.table import holds
 from packtrain.config.schema import LISTED, Data, DataSource, RunConfig, sources
-from packtrain.errors import UserError
+from packtrain.errors import Json, UserError
 
 BUILT_IN = "quickstart"
 DATA_SUFFIXES = (
@@ -233,7 +232,7 @@ def name_files(data: Data, folders: Sequence[Path]) -> Data:
     Raises UserError for a name that no file has, or several have.
     """
 
-    def named(value: object, key: str) -> Any:
+    def named(value: object, key: str) -> object:
         if is_list(value):
             return [named(item, key) for item in value]
         if is_mapping(value):
@@ -247,7 +246,7 @@ def name_files(data: Data, folders: Sequence[Path]) -> Data:
     return replace(data, train=named(data.train, "data.train"), eval=named(data.eval, "data.eval"))
 
 
-def read_info(file: Path) -> dict[str, dict[str, Any]]:
+def read_info(file: Path) -> dict[str, Json]:
     """Return the entries of a dataset_info.json by name. Raises UserError if it is unreadable or not LLaMA-Factory's."""
     try:
         entries = json.loads(file.expanduser().read_text(encoding="utf-8"))

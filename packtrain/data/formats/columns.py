@@ -105,7 +105,7 @@ class Row:
         """Return whether the row has the column."""
         return self.name(ours) in self.values
 
-    def optional(self, ours: str) -> Any:
+    def optional(self, ours: str) -> object:
         """Return the value, or None without one."""
         self.asked.add(ours)
         return self.values.get(self.name(ours))
@@ -118,7 +118,7 @@ class Row:
         found = {name: _use_of(name, value, absent) for name, value in left if value not in (None, "", [], {})}
         return found | {name: NOTE if _classify(name)[0] else "" for name in self.unknown}
 
-    def take(self, ours: str) -> Any:
+    def take(self, ours: str) -> object:
         """Return the value; raises BadRow without this column."""
         self.asked.add(ours)
         name = self.name(ours)
@@ -194,7 +194,7 @@ def name_unread(source: str, unread: Mapping[str, str]) -> list[str]:
     return [f"{source}: {what}: {', '.join(names)}" for what, names in both if names]
 
 
-def parse_json(text: str, reason: str, what: str, where: str) -> Any:
+def parse_json(text: str, reason: str, what: str, where: str) -> object:
     """Parse JSON text. If it is not JSON, raise BadRow with a message that begins with `what`."""
     try:
         return json.loads(text)

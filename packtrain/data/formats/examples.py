@@ -23,7 +23,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -55,7 +54,7 @@ from packtrain.data.formats.messages import (
     with_system,
     with_thought,
 )
-from packtrain.data.sources.chunks import BadRow, JsonObject, is_object, wrong_type
+from packtrain.data.sources.chunks import BadRow, Json, is_object, wrong_type
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 """Columns of media: we refuse rows that have them."""
@@ -74,7 +73,7 @@ class Conversation:
 
     messages: Messages
     tools: Tools | None = None
-    variables: JsonObject = field(default_factory=dict[str, Any])
+    variables: Json = field(default_factory=Json)
     answer_from: int | None = None
     tools_in_system: bool = False
 
@@ -259,8 +258,8 @@ def read_margin(row: Row) -> float:
     if value is None or value == "":  # csv has an empty string here
         return 0.0
     try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
+        number = math.nan if isinstance(value, bool) else float(str(value))
+    except ValueError:
         number = math.nan
     if not abs(number) <= 3.4e38:  # NaN fails too
         raise wrong_type("a number that float32 holds", value, row.name("margin"))

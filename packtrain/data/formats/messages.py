@@ -24,7 +24,7 @@ from typing import Any
 from packtrain.config import is_list
 from packtrain.config.keys import suggest
 from packtrain.data.formats.columns import Row, list_of, parse_json
-from packtrain.data.sources.chunks import BadRow, JsonObject, drop_nulls, is_object, wrong_type
+from packtrain.data.sources.chunks import BadRow, Json, drop_nulls, is_object, wrong_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 CALLS = ("function_call", "tool_call")
@@ -64,8 +64,8 @@ KNOWN = {"role", "content", "name", "id", "tool_calls", "tool_call_id", "reasoni
 CALL = '{"name": …, "arguments": {…}}'
 _TAKEN = re.compile(r"conversations?|tools|tokenize|chat_template|return_\w+|add_generation_prompt|continue_final_\w+")
 _LISTED = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
-Messages = list[JsonObject]
-Tools = list[JsonObject]
+Messages = list[Json]
+Tools = list[Json]
 """Tools as templates want them: {"type": "function", "function": {…}}."""
 
 
@@ -98,7 +98,7 @@ def _unfold(turn: Any) -> list[Any]:
     return [{**(rest if role == "assistant" else {}), "role": role, "content": said[role]} for role in found] or [turn]
 
 
-def read_message(value: object, where: str, row: Row) -> JsonObject:
+def read_message(value: object, where: str, row: Row) -> Json:
     """Read one message of the file. Drops null keys, like apply_chat_template. Raises BadRow naming the field."""
     if not is_object(value):
         raise wrong_type("an object", value, where)
@@ -160,7 +160,7 @@ def _read_role(role: str, who: str, named: frozenset[str], where: str) -> str:
     raise BadRow("unknown role", what, where, fix)
 
 
-def _set_weight(message: JsonObject, where: str, inside: str) -> None:
+def _set_weight(message: Json, where: str, inside: str) -> None:
     """Keep `weight` 0 on an assistant's turn that is not trained, and no other weight."""
     given = _take_weights(message, where, message["role"])
     if is_list(parts := message.get("content")):
@@ -178,7 +178,7 @@ def _set_weight(message: JsonObject, where: str, inside: str) -> None:
         message["weight"] = 0
 
 
-def _take_weights(value: JsonObject, where: str, role: str) -> dict[str, int]:
+def _take_weights(value: Json, where: str, role: str) -> dict[str, int]:
     """Remove and return the weights of a turn or a part. Raises BadRow unless they are 0 or 1."""
     given = dict[str, int]()
     for key in [key for key, weight in value.items() if _WEIGHT.fullmatch(key) and weight not in (None, [])]:
@@ -193,7 +193,7 @@ def _take_weights(value: JsonObject, where: str, role: str) -> dict[str, int]:
     return given
 
 
-def _set_thought(message: JsonObject, where: str) -> None:
+def _set_thought(message: Json, where: str) -> None:
     """Keep an assistant's thought only as `reasoning_content`."""
     given = {key: message.pop(key) for key in THOUGHTS if key in message}
     for key, thought in given.items():
@@ -203,7 +203,7 @@ def _set_thought(message: JsonObject, where: str) -> None:
             raise BadRow("ambiguous", f"{' and '.join(given)} differ", f"{where}.{key}", "Keep one.")
 
 
-def _join_parts(message: JsonObject, where: str) -> JsonObject:
+def _join_parts(message: Json, where: str) -> Json:
     """Join the content's parts: text, thought and calls each under their own key."""
     joined = {**message, "content": ""}
     order, last = list(dict.fromkeys(PARTS.values())), 0
@@ -233,9 +233,9 @@ def _join_parts(message: JsonObject, where: str) -> JsonObject:
     return joined
 
 
-def read_calls(value: object, where: str) -> JsonObject:
+def read_calls(value: object, where: str) -> Json:
     """Read the calls (JSON) of a turn of CALLS, after an optional <think>. Raises BadRow without a call."""
-    said: JsonObject = {}
+    said: Json = {}
     if isinstance(value, str):
         if value.lstrip().startswith("<think>"):
             thought, _, value = value.lstrip().removeprefix("<think>").partition("</think>")
@@ -247,9 +247,9 @@ def read_calls(value: object, where: str) -> JsonObject:
     return {**said, "tool_calls": _read_tool_calls(calls, where)}
 
 
-def _read_tool_calls(value: object, where: str) -> list[JsonObject]:
+def _read_tool_calls(value: object, where: str) -> list[Json]:
     """Return calls in OpenAI's form, but with arguments as objects. The API has JSON strings; templates want objects."""
-    calls: list[JsonObject] = []
+    calls: list[Json] = []
     for index, call in enumerate(list_of(value, where)):
         place = f"{where}[{index}]"
         function = _read_function(call, CALL, place)
@@ -263,7 +263,7 @@ def _read_tool_calls(value: object, where: str) -> list[JsonObject]:
     return calls
 
 
-def _read_function(value: object, expected: str, where: str) -> JsonObject:
+def _read_function(value: object, expected: str, where: str) -> Json:
     """Return a copy of the function of a tool or a call. Takes {"type": "function", "function": {…}} or the function itself."""
     given = value if is_object(value) else {}
     inner = given.get("function", {key: part for key, part in given.items() if key not in ("type", "id")})
@@ -289,7 +289,7 @@ def read_listed_tools(messages: Messages) -> Tools:
     We read JSON (a list, or one object after the other) and, as in Hermes' data, a list of Python.
     """
     prompts = [message["content"] for message in messages if message["role"] in ("system", "developer")]
-    found: list[Any] = []
+    found: list[object] = []
     for text in chain.from_iterable(map(_LISTED.findall, prompts)):
         lines = re.sub(r"}\s*{", "},{", text)  # an object on each line
         for parse, written in product((json.loads, ast.literal_eval), (text, lines)):
@@ -342,7 +342,7 @@ def refuse_closed_turn(prompt: Messages, answer: Messages, where: str) -> None:
         raise BadRow("closed turn", what, where, "Write the whole turn into the answer.")
 
 
-def read_variables(row: Row) -> JsonObject:
+def read_variables(row: Row) -> Json:
     """Return the row's own arguments for the chat template."""
     value: object = row.optional("chat_template_kwargs") or {}
     where = row.name("chat_template_kwargs")

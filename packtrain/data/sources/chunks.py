@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import pyarrow as pa
 
 from packtrain.config import is_list
-from packtrain.errors import Problem
+from packtrain.errors import Json, Problem
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
@@ -36,9 +36,7 @@ class BadRow(Exception):
         return Problem(self.what, place, fix, f"row-{self.reason.replace(' ', '-').lower()}")
 
 
-JsonObject = dict[str, Any]
-"""An object of a file; its values may be anything."""
-RawRow = JsonObject | BadRow
+RawRow = Json | BadRow
 Value = bytes | RawRow
 """A parsed row, or a line of JSON."""
 
@@ -131,7 +129,7 @@ def _parse_line(line: bytes) -> RawRow:
         return BadRow("broken JSON", f"broken JSON: {error}", fix=fix)
 
 
-def refuse_repeated_keys(pairs: list[tuple[str, object]]) -> JsonObject:
+def refuse_repeated_keys(pairs: list[tuple[str, object]]) -> Json:
     """Return a JSON object. Raises ValueError for a repeated key: Python would silently keep its last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -140,7 +138,7 @@ def refuse_repeated_keys(pairs: list[tuple[str, object]]) -> JsonObject:
     return values
 
 
-def is_object(value: object) -> TypeGuard[JsonObject]:
+def is_object(value: object) -> TypeGuard[Json]:
     """Return whether it is a JSON object."""
     return isinstance(value, dict)
 

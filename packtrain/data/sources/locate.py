@@ -29,7 +29,7 @@ from packtrain.data.sources.chunks import (
     UNLISTED,
     BadRow,
     Chunk,
-    JsonObject,
+    Json,
     RawRow,
     cut_into_chunks,
     is_object,
@@ -61,7 +61,7 @@ _SPLITS = {
 }
 """Words for splits in file names, as in `datasets`."""
 _READABLE = f"{READABLE}, and folders of these or of datasets.save_to_disk."
-_QUICKSTART: dict[Examples, Callable[..., list[JsonObject]]] = {
+_QUICKSTART: dict[Examples, Callable[..., list[Json]]] = {
     "documents": quickstart.conversations,
     "pairs": quickstart.preferences,
     "answers": quickstart.labelled,

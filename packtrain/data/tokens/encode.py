@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -54,7 +53,7 @@ SAME = "identical answers within data.max_length"
 UNUSABLE = (UNTRAINED, TOO_LONG, SAME)
 """Reasons for dropping rows that are not bad rows."""
 NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to stop."
-Flags = dict[str, Any]
+Flags = dict[str, float]
 """Fields of a row's Fate."""
 IdsAndMask = tuple[np.ndarray, np.ndarray]
 """Ids int32[n] of a document and its trained targets bool[n]."""

@@ -12,6 +12,7 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from packtrain.config.schema import Model
@@ -52,7 +53,7 @@ def offline_unless_reachable() -> Generator[bool]:
     from huggingface_hub import constants
 
     online = is_reachable()
-    modules: list[Any] = [constants, *filter(None, [sys.modules.get("datasets.config")])]
+    modules: list[ModuleType] = [constants, *filter(None, [sys.modules.get("datasets.config")])]
     with ExitStack() as offline:
         for module in modules:
             offline.enter_context(holding(module, HF_HUB_OFFLINE=module.HF_HUB_OFFLINE or not online))
