@@ -18,7 +18,7 @@ from packtrain.config import Fault
 from packtrain.config.objective import Resume
 from packtrain.config.schema import DataSource, Stage, groups
 from packtrain.objectives.spec import OBJECTIVES
-from packtrain.optimizers.spec import REFUSED
+from packtrain.optimizers import REFUSED
 
 _OF_SBATCH = {name: name for name in ("account", "constraint", "gres", "partition", "qos")}
 ELSEWHERE = {

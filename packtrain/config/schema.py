@@ -16,7 +16,7 @@ from typing import Any, Literal
 from packtrain.attention.spec import BACKENDS, Backend
 from packtrain.config import is_list, is_mapping
 from packtrain.config.objective import Objective, advanced, key
-from packtrain.optimizers.spec import OPTIMIZERS, OptimizerSpec
+from packtrain.optimizers import OPTIMIZERS, OptimizerSpec
 from packtrain.registry import names_of_others
 from packtrain.strategies.spec import DEFAULT, STRATEGIES, StrategySpec
 

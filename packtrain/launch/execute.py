@@ -34,7 +34,7 @@ from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig, sources
 from packtrain.errors import Json, UserError
 from packtrain.launch.coordinator import Coordinator, Reporter, Restarts, Verdict
-from packtrain.launch.rendezvous import Group, MeetingPoint, meet, own_addresses
+from packtrain.launch.rendezvous import Group, MeetingPoint, Member, meet, own_addresses
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, errors_copied_to
 from packtrain.mirror import Mirror
@@ -42,10 +42,9 @@ from packtrain.monitor.channel import ADDRESS, PUBLISHED, SECRET, Server, publis
 from packtrain.monitor.foreign_launch import watched
 from packtrain.monitor.heartbeat import STACKS, TimeLimits
 from packtrain.monitor.watchdog import Watchdog
-from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.known_model import base_of
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
-from packtrain.plan.origin import check_config
+from packtrain.plan.origin import check_config, shared_values, shared_versions
 from packtrain.plan.surroundings import detect_surroundings
 from packtrain.run_folder import RunFolder, environment, object_of, write_json
 from packtrain.system import write_text
@@ -76,7 +75,7 @@ def _in_use_error(folder: Path) -> UserError:
     if host and host != socket.gethostname():
         what, shown = "a run of another machine", f"{folder} ({host})"
     fix = "Wait for its end, or name another folder."
-    return UserError(f"{what} is going on in {shown}", where="trainer.output_dir", fix=fix)
+    return UserError(f"{what} is going on in {shown}", where="trainer.output_dir", fix=fix, code="run-folder-in-use")
 
 
 def check_free(folder: Path) -> None:
@@ -158,8 +157,8 @@ def open_attempt(
         write_json(folder.attempt.environment, environment())
         if not plan.in_process:
             write_text(folder.attempt.accelerate, yaml.safe_dump(dict(plan.accelerate)))
-        if plan.deepspeed is not None:
-            write_json(folder.attempt.deepspeed, plan.deepspeed)
+        if plan.engine_settings is not None:
+            write_json(folder.attempt.engine, plan.engine_settings)
 
 
 @contextmanager
@@ -170,7 +169,7 @@ def writing() -> Iterator[None]:
     except OSError as error:
         what = f"the run folder cannot be written: {error.strerror}"
         where = f"trainer.output_dir ({error.filename})" if error.filename else "trainer.output_dir"
-        raise UserError(what, where=where, fix="Name another folder.") from error
+        raise UserError(what, where=where, fix="Name another folder.", code="run-folder-not-writable") from error
 
 
 LAUNCHER_LOG = "launcher.log"
@@ -198,7 +197,7 @@ def execute(
         raise UserError(list(plan.obstacles))
     folder = RunFolder.of(config.trainer)
     if plan.role == "srun":
-        from packtrain.launch.slurm_jobs import run_srun
+        from packtrain.launch.jobs import run_srun
 
         begun = time.time()
         code = run_srun(plan.srun)
@@ -384,8 +383,8 @@ def _argv_with_copies(plan: LaunchPlan, config: RunConfig, folder: RunFolder, sc
     It reads copies of the run folder's files in `scratch`, because a machine may not see that folder."""
     settings: Json = {**plan.accelerate, "main_process_port": port}
     copies = {folder.config: to_yaml(config), folder.accelerate: yaml.safe_dump(settings)}
-    if plan.deepspeed is not None:
-        copies[folder.deepspeed] = json.dumps(plan.deepspeed)
+    if plan.engine_settings is not None:
+        copies[folder.engine] = json.dumps(plan.engine_settings)
     for file, text in copies.items():
         (scratch / file.name).write_text(text, encoding="utf-8")
     names = {str(file): str(scratch / file.name) for file in copies}

@@ -15,14 +15,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 from packtrain.errors import CheckFailed, Json, PacktrainError, PeerFailed, error_from_json
 from packtrain.monitor.channel import SECRET, Client, NoAnswer, Server, free_port, new_secret
-from packtrain.plan.agreement import Member, compare_counts, compare_members, names_of, same_number_error
 from packtrain.plan.network_settings import addresses_by_interface, is_loopback
+from packtrain.plan.origin import SAME_CONFIG, SAME_VERSIONS, list_differences
+from packtrain.plan.topology import GPUS_PER_NODE
 from packtrain.run_folder import as_type
 from packtrain.wording import listed, ranks_in_words
 
@@ -32,6 +33,7 @@ POLL_S = 0.3
 ABSENT_S = 5  # a machine that is silent this long counts as not joined
 _FAREWELL_S = 3  # machine 0 keeps answering this long after a failure, so that the others get the reason
 _LINK_LOCAL = ("169.254.", "fe80:")
+_CHECK_GPUS = "look at nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ class MeetingPoint:
     def departure_error(self, why: str) -> PeerFailed:
         """Return the error that machine 0 ended before the run began."""
         what = f"{self.describe_machine(0)} left before the run began: {why}"
-        return PeerFailed(what, where="rendezvous", fix="Its terminal or log says why; start all machines again.")
+        fix = "Its terminal or log says why; start all machines again."
+        return PeerFailed(what, where="rendezvous", fix=fix, code="machine-0-left")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,8 @@ def meet(me: Member, place: MeetingPoint, prepare: Prepare = lambda names: "") -
     except OSError as error:
         why = "taken" if error.errno == errno.EADDRINUSE else f"not usable: {error.strerror}"
         fix = f"Set another one on every machine, e.g. topology.main_port={place.port + 10}."
-        raise CheckFailed(f"port {place.port} is {why}", where="topology.main_port", fix=fix) from error
+        what = f"port {place.port} is {why}"
+        raise CheckFailed(what, where="topology.main_port", fix=fix, code="port-unusable") from error
     with closing(server):
         yield _gather(me, place, server, prepare)
 
@@ -184,6 +188,7 @@ class _JoinServer:
                     where="rendezvous",
                     fix=f"Is packtrain started there, with topology.node_rank={missing[0]}? If so, does {place.address}:"
                     f"{place.port} answer there (name, firewall)? topology.join_timeout sets how long machines wait.",
+                    code="machine-missing",
                 )
             if waited_s // PROGRESS_S > printed:
                 printed = waited_s // PROGRESS_S
@@ -237,6 +242,7 @@ def _join_machine_0(me: Member, place: MeetingPoint) -> Group:
                     where="rendezvous",
                     fix="Is packtrain started there, with topology.node_rank=0? Does the name resolve to that machine "
                     "from here (/etc/hosts), and does a firewall let the port through? topology.join_timeout sets how long machines wait.",
+                    code="machine-0-unreachable",
                 ) from error
         if words and time.monotonic() - printed >= PROGRESS_S:
             printed = time.monotonic()
@@ -251,14 +257,14 @@ def _check_address(me: Member, place: MeetingPoint) -> None:
     except OSError as error:
         what = f"the name {place.address!r} is not known here ({error.strerror})"
         fix = "Use an address, or make the name known on this machine (DNS, /etc/hosts)."
-        raise CheckFailed(what, where="topology.main_address", fix=fix) from error
+        raise CheckFailed(what, where="topology.main_address", fix=fix, code="main-address-unknown") from error
     if any(map(is_own, addresses)):
         return
     means = f" ({', '.join(addresses)})" if addresses != [place.address] else ""
     claim = f"this machine ({me.host}) has topology.node_rank=0, but topology.main_address={place.address}{means}"
     what = f"{claim} is not one of its addresses ({', '.join(own_addresses()) or 'none'})"
-    fix = "Number the machines from 0, each once; topology.main_address is that of number 0."
-    raise CheckFailed(what, where="topology.node_rank, topology.main_address", fix=fix)
+    fix = "Number the machines from 0, each once; topology.main_address belongs to number 0."
+    raise CheckFailed(what, where="topology.node_rank, topology.main_address", fix=fix, code="not-machine-0")
 
 
 def resolve(address: str, port: int) -> list[str]:
@@ -289,6 +295,7 @@ def _reject(place: MeetingPoint, what: str) -> Json:
         where="trainer.output_dir, topology.main_address, topology.main_port",
         fix="Give all machines of a run the same packtrain and trainer.output_dir, and use another port for another run or program, "
         f"e.g. topology.main_port={place.port + 10}.",
+        code="not-this-run",
     )
     return {"stop": error.to_json()}
 
@@ -299,5 +306,76 @@ def _too_late(place: MeetingPoint) -> Json:
         where="rendezvous",
         fix="A run that has started cannot be joined. If machine 0 says that it waits for this machine (trainer.restarts without "
         "topology.min_nodes), start the same command here again; otherwise wait until the run ends.",
+        code="run-has-started",
     )
     return {"stop": error.to_json()}
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One machine as its launcher describes it: machine `node` of `nodes`, with `per_node` processes.
+
+    `versions` has packages and Python. `config` has the text of every value that all machines must share.
+    """
+
+    node: int
+    nodes: int
+    per_node: int
+    gpus: int
+    host: str
+    addresses: tuple[str, ...]
+    versions: Mapping[str, str]
+    config: Mapping[str, str]
+
+
+def names_of(members: Sequence[Member]) -> dict[int, str]:
+    """Return node → host name. Machines with equal host names also get their number."""
+    hosts = [member.host for member in members]
+    return {
+        member.node: member.host if hosts.count(member.host) == 1 else f"{member.host} (machine {member.node})"
+        for member in members
+    }
+
+
+def same_number_error(item: Member, other: Member) -> CheckFailed:
+    """Return the error that two machines have the same number."""
+    places = " and ".join(f"{member.host} ({', '.join(member.addresses) or '?'})" for member in (item, other))
+    what = f"two machines are number {item.node}: {places}"
+    fix = f"Give each machine its own, from 0 (topology.main_address) to {max(item.nodes - 1, 1)}."
+    return CheckFailed(what, where="topology.node_rank", fix=fix, code="same-number")
+
+
+def compare_counts(members: Sequence[Member]) -> CheckFailed | None:
+    """Return the error if machines differ in process counts or lack GPUs; else None."""
+    if short := [item for item in members if 0 < item.gpus < item.per_node]:
+        here = ", ".join(f"{names_of(members)[item.node]}: {item.gpus}" for item in short)
+        what = f"{short[0].per_node} GPUs on each machine are needed, but some have fewer ({here})"
+        fix = f"Set {GPUS_PER_NODE}={min(item.gpus for item in short)} on every machine, and {_CHECK_GPUS}."
+        return CheckFailed(what, where=GPUS_PER_NODE, fix=fix, code="machines-lack-gpus")
+    gpus = {item.node: "some" if item.gpus else "none" for item in members}
+    facts_of = {
+        item.node: {"topology.nodes": str(item.nodes), GPUS_PER_NODE: str(item.per_node), "GPUs": gpus[item.node]}
+        for item in members
+    }
+    fixes = {
+        "topology.nodes": "Start every machine with the same topology.nodes.",
+        GPUS_PER_NODE: f"Set it to the smallest of them on every machine, and {_CHECK_GPUS}.",
+        "GPUs": f"{_CHECK_GPUS} there",
+    }
+    return _compare(members, facts_of, fixes)
+
+
+def compare_members(members: Sequence[Member]) -> CheckFailed | None:
+    """Return one error about all facts that machines must share but do not; else None."""
+    facts_of = {item.node: {**item.config, **item.versions} for item in members}
+    fixes = {key: SAME_CONFIG for item in members for key in item.config}
+    fixes |= {key: SAME_VERSIONS for item in members for key in item.versions}
+    return compare_counts(members) or _compare(members, facts_of, fixes)
+
+
+def _compare(
+    members: Sequence[Member], facts_of: Mapping[int, Mapping[str, str]], fixes: Mapping[str, str]
+) -> CheckFailed | None:
+    names = names_of(members)
+    problems = list_differences(facts_of, fixes, lambda nodes: listed([names[node] for node in nodes]))
+    return CheckFailed(problems) if problems else None

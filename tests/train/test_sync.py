@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from packtrain.config.schema import Optim, RunConfig, Topology, Trainer
 from packtrain.errors import CheckFailed, Disagreement, PacktrainError, PeerFailed
 from packtrain.model.weights import weights_hash
-from packtrain.plan.agreement import shared_values
+from packtrain.plan.origin import shared_values
 from packtrain.train.sync import Peers, agree_on_data, agree_on_start, connect
 
 RANKS = 3
@@ -199,4 +199,7 @@ def test_a_rank_with_a_wrong_sum_or_none_in_time_fails_with_its_network_settings
     error = errors[rank]
     assert isinstance(error, CheckFailed) and ends == ([3] if fault is stuck else [])
     where = f"rank {rank} on n{1 + rank // 2}"
-    assert str(error) == f"{where}: the first all-reduce over nccl {said} (NCCL_SOCKET_IFNAME is eth0)\n    → {FIX}"
+    assert (
+        str(error)
+        == f"{where}: the first all-reduce over nccl {said} (NCCL_SOCKET_IFNAME is eth0) [first-all-reduce]\n    → {FIX}"
+    )

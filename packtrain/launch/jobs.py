@@ -1,7 +1,9 @@
-"""Slurm runs: a script for sbatch from slurm/run.sbatch.j2, or one srun task per machine.
+"""Jobs: a script for sbatch or one srun task per machine, and files for Kubeflow, SkyPilot and dstack.
 
-The template explains what a script does and why; `script` computes the values for it. Everything from the user is
+slurm/run.sbatch.j2 explains what a script does and why; `script` computes the values for it. Everything from the user is
 quoted, for bash or for sbatch's parsing of `#SBATCH` lines, except topology.command, setup and sbatch, which are code.
+The templates in deploy/ only start the same command on each machine; there packtrain reads the engine's variables
+(plan/surroundings.py). `--submit` hands the script or file to sbatch, or to the engine's own client.
 """
 
 from __future__ import annotations
@@ -10,20 +12,22 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from packtrain.config.compose import Point
+from packtrain.config.compose import Point, to_yaml
 from packtrain.config.rules.slurm import count_gpus, parse_options
 from packtrain.config.schema import Topology
 from packtrain.config.yaml_files import shipped, shown
-from packtrain.errors import Json, PeerFailed, UserError
+from packtrain.errors import Json, PeerFailed, Problem, UserError
 from packtrain.launch.coordinator import MOST_TELLING
 from packtrain.launch.execute import inputs, writing
 from packtrain.monitor.channel import SECRET, new_secret
@@ -32,7 +36,7 @@ from packtrain.plan.surroundings import Surroundings
 from packtrain.plan.topology import GPUS_PER_NODE
 from packtrain.run_folder import RunFolder
 from packtrain.system import listening, write_text
-from packtrain.wording import clean, counted
+from packtrain.wording import clean, counted, speaks_of_secrets
 
 TEMPLATE = "run.sbatch.j2"
 _MADE = "# Made by packtrain sbatch"
@@ -100,17 +104,19 @@ def plan_job(job: Job) -> LaunchPlan:
     )
     addressed = topology.main_address is not None and "nodelist" not in parse_options(topology.sbatch)
     roots = [str(job.run_folder(point).root) for point in job.points]
-    for wrong, key, what in (
-        (topology.kind in ("env", "manual"), "topology.kind", own),
-        (topology.node_rank is not None, "topology.node_rank", own),
-        (addressed, "topology.main_address", own),
-        (topology.nodes is None, "topology.nodes", unknown.format("machines")),
-        (not per_node, GPUS_PER_NODE, unknown.format("GPUs of each machine")),
-        (any(point.config.topology != topology for point in job.points), "topology", alike),
-        ("\n" in "".join(roots), "trainer.output_dir", "its path has a line break, which Slurm's options cannot have"),
+    broken = "its path has a line break, which Slurm's options cannot have"
+    named = {"kind": topology.kind in ("env", "manual"), "node_rank": topology.node_rank is not None}
+    numbered = next((key for key, wrong in {**named, "main_address": addressed}.items() if wrong), "")
+    differ = any(point.config.topology != topology for point in job.points)
+    for wrong, problem in (
+        (numbered, Problem(own, f"topology.{numbered}", code="numbered-by-launcher")),
+        (topology.nodes is None, Problem(unknown.format("machines"), "topology.nodes", code="machines-unknown")),
+        (not per_node, Problem(unknown.format("GPUs of each machine"), GPUS_PER_NODE, code="gpus-unknown")),
+        (differ, Problem(alike, "topology", code="topologies-differ")),
+        ("\n" in "".join(roots), Problem(broken, "trainer.output_dir", code="line-break-in-path")),
     ):
         if wrong:
-            raise UserError(what, where=key)
+            raise UserError(problem)
     there = Surroundings(gpus=0 if asked == 0 else per_node or 1)
     known = replace(topology, gpus_per_node=per_node)
     plans = [plan_launch(replace(point.config, topology=known), there, job.verb, job.arguments) for point in job.points]
@@ -179,14 +185,15 @@ def submit_or_write(job: Job, *, submit: bool, file: Path | None, as_json: bool)
         job.run_folder(point).check_ours(inputs(point.config, job.config))
     if file is not None and file.exists() and not (file.is_file() and _MADE in file.read_text(errors="replace")):
         what = "packtrain did not make this file, and will not overwrite it"
-        raise UserError(what, where=str(file), fix="Name another.")
+        raise UserError(what, where=str(file), fix="Name another.", code="not-made-by-packtrain")
     with writing():
         job.logs.mkdir(parents=True, exist_ok=True)
     if file is not None:
         try:
             write_text(Path(os.path.realpath(file)), text)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise UserError(f"the script cannot be written: {error.strerror}", where=str(file)) from error
+            what = f"the script cannot be written: {error.strerror}"
+            raise UserError(what, where=str(file), code="file-not-writable") from error
     if submit:
         _submit(job, text, f"{summary(job, plan)}; {plan.batch.sentence()}", file, as_json)
     elif as_json:
@@ -208,7 +215,8 @@ def _submit(job: Job, text: str, what: str, file: Path | None, as_json: bool) ->
     _sbatch(["--test-only"], text)  # without this a cluster may accept a job that none of its machines can run
     number = _sbatch(["--parsable"], text).partition(";")[0]  # JOB or JOB;CLUSTER
     if not number.isdecimal():
-        raise UserError(f"sbatch --parsable printed {number[:80]!r} instead of a job number", where="--submit")
+        what = f"sbatch --parsable printed {number[:80]!r} instead of a job number"
+        raise UserError(what, where="--submit", code="no-job-number")
     if file is None:
         file = job.logs / f"slurm-{number}.sbatch"
         write_text(file, text)
@@ -263,11 +271,12 @@ def _sbatch(arguments: list[str], text: str) -> str:
         done = subprocess.run(["sbatch", *arguments], env=env, input=text, **_CAPTURED)
     except (OSError, subprocess.TimeoutExpired) as error:
         fix = "Run this on a login machine of the cluster; without --submit the script is printed, and can be copied there."
-        raise UserError(f"sbatch cannot be called: {error}", where="--submit", fix=fix) from error
+        what = f"sbatch cannot be called: {error}"
+        raise UserError(what, where="--submit", fix=fix, code="sbatch-missing") from error
     if done.returncode:  # its message names the option
         lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines() if line]
         fix = "See what there is: sinfo -o '%P %D %c %m %G %l %f' (partition, machines, cores, MB, GPUs, time limit, features)."
-        raise UserError(f"sbatch refuses the job: {'; '.join(lines)}", where="topology", fix=fix)
+        raise UserError(f"sbatch refuses the job: {'; '.join(lines)}", where="topology", fix=fix, code="sbatch-refused")
     if not done.stdout:
         return done.stderr.strip()
     print(done.stderr, end="", file=sys.stderr)  # a cluster may print notices for submitted jobs
@@ -297,13 +306,14 @@ def run_srun(argv: Sequence[str]) -> int:
             process = subprocess.Popen(command, env=env, start_new_session=True)
         except OSError as error:
             what = f"srun cannot be started, though this is inside a Slurm job: {error.strerror}"
-            raise UserError(what, where="PATH", fix="Load Slurm's module; type -a srun shows what is there.") from error
+            fix = "Load Slurm's module; type -a srun shows what is there."
+            raise UserError(what, where="PATH", fix=fix, code="srun-missing") from error
         pass_on()
         code = process.wait()
     if code == 1 and not received:
         what = "srun could not start packtrain on the machines of the job, or it failed on all of them"
         fix = "The lines above say which; look at sinfo and squeue: is the job there, and are its machines up?"
-        raise PeerFailed(what, where="Slurm", fix=fix)
+        raise PeerFailed(what, where="Slurm", fix=fix, code="srun-failed")
     if received and code not in (0, *MOST_TELLING):
         return 128 + received[0]
     return code if code >= 0 else 128 - code
@@ -321,3 +331,115 @@ def _signal_step(name: str, number: int) -> bool:
     except (OSError, UnicodeError, subprocess.SubprocessError):
         return False
     return bool(steps)
+
+
+Engine = Literal["kubeflow", "skypilot", "dstack"]
+_SUBMIT = {
+    "kubeflow": (["kubectl", "apply", "-f"], "https://kubernetes.io/docs/tasks/tools"),
+    "skypilot": (["sky", "jobs", "launch", "--detach-run", "--yes"], "pip install skypilot"),
+    "dstack": (["dstack", "apply", "--detach", "--yes", "-f"], "pip install dstack"),
+}
+"""The client of each engine, which takes a file, and how to get the client."""
+_GRACE_S = 30  # Kubernetes' default
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """Machines for a run: a container `image` and the engine's name of a `gpu`.
+
+    `gpu` none means CPUs. The cloud may take `spot` machines away.
+    """
+
+    image: str | None = None
+    gpu: str | None = None
+    spot: bool = False
+
+
+def deployment(engine: Engine, job: Job, machines: Machines, folder: Path, secrets: list[str]) -> str:
+    """Return the file's text, for its `folder`, with the names of `secrets`. Raises UserError for unknown or already numbered machines."""
+    config, topology = job.points[0].config, job.topology
+    per_node, nodes = topology.gpus_per_node, topology.nodes or 1
+    named = [key for key in ("node_rank", "main_address") if getattr(topology, key) is not None]
+    if topology.kind != "auto" or named:
+        where = f"topology.{named[0] if named else 'kind'}"
+        what = f"{engine} names and numbers the machines itself"
+        raise UserError(what, where=where, fix="Remove the key.", code="numbered-by-launcher")
+    if per_node is None:
+        what = "how many GPUs each machine has is not known here"
+        fix = "Set it; with --gpu none to processes on CPUs."
+        raise UserError(what, where="topology.gpus_per_node", fix=fix, code="gpus-unknown")
+    if engine != "kubeflow" and machines.gpu is None:
+        raise UserError(
+            f"{engine} has to know which GPUs to ask for",
+            where="--gpu",
+            fix="Name one: H100, A100-80GB, none.",
+            code="no-gpu-name",
+        )
+    if engine == "kubeflow" and machines.spot:
+        fix = "Leave it out, and add the cluster's own node selector to the file."
+        raise UserError(
+            "which machines may be taken away is said by each cluster in its own way",
+            where="--spot",
+            fix=fix,
+            code="spot-unsupported",
+        )
+    if engine == "kubeflow" and not machines.image:
+        fix = "Build one by the Dockerfile, and push it to where the cluster finds it."
+        raise UserError("pods need an image with packtrain in it", where="--image", fix=fix, code="no-image")
+    if engine != "kubeflow" and job.config and (os.path.isabs(job.config) or ".." in Path(job.config).parts):
+        fix = "Copy it into this folder, and name it by its path from here."
+        what = f"{engine} copies this folder alone to the machines"
+        raise UserError(what, where=job.config, fix=fix, code="outside-job-folder")
+    first = replace(topology, kind="manual", nodes=nodes, node_rank=0, main_address="first")
+    there = Surroundings(gpus=per_node if machines.gpu != "none" else 0)
+    plan = plan_launch(replace(config, topology=first), there, job.verb, job.arguments)
+    program = topology.command or "packtrain"
+    inside = "/tmp/packtrain.yaml" if engine == "kubeflow" else None
+    arguments = [job.verb, inside] if inside else [job.verb, *job.arguments]
+    name = re.sub(r"[^a-z0-9]+", "-", Path(config.trainer.output_dir).name.lower()).strip("-")
+    values: Json = {
+        "made_by": "\n# ".join(f"Made by {clean(shlex.join(job.invoked_as))}".splitlines()),
+        "summary": f"{counted(nodes, 'machines')} × {per_node} = {counted(plan.num_processes, 'processes')}",
+        "name": (name if re.match("[a-z].", name) else f"run-{name}")[:40].strip("-"),  # valid as a host name
+        "here": os.path.relpath(".", folder),
+        "nodes": nodes,
+        "per_node": per_node,
+        "image": machines.image,
+        "gpu": machines.gpu if machines.gpu != "none" else None,
+        "on_cpus": machines.gpu == "none",
+        "spot": machines.spot,
+        "restarts": config.trainer.restarts,
+        "grace": topology.grace or _GRACE_S,
+        "setup": topology.setup,
+        "secrets": secrets,
+        "config": to_yaml(config).splitlines(),
+        "command": f"{program} {shlex.join(arguments)}",
+    }
+    return render(shipped("deploy") / f"{engine}.yaml.j2", values)
+
+
+def deploy_or_write(engine: Engine, job: Job, machines: Machines, *, submit: bool, file: Path | None) -> int:
+    """Submit the file by the engine's client, or write it to `file` or stdout. Returns the exit code.
+
+    Raises UserError if the client is not installed.
+    """
+    secrets = sorted(name for name in os.environ if speaks_of_secrets(name) and re.match("(HF|WANDB|AWS)_", name))
+    text = deployment(engine, job, machines, file.parent if file else Path(), secrets)
+    if file is not None:
+        write_text(file, text)
+    if submit:
+        command, install = _SUBMIT[engine]
+        if shutil.which(command[0]) is None:
+            what = f"{command[0]}, the client of {engine}, is not installed"
+            fix = f"{install}; or write the file with -o, and submit it there."
+            raise UserError(what, where="--submit", fix=fix, code="client-missing")
+        values = [f"--secret={name}" for name in secrets if engine == "skypilot"]  # it refuses names without them
+        with tempfile.NamedTemporaryFile("w", suffix=f"-{engine}.yaml", dir=".") as made:  # dstack copies its folder
+            made.write(text)
+            made.flush()
+            return subprocess.run([*command, *values, str(file or made.name)], check=False).returncode
+    if file is None:
+        print_unchanged(text)
+    else:
+        print(f"{file} is written: {shlex.join([*_SUBMIT[engine][0], str(file)])} submits it", file=sys.stderr)
+    return 0
