@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from packtrain.config.rules.fitting import PEFT_OPTIONS
+from packtrain.config.rules import PEFT_OPTIONS
 from packtrain.config.rules.paths_and_packages import MODEL_SUFFIXES, is_local, model_of, nearest
 from packtrain.config.schema import Model, Peft
 from packtrain.errors import UserError, read_json
