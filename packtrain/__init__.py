@@ -3,13 +3,16 @@
 `__all__` is the library (docs/library.md). It is imported lazily, because it needs torch, which takes seconds.
 """
 
+from __future__ import annotations
+
 import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from packtrain.config.schema import RunConfig
     from packtrain.library.attach import attach
     from packtrain.library.collator import PackedCollator, pack
     from packtrain.packing.segments import Segments
@@ -54,7 +57,7 @@ def fast_imports() -> Iterator[None]:
         gc.enable()
 
 
-def work(verb: str, config: Any) -> int:
+def work(verb: str, config: RunConfig) -> int:
     """Do one process's work under a training or measuring verb; return its exit code."""
     with fast_imports():
         from packtrain.train.run import train
