@@ -384,9 +384,7 @@ def merge(
     """Make a whole model of adapters and their base model, which from_pretrained loads."""
     from packtrain.serve.export import merge
 
-    with stdout_on_stderr():
-        place = merge(adapters, output, dtype)
-    print(place)
+    print(merge(adapters, output, dtype))
     return 0
 
 
@@ -407,8 +405,7 @@ def export(
     """Take a trained model to the hub (with a model card), llama.cpp or Ollama, or merge its adapters."""
     from packtrain.serve.export import export
 
-    with stdout_on_stderr():
-        lines = export(named, to, name=name, public=public, output=output, converter=converter, dtype=dtype)
+    lines = export(named, to, name=name, public=public, output=output, converter=converter, dtype=dtype)
     print("\n".join(lines))
     return 0
 
@@ -424,8 +421,7 @@ def chat(
     """Talk to a model in the terminal; each line of a pipe is answered by itself."""
     from packtrain.serve.chat import converse, load_speaker
 
-    with stdout_on_stderr():
-        speakers = [load_speaker(name) for name in (named, second) if name]
+    speakers = [load_speaker(name) for name in (named, second) if name]
     return converse(speakers, system, temperature, max_tokens)
 
 
