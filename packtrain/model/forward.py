@@ -39,10 +39,9 @@ from packtrain.config.objective import Objective
 from packtrain.errors import CheckFailed
 from packtrain.model.load import SCORE_HEAD
 from packtrain.model.precision import compute_in
-from packtrain.objectives.spec import TokenWeights, equal_weights
+from packtrain.objectives.spec import HEAD_CHUNK, TokenWeights, equal_weights
 from packtrain.packing.collate import IGNORE, label_positions, to_device
 from packtrain.packing.segments import own_tokens
-from packtrain.plan.memory import HEAD_CHUNK
 from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of
 from packtrain.system import holding
 

@@ -82,12 +82,7 @@ def alpha_divergence(log_t: torch.Tensor, options: PairOptions) -> torch.Tensor:
     return (torch.exp((power * log_t).clamp(max=MAX_EXPONENT)) - 1) / power
 
 
-F_DIVERGENCES: dict[FDivergence, Callable[[torch.Tensor, PairOptions], torch.Tensor]] = {
-    "reverse_kl": reverse_kl,
-    "forward_kl": forward_kl,
-    "js_divergence": js_divergence,
-    "alpha_divergence": alpha_divergence,
-}
+F_DIVERGENCES = {score.__name__: score for score in (reverse_kl, forward_kl, js_divergence, alpha_divergence)}
 
 
 def score(log_t: torch.Tensor, options: PairOptions) -> torch.Tensor:
@@ -211,21 +206,11 @@ def sigmoid_norm(pairs: Pairs, options: PairOptions) -> torch.Tensor:
 
 
 PAIR_LOSSES: dict[str, Callable[[Pairs, PairOptions], torch.Tensor]] = {
-    "sigmoid": sigmoid,
-    "hinge": hinge,
-    "ipo": ipo,
-    "exo_pair": exo_pair,
-    "nca_pair": nca_pair,
-    "robust": robust,
-    "bco_pair": bco_pair,
-    "sppo_hard": sppo_hard,
-    "aot": aot,
-    "aot_unpaired": aot_unpaired,
-    "apo_zero": apo_zero,
-    "apo_down": apo_down,
-    "discopop": discopop,
-    "sft": sft,
-    "sigmoid_norm": sigmoid_norm,
+    loss.__name__: loss
+    for loss in (
+        *(sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired),
+        *(apo_zero, apo_down, discopop, sft, sigmoid_norm),
+    )
 }
 """The losses of TRL's DPOTrainer: [pairs], the loss of each pair, or the n-th sorted values."""
 MEANS_OVER_TOKENS = {"sft"}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
-from packtrain.config.fault import Fault, Option
+from packtrain.config import Fault, Option
 from packtrain.registry import Registry
 
 if TYPE_CHECKING:
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
     from packtrain.config.schema import RunConfig
 
+HEAD_CHUNK = 2048
+"""Tokens of documents whose logits exist at once (model/forward.py)."""
+COMPARED_PAIRS = 4
+CHECKED_LOGITS = 2**27
+"""dpo and kto compare the answers of so many first pairs before step 1. CHECKED_LOGITS bounds their logits (train/verify/loss_proofs.py)."""
 Examples = Literal["documents", "pairs", "answers"]
 """Kinds of examples: documents, pairs of a chosen and a rejected answer, answers with a label."""
 _TAKEN = {
@@ -66,10 +71,6 @@ def equal_weights(log_probs: Tensor) -> Tensor:
     return log_probs.new_ones(log_probs.shape)
 
 
-def _no_rules(config: RunConfig, given: Set[str]) -> Iterable[Fault]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """Declaration of an objective. Raises ValueError if a field is wrong.
@@ -98,7 +99,7 @@ class Spec:
     """Losses that sort all examples of a step. With them a step is one micro-batch of one process."""
     options: Mapping[str, Option] = field(default_factory=dict[str, Option])
     """Entries of objective.options, by name."""
-    rules: Callable[[RunConfig, Set[str]], Iterable[Fault]] = _no_rules
+    rules: Callable[[RunConfig, Set[str]], Iterable[Fault]] = lambda config, given: ()
     """Return faults of a config. The set has the keys that are not at their defaults, such as "packing.mode"."""
     reference: bool = False
     """Whether the loss compares the model with a reference (objective.beta, objective.reference)."""

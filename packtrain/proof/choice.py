@@ -17,8 +17,7 @@ from packtrain.attention.backends import serve
 from packtrain.attention.spec import BACKENDS, Backend, tried_by_auto
 from packtrain.errors import CheckFailed, Problem, UserError
 from packtrain.packing.segments import Segments
-from packtrain.proof.isolation import DOCUMENTS, TREE, Proof, prove_isolation
-from packtrain.proof.leak import Leak, find_leak
+from packtrain.proof.isolation import DOCUMENTS, TREE, Leak, Proof, find_leak, prove_isolation
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,16 @@ from packtrain.objectives.answers import Inputs
 from packtrain.packing.balance import parts_of_rank
 from packtrain.packing.collate import IGNORE
 from packtrain.plan.memory import optimizer_bytes
-from packtrain.proof.change import ChangeProof, prove_change
 from packtrain.proof.choice import AttentionChoice, choose_attention
-from packtrain.proof.comparison import check_equal, evaluating, has_routers, model_refusals, tolerance_of
+from packtrain.proof.comparison import (
+    ChangeProof,
+    check_equal,
+    evaluating,
+    has_routers,
+    model_refusals,
+    prove_change,
+    tolerance_of,
+)
 from packtrain.train.engine import Engine
 from packtrain.train.loader import Steps, first_documents
 from packtrain.train.log.console import Log

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from packtrain.config.fault import Fault
+from packtrain.config import Fault
+from packtrain.errors import Json
 from packtrain.strategies.spec import Launcher, Load, Overhead, Part, StrategySpec, check_dtype, check_optimizer
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _SHARDS: dict[int, tuple[Part, ...]] = {
 }
 
 
-def _settings(stage: int, offloads: bool, dtype: str, max_grad_norm: float) -> dict[str, Any]:
+def _settings(stage: int, offloads: bool, dtype: str, max_grad_norm: float) -> Json:
     """Return DeepSpeed's JSON.
 
     Batch sizes are 1: a loader item is a whole optimizer step, and the trainer tells the engine which of its micro-batches is the last.
@@ -33,7 +34,7 @@ def _settings(stage: int, offloads: bool, dtype: str, max_grad_norm: float) -> d
     until the model is loaded. Gradients are summed and reduced in float32: in bfloat16 their rounding would depend on the number of
     micro-batches and processes.
     """
-    zero: dict[str, Any] = {
+    zero: Json = {
         "stage": stage,
         "overlap_comm": True,
         "contiguous_gradients": True,

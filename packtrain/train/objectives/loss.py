@@ -243,7 +243,7 @@ class AnswerLoss(ExampleLoss):
 
     outputs: tuple[str, ...] = ("log_probs",)
     answers: tuple[str, ...] = ("the chosen answer of pair", "the rejected answer of pair")
-    """Names of answers in messages (first_loss.py): in the first half of a batch and in the second, or in all of it."""
+    """Names of answers in messages (loss_proofs.py): in the first half of a batch and in the second, or in all of it."""
 
     def __init__(self, setup: Setup, objective: Objective) -> None:
         super().__init__(setup, objective)
@@ -338,7 +338,7 @@ class ReferenceLoss(AnswerLoss):
     def zero_margin_loss(self, batch: MicroBatch) -> float | None:
         """Return the loss of a micro-batch if the model equals the reference, by a formula.
 
-        None: first_loss.py computes it, with the model's log-probabilities on both sides.
+        None: loss_proofs.py computes it, with the model's log-probabilities on both sides.
         """
         raise NotImplementedError
 

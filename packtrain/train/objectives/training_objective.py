@@ -34,9 +34,9 @@ from packtrain.system import aside, publish
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.first_loss import check_answer_forward, check_first_loss
 from packtrain.train.objectives.loss import AnswerLoss, Loss, ReferenceLoss, Setup
 from packtrain.train.preflight import choose_on_all_ranks, same_everywhere
+from packtrain.train.verify.loss_proofs import check_answer_forward, check_first_loss
 
 if TYPE_CHECKING:
     from packtrain.train.preparation import Prepared

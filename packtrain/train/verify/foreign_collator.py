@@ -31,9 +31,8 @@ from packtrain.model.precision import decide_precision
 from packtrain.model.spread import Ranks
 from packtrain.objectives.answers import Inputs
 from packtrain.packing.collate import IGNORE, on_device
-from packtrain.proof.comparison import evaluating, model_refusals
-from packtrain.proof.isolation import DOCUMENTS, LENGTHS, measure, vocabulary_size
-from packtrain.proof.leak import find_leak
+from packtrain.proof.comparison import evaluating
+from packtrain.proof.isolation import DOCUMENTS, LENGTHS, find_leak, logits_of, measure, run_each_alone, vocabulary_size
 from packtrain.train.verify.command import Report
 from packtrain.wording import first_line
 
@@ -165,12 +164,17 @@ def _measure_isolation(
     own = np.split(ids[0], DOCUMENTS.starts[1:])
 
     def run(documents: list[np.ndarray]) -> list[torch.Tensor]:
-        made = _collate(spec, collator, documents)
-        return made.split(_logits(model, made.batch, spec))
+        made, name = _collate(spec, collator, documents), type(model).__name__
+        torch.manual_seed(0)  # for the noise of training mode
+        with _blaming(spec, f"made a batch that {name} cannot run", code="collator-batch-refused"):
+            return made.split(model(use_cache=False, **on_device(made.batch, model.device)).logits.float())
 
+    row = {"input_ids": torch.from_numpy(ids[:1]), "attention_mask": torch.ones(1, DOCUMENTS.tokens, dtype=torch.int64)}
+    if "position_ids" in inspect.signature(type(model).forward).parameters:
+        row["position_ids"] = DOCUMENTS.position_ids()
     with evaluating(model, autocast):
-        alone = [_logits(model, _plain_row(model, [document]))[0] for document in own]
-        control = list(_logits(model, _plain_row(model, own))[0].split(LENGTHS))
+        alone = run_each_alone(model, ids[0], DOCUMENTS)
+        control = list(logits_of(model, row)[0].split(LENGTHS))
         collated = _collate(spec, collator, own)
         proof = measure(model, run, ids, DOCUMENTS, alone, control, autocast or model.dtype, in_order=False)
     place, rows = collated.places, list(collated.batch["input_ids"].shape)
@@ -243,21 +247,3 @@ def _collate(spec: str, collator: Collator, documents: list[np.ndarray]) -> Coll
             raise UserError(what, where=_OPTION, fix=fix, code="collator-cuts-documents")
         places.append(tuple(starts[0]))
     return Collated(dict(made), tuple(places))
-
-
-def _plain_row(model: PreTrainedModel, documents: list[np.ndarray]) -> Inputs:
-    """Make one row [1, T] of documents with nothing between them. A single document makes the call that defines its outputs."""
-    ids = torch.from_numpy(np.concatenate(documents))[None]
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if len(documents) > 1 and "position_ids" in inspect.signature(type(model).forward).parameters:
-        batch["position_ids"] = torch.cat([torch.arange(len(document)) for document in documents])[None]
-    return batch
-
-
-def _logits(model: PreTrainedModel, batch: Inputs, spec: str = "") -> torch.Tensor:
-    """Return float32 logits [rows, T, vocabulary], without a cache, as trainers call a model. `spec` names the batch's collator."""
-    torch.manual_seed(0)  # for the noise of training mode
-    name = type(model).__name__
-    alone = model_refusals(f"{name} cannot run a document alone", fix="")
-    with _blaming(spec, f"made a batch that {name} cannot run", code="collator-batch-refused") if spec else alone:
-        return model(use_cache=False, **on_device(batch, model.device)).logits.float()
