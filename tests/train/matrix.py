@@ -80,25 +80,19 @@ WHOLE_MODEL = (ALONE, "ddp", "zero1", "zero2")
 """Worlds in which each process has the whole model."""
 ADAPTED = ("final/adapter_model.safetensors", "final-merged/model.safetensors")
 LORA = ("peft=lora", "peft.r=4", "peft.merge=true")
+DORA = "peft.options={use_dora: true, use_rslora: true}"
+GROUPS = r"optim.groups=[{match: embed_tokens, lr_scale: 0}, {match: 'layers\.0\.', lr_scale: 3, weight_decay: 0}]"
+PLAIN_OPTIMIZER = (ALONE, "ddp", "fsdp2")
+"""Worlds in which the optimizer is not DeepSpeed's."""
 VARIANTS = {
     "plain": Variant(),
     "lora": Variant(both=LORA, files=ADAPTED, loads="final-merged"),
-    "dora": Variant(
-        both=(*LORA, "peft.options={use_dora: true, use_rslora: true}"),
-        objectives=("sft",),
-        files=ADAPTED,
-        loads="final-merged",
-    ),
-    "groups": Variant(
-        both=(
-            r"optim.groups=[{match: embed_tokens, lr_scale: 0}, {match: 'layers\.0\.', lr_scale: 3, weight_decay: 0}]",
-        ),
-        objectives=("sft",),
-    ),
+    "dora": Variant((*LORA, DORA), objectives=("sft",), files=ADAPTED, loads="final-merged"),
+    "groups": Variant((GROUPS,), objectives=("sft",)),
     "average": Variant(
         both=("trainer.ema=0.75",),
         objectives=("sft", "dpo"),
-        worlds=(ALONE, "ddp", "fsdp2"),
+        worlds=PLAIN_OPTIMIZER,
         files=("final/model.safetensors", "final-ema/model.safetensors"),
         loads="final-ema",
     ),
@@ -107,7 +101,7 @@ VARIANTS = {
     "rounded by chance": Variant(
         both=("model.dtype=bfloat16", "optim.bf16_rounding=stochastic"),
         objectives=("sft",),
-        worlds=(ALONE, "ddp", "fsdp2"),
+        worlds=PLAIN_OPTIMIZER,
         near=1e-2,
     ),
     "tokens a step": Variant(
@@ -117,13 +111,12 @@ VARIANTS = {
     "recomputed": Variant(own=("trainer.gradient_checkpointing=full",)),
     "partly recomputed": Variant(own=("trainer.gradient_checkpointing=selective",), objectives=("sft", "dpo")),
     "tiles": Variant(
-        own=("trainer.tokens_per_mlp_tile=33",),
-        said="2 MLPs on tiles of 33 tokens",
-        objectives=("sft", "dpo"),
+        (), ("trainer.tokens_per_mlp_tile=33",), "2 MLPs on tiles of 33 tokens", objectives=("sft", "dpo")
     ),
     "grouped experts": Variant(
         both=("model.path={folder}/sparse",),
         own=("model.experts=auto",),
+        said="experts    all of a layer in one grouped product (loss off by",
         objectives=("sft",),
         worlds=(*WORLDS[1:], ALONE),
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import datasets
 import pytest
 import torch
 from answer_runs import AnswerRuns, labelled, preferences, save_model
-from here import ALONE
+from here import verified
 from matrix import assert_same_training
 from peft import AutoPeftModelForSequenceClassification
 from running import LLAMA, WORDS, Run, write_jsonl
@@ -20,8 +19,6 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 
 from packtrain.config.schema import Model
 from packtrain.errors import CheckFailed, UserError
-from packtrain.run_folder import RunFolder
-from packtrain.train.run import verify_in
 from packtrain.train.verify.modes import MODES
 
 LN2 = 0.6931472
@@ -123,9 +120,7 @@ def test_verify_proves_modes_and_the_first_loss(runs: AnswerRuns, reference: str
     if (runs.kind, reference) == ("reward", "precomputed"):
         pytest.skip("it has no reference")
     override = [] if runs.kind == "reward" else [f"objective.reference={reference}"]
-    config = runs.load(f"verify-{reference}", *override)
-    assert verify_in(config, ALONE) == 0
-    report = json.loads(RunFolder.of(config.trainer).verification.read_text())
+    report = verified(runs.load(f"verify-{reference}", *override))
     assert (report["verdict"], report["objective"], set(report["modes"])) == ("exact", runs.kind, set(MODES))
     assert report["controls_see"]
     if runs.kind == "reward":

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model
 from running import base_config, train
 from safetensors.torch import load_file, save_file
-from tiny_served import save_adapters, save_model
+from tiny_models import save_adapters, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packtrain.config.schema import Model

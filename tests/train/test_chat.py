@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 from running import packtrain
-from tiny_served import save_adapters, save_model, save_run
+from tiny_models import save_adapters, save_model, save_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packtrain.wording import visible

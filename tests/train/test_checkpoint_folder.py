@@ -27,6 +27,10 @@ def checkpoints_in(root: Path, *steps: int) -> Path:
     return root / "checkpoints"
 
 
+def names(checkpoints: Path) -> list[str]:
+    return sorted(path.name for path in checkpoints.glob("step-*"))
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"a": 1}', '{"a": {"bytes": "x", "blake2b": ""}}', "[" * 100_000])
 def test_another_manifest_is_named_and_the_checkpoint_before_is_taken(tmp_path: Path, text: str) -> None:
     checkpoints = checkpoints_in(tmp_path, 2, 4)
@@ -45,22 +49,17 @@ def test_a_checkpoint_without_a_manifest_is_named_set_aside_and_never_removed(tm
     (aside,) = set_aside(checkpoints, 3)
     assert "step-000004" in aside and "aside-" in aside
     prune(checkpoints, 1, None, ORIGIN)
-    assert [path.name for path in sorted(checkpoints.glob("step-*"))] == ["step-000001", "step-000003"]
+    assert names(checkpoints) == ["step-000001", "step-000003"]
 
 
-def test_a_checkpoint_into_which_someone_has_put_a_file_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "text"), [("scores.json", "mine"), *(("origin.json", one) for one in ("[]", "{", '{"trainer.seed": 1}'))]
+)
+def test_an_old_checkpoint_with_a_file_of_someone_or_another_origin_stays(tmp_path: Path, file: str, text: str) -> None:
     checkpoints = checkpoints_in(tmp_path, 2, 4, 6, 8)
-    (folder_of(checkpoints, 4) / "scores.json").write_text("mine")
+    (folder_of(checkpoints, 4) / file).write_text(text)
     prune(checkpoints, 1, None, ORIGIN)
-    assert [path.name for path in sorted(checkpoints.glob("step-*"))] == ["step-000004", "step-000008"]
-
-
-@pytest.mark.parametrize("text", ["[]", "{", '{"trainer.seed": 1}'])
-def test_an_old_checkpoint_whose_origin_was_changed_stays_and_ends_no_run(tmp_path: Path, text: str) -> None:
-    checkpoints = checkpoints_in(tmp_path, 2, 4)
-    (folder_of(checkpoints, 2) / "origin.json").write_text(text)
-    prune(checkpoints, 1, None, ORIGIN)
-    assert [path.name for path in sorted(checkpoints.glob("step-*"))] == ["step-000002", "step-000004"]
+    assert names(checkpoints) == ["step-000004", "step-000008"]
 
 
 def test_a_kill_between_two_files_of_an_old_checkpoint_leaves_nothing(
@@ -94,16 +93,11 @@ def test_the_lines_that_a_checkpoint_stands_for_are_synced_before_it(
 
 @pytest.mark.parametrize("known", [True, False])
 def test_an_evaluation_that_the_checkpoint_does_not_know_of_is_not_there_twice(tmp_path: Path, known: bool) -> None:
-    lines = [
-        {"step": 1, "loss": 1.0},
-        {"step": 2, "loss": 0.5},
-        {"step": 2, "eval_loss": 0.4},
-        {"step": 3, "loss": 0.3},
-    ]
+    lines = [{"step": step, "loss": 1 / step} for step in (1, 2, 3)]
+    lines.insert(2, {"step": 2, "eval_loss": 0.4})
     (file := tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines) + '{"step": 4')
     history = lines[: 3 if known else 2]
-    state = RunState(step=2, lines=history)
-    MetricsFile(file).train_begin(state)
+    MetricsFile(file).train_begin(RunState(step=2, lines=history))
     assert [json.loads(line) for line in file.read_text().splitlines()] == history
 
 

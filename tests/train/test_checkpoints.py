@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from here import loaded, train_here
-from running import Run, assert_same_bits, base_config, packtrain, train
+from running import Run, assert_same_bits, base_config, packtrain, train, written
 
 from packtrain.monitor import heartbeat
 from packtrain.train.checkpoint import state, writer
@@ -36,14 +35,10 @@ def config_in(folder: Path, **trainer: Any) -> Any:
     return loaded(folder, base_config(folder, trainer={**EVERY_2, **trainer}))
 
 
-def checkpoints(run: Run) -> list[str]:
-    return sorted(path.name for path in (run.folder / "checkpoints").iterdir())
-
-
 def test_steps_go_on_while_a_checkpoint_is_written_and_it_is_of_its_step(
     unbroken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained, complete, step = threading.Event(), state.complete, StepTrainer.forward_and_backward
+    trained, complete, own = threading.Event(), state.complete, StepTrainer.forward_and_backward
 
     def after_two_more_steps(staging: Path, target: Path) -> None:
         if target.name == "step-000002":
@@ -53,16 +48,16 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_is_of_its_step(
     def counted(self: Any, *given: Any, **named: Any) -> Any:
         if self.state.step == 3:  # of the next checkpoint
             trained.set()
-        return step(self, *given, **named)
+        return own(self, *given, **named)
 
     monkeypatch.setattr(state, "complete", after_two_more_steps)
     monkeypatch.setattr(StepTrainer, "forward_and_backward", counted)
     run = train_here(config_in(tmp_path), tmp_path / "run")
     assert run.summary["checkpoints"] == {"written": 3, "newest": 6, "failed": []}
-    assert checkpoints(run) == ["step-000002", "step-000004", "step-000006"]
-    for name in checkpoints(run):
-        assert_same_bits(run, unbroken, f"checkpoints/{name}/model.safetensors")
-        states = [torch.load(one.folder / "checkpoints" / name / "optimizer.pt")["state"] for one in (run, unbroken)]
+    assert run.kept == ["step-000002", "step-000004", "step-000006"]
+    for step in (2, 4, 6):
+        assert_same_bits(run, unbroken, f"checkpoints/step-{step:06d}/model.safetensors")
+        states = [one.states(step)["state"] for one in (run, unbroken)]
         assert all(torch.equal(states[0][key]["exp_avg"], one["exp_avg"]) for key, one in states[1].items())
 
 
@@ -90,16 +85,11 @@ def test_a_disk_that_does_not_take_a_checkpoint_costs_no_training(
     weights = (unbroken.folder / "final" / "model.safetensors").stat().st_size
     monkeypatch.setitem(forked.ENVIRONMENT, "MAX_BYTES", str(weights * 5 // 4))  # the optimizer's state is larger
     config = base_config(tmp_path, trainer=EVERY_2)
-    if processes == 1:
-        (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-        packtrain("sft", str(path), begin=with_small_files)
-        run = Run(tmp_path / "run")
-    else:
-        run = train(tmp_path, config, f"strategy={strategy}", processes=processes, begin=with_small_files)
+    run = train(tmp_path, config, f"strategy={strategy}", processes=processes, begin=with_small_files)
     assert run.losses == pytest.approx(unbroken.losses, rel=1e-5)
     outcome = run.summary["checkpoints"]
     assert outcome["written"] == 0 and [one["step"] for one in outcome["failed"]] == [2, 4, 6]
-    assert run.log.count("was not written") == 3 and checkpoints(run) == []
+    assert run.log.count("was not written") == 3 and run.kept == []
 
 
 def test_a_full_disk_is_seen_before_a_checkpoint_is_begun_and_the_last_good_one_is_kept(
@@ -113,7 +103,7 @@ def test_a_full_disk_is_seen_before_a_checkpoint_is_begun_and_the_last_good_one_
 
     monkeypatch.setattr(state.shutil, "disk_usage", full_at_times)
     run = train_here(config_in(tmp_path, keep_checkpoints=2, max_steps=5), tmp_path / "run")
-    assert run.summary["status"] == "done" and checkpoints(run) == ["step-000002", "step-000005"]
+    assert run.summary["status"] == "done" and run.kept == ["step-000002", "step-000005"]
     (failed,) = run.summary["checkpoints"]["failed"]
     assert failed["step"] == 4 and "the disk has 1,000 bytes left" in failed["why"]
     assert "no room for 3 checkpoints of" in run.log  # at once: those that are kept, and the new one, of the last step
@@ -122,9 +112,9 @@ def test_a_full_disk_is_seen_before_a_checkpoint_is_begun_and_the_last_good_one_
 
 def test_what_a_killed_run_had_no_time_to_remove_is_removed_as_it_goes_on(tmp_path: Path) -> None:
     run = train_here(config_in(tmp_path), tmp_path / "run")
-    assert checkpoints(run) == ["step-000002", "step-000004", "step-000006"]
-    (tmp_path / "run" / "summary.json").unlink()  # as if it had been killed just before its end
-    assert checkpoints(train_here(config_in(tmp_path, keep_checkpoints=1), tmp_path / "run")) == ["step-000006"]
+    (run.folder / "summary.json").unlink()  # as if it had been killed just before its end
+    assert len(run.kept) == 3
+    assert train_here(config_in(tmp_path, keep_checkpoints=1), tmp_path / "run").kept == ["step-000006"]
 
 
 def test_a_full_disk_costs_lines_of_metrics_with_one_warning_and_leaves_no_half_ones(tmp_path: Path) -> None:
@@ -148,15 +138,13 @@ def test_a_full_disk_costs_lines_of_metrics_with_one_warning_and_leaves_no_half_
 
 
 def test_a_final_model_that_cannot_be_written_ends_with_2_and_the_checkpoint_kept(
-    unbroken: Run, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     config = base_config(tmp_path, trainer={"max_steps": 2, "checkpoint_every": 2})
-    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    result = packtrain("sft", str(path), begin=with_a_full_disk_at_the_end, expect=2)
+    result = packtrain("sft", written(tmp_path, config), begin=with_a_full_disk_at_the_end, expect=2)
     assert "cannot write" in result.stderr and "complete checkpoints are kept" in result.stderr
-    assert checkpoints(Run(tmp_path / "run")) == ["step-000002"]
-    packtrain("sft", str(path))
-    assert Run(tmp_path / "run").summary["status"] == "done"
+    assert Run(tmp_path / "run").kept == ["step-000002"]
+    assert train(tmp_path, config).summary["status"] == "done"
 
 
 def with_a_full_disk_at_the_end(*given: Any) -> None:
@@ -181,8 +169,7 @@ def with_a_stalled_disk(*given: Any) -> None:
 
 def test_a_write_that_never_returns_ends_the_run_with_a_diagnosis(tmp_path: Path) -> None:
     config = base_config(tmp_path, trainer=EVERY_2, topology={"step_timeout": 10})
-    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    result = packtrain("sft", str(path), begin=with_a_stalled_disk, expect=4)
+    result = packtrain("sft", written(tmp_path, config), begin=with_a_stalled_disk, expect=4)
     said, _, _, call = result.stderr.splitlines()[:4]
     assert "checkpoint after step 4" in said and call.endswith("in wait"), call
     assert "topology.step_timeout" in result.stderr

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from running import packtrain, write_jsonl
-from tiny_served import save_model
+from tiny_models import save_model
 
 QUESTIONS = [(f"What is {a} + {b}?", f"It is {a + b}.") for a in range(1, 5) for b in range(1, 5)]
 

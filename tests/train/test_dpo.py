@@ -22,10 +22,10 @@ from tiny_dpo import (
     padded_trainer,
     step_of_trl,
     steps_of,
+    trl_batch,
 )
 from tiny_models import tiny_model
 from trl import DPOTrainer
-from trl_batches import trl_batch
 
 from packtrain.config.objective import Objective
 from packtrain.config.rules import check_combinations

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from here import train_here
 from running import WORDS, conversations, packtrain, write_jsonl
-from tiny_served import save_adapters, save_model
+from tiny_models import save_adapters, save_model
 
 from packtrain.config.compose import load_config
 from tests.train import forked

@@ -11,14 +11,12 @@ from answer_runs import preferences
 from here import run_here
 from matrix import SPARSE
 from running import LLAMA, base_config, write_jsonl
-from test_routers import EXPERTS
-from tiny_models import tiny_model
+from tiny_models import EXPERTS, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import moe
 
 from packtrain.attention.backends import attending_by
 from packtrain.changes.experts import group_experts
-from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.expert_loop import can_group, loop_over_experts
 from packtrain.packing.segments import Segments
@@ -44,7 +42,7 @@ def loss_and_gradients(model: Any, segments: Segments, dtype: torch.dtype | None
 def test_losses_and_gradients_are_those_of_the_loop(family: str, lengths: tuple[int, ...]) -> None:
     model = tiny_model(
         family, **{**EXPERTS, "num_local_experts": 8, "num_experts": 8}
-    )  # phimoe draws noise in training mode
+    )  # in training phimoe draws noise
     assert can_group(model)
     loop_over_experts(model, "auto")
     loss, gradients = loss_and_gradients(model, Segments(lengths))
@@ -84,18 +82,6 @@ def test_over_float32_weights_products_are_in_the_format_of_autocast(family: str
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
 
 
-def test_a_run_proves_them_and_trains_as_by_the_loop(tmp_path: Path) -> None:
-    config = base_config(tmp_path, trainer={"max_steps": 4})
-    config["model"]["config"] = SPARSE
-    loop = run_here(tmp_path, config, "model.experts=loop", name="loop")
-    grouped = run_here(tmp_path, config, name="grouped")
-    assert "experts" not in loop.summary["changes"]
-    assert grouped.summary["changes"]["experts"].startswith("all of a layer in one grouped product (loss off by ")
-    assert grouped.losses == pytest.approx(loop.losses, rel=1e-5)
-    norms = [[line["grad_norm"] for line in run.steps] for run in (loop, grouped)]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
-
-
 def test_preferences_begin_with_a_zero_margin_as_the_reference_groups_its_experts_too(tmp_path: Path) -> None:
     config = base_config(tmp_path, objective={"kind": "dpo"}, trainer={"max_steps": 1}, data={"max_length": 92})
     config["data"]["train"] = str(write_jsonl(tmp_path / "pairs.jsonl", preferences(8, seed=0)))
@@ -127,9 +113,3 @@ def test_a_model_without_such_experts_is_refused_by_name(tmp_path: Path, shape: 
     with pytest.raises(UserError, match=said) as refused:
         run_here(tmp_path, config, f"model.experts={asked}")
     assert refused.value.problems[0].where == f"model.experts ({asked})"
-
-
-def test_a_loop_over_parts_of_rows_is_refused() -> None:
-    given = ["model.path=owner/model", "data.train=x", "batch.examples_per_step=4", "model.experts=loop"]
-    with pytest.raises(UserError, match="a part of a row may be empty"):
-        load_config(None, [*given, "strategy.sequence_parallel=2", "batch.tokens_per_device=2048"])

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from here import run_here
 from running import base_config, conversations, packtrain, write_jsonl
-from tiny_served import save_adapters, save_model, save_run
+from tiny_models import save_adapters, save_model, save_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packtrain.data.sources.quickstart import tokenizer as quickstart_tokenizer

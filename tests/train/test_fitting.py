@@ -13,7 +13,7 @@ from here import run_here
 from peft import PeftModel
 from running import Run, base_config, packtrain
 from safetensors.torch import load_file
-from tiny_served import save_model
+from tiny_models import save_model
 from tolerances import EPS
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,23 +10,17 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_models import tiny_model
+from tiny_models import documents, gradient, off, tiny_model
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import segmented
-from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.forward import add_loss_sum, choose_head
 from packtrain.model.load import check_trainable
 from packtrain.packing.collate import FILLER, IGNORE, collate_flat, collate_padded, shifted_labels
 
 LENGTHS = (1, 2, 17, 33, 33, 33, 5, 64)
-
-
-def documents(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Document]:
-    rng = np.random.default_rng(seed)
-    return [Document(rng.integers(3, 97, n, dtype=np.int32), rng.random(n) < 0.7) for n in lengths]
 
 
 def with_loss_sum(model: PreTrainedModel, **arguments) -> PreTrainedModel:
@@ -40,16 +34,11 @@ def loss_and_gradients(model: PreTrainedModel, batches: list[dict]) -> tuple[flo
     model.zero_grad()
     loss = sum(model(**batch, loss_sum=True) for batch in batches)
     loss.backward()
-    parts = [p.grad.flatten() if p.grad is not None else torch.zeros(p.numel()) for p in model.parameters()]
-    return loss.item(), torch.cat(parts)
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
+    return loss.item(), gradient(model)
 
 
 def test_gradient_checkpointing_changes_nothing_even_when_rows_are_mixed_before_the_backward() -> None:
-    first, second = collate_flat(documents(seed=1)), collate_flat(documents((40, 3, 9), seed=2))
+    first, second = collate_flat(documents(LENGTHS, 1)), collate_flat(documents((40, 3, 9), 2))
     results = []
     for checkpointing in (False, True):
         model = with_loss_sum(tiny_model("llama"))
@@ -59,7 +48,7 @@ def test_gradient_checkpointing_changes_nothing_even_when_rows_are_mixed_before_
             model.gradient_checkpointing_enable({"use_reentrant": False})
         results.append(loss_and_gradients(model, [dict(first), dict(second)]))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
-    assert relative(results[1][1], results[0][1]) < 1e-6
+    assert off(results[1][1], results[0][1]) < 1e-6
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
@@ -79,7 +68,7 @@ def test_an_empty_micro_batch_is_a_zero_that_reaches_every_parameter(family: str
 
 
 def test_dft_weighs_each_token_by_its_own_probability() -> None:
-    items = documents()
+    items = documents(LENGTHS)
     model = with_loss_sum(tiny_model("llama"), loss="dft")
     model.set_attn_implementation(segmented.NAME)
     loss = model(**collate_flat(items), loss_sum=True).item()
@@ -118,7 +107,7 @@ def test_neftune_noise_is_scaled_by_the_length_of_each_document_in_every_layout(
 def test_a_layer_that_is_not_told_its_segments_fails_at_once() -> None:
     model = with_loss_sum(tiny_model("llama"))
     model.set_attn_implementation(segmented.NAME)
-    batch = collate_flat(documents())
+    batch = collate_flat(documents(LENGTHS))
     del batch["segments"]
     with pytest.raises(CheckFailed, match="without knowing its documents"):
         model(**batch, loss_sum=True)
@@ -126,7 +115,7 @@ def test_a_layer_that_is_not_told_its_segments_fails_at_once() -> None:
 
 @pytest.mark.parametrize("loss", ["nll", "dft"])
 def test_a_head_that_the_fused_one_does_not_fit_is_found_and_runs_as_the_model_has_it(loss: str) -> None:
-    model, items = tiny_model("llama"), documents()
+    model, items = tiny_model("llama"), documents(LENGTHS)
     add_fused_lm_head(model)
     head = add_loss_sum(model, loss=loss)
     batch = collate_padded(items, 0)

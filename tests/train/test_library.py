@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from tiny_models import tiny_model
+from tiny_models import gradient, off, tiny_model
 
 from packtrain import PackedCollator, Segments, attach
 from packtrain.config.schema import Model
@@ -18,11 +18,6 @@ from packtrain.errors import UserError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/library.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-
-
-def documents(*lengths: int) -> list[dict[str, Any]]:
-    drawn = torch.Generator().manual_seed(1)
-    return [{"input_ids": torch.randint(3, 97, (length,), generator=drawn).tolist()} for length in lengths]
 
 
 def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +29,7 @@ def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     of_hub = {"Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M"}
     monkeypatch.chdir(tmp_path)
     prompts = Dataset.from_dict({"prompt": ["What is a young cow called? " * 4] * 8})
-    names: dict[str, Any] = {"documents": documents(30, 12, 7, 25), "prompts": prompts}
+    names: dict[str, Any] = {"documents": tokens(30, 12, 7, 25), "prompts": prompts}
     text = "\n".join(BLOCKS)
     assert len(BLOCKS) == 4 and all(name in text for name in of_hub)
     for name in of_hub:
@@ -45,25 +40,25 @@ def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names["handle"].stats.calls > 0 and names["logits"].shape[:2] == (1, 14)
 
 
+def tokens(*lengths: int) -> list[dict[str, Any]]:
+    drawn = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(3, 97, (length,), generator=drawn).tolist()} for length in lengths]
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma3_text", "bloom", "mamba"])
 def test_a_packed_row_of_an_attached_model_trains_what_its_documents_alone_do(family: str) -> None:
     model = tiny_model(family)
-    data = documents(9, 1, 21, 14)
+    data = tokens(9, 1, 21, 14)
     row, alone = PackedCollator()(data), [PackedCollator(return_segments=False)([one]) for one in data]
     trained = [int((one["labels"][:, 1:] != -100).sum()) for one in alone]
     expected = sum(model(**one).loss * count for one, count in zip(alone, trained, strict=True) if count) / sum(trained)
     expected.backward()
-    gradients = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+    gradients = gradient(model)
     model.zero_grad()
     handle = attach(model)
     loss = model(**row).loss
     loss.backward()
-    found = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert (
-        sum((a - b).norm() ** 2 for a, b in zip(found, gradients, strict=True)) ** 0.5
-        <= 1e-4 * sum(one.norm() ** 2 for one in gradients) ** 0.5
-    )
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5) and off(gradient(model), gradients) <= 1e-4
     assert not handle.stats.unchanged
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from running import packtrain
-from tiny_served import save_adapters, save_model, save_run
+from tiny_models import save_adapters, save_model, save_run
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from packtrain.errors import UserError

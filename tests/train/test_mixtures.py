@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from running import Run, base_config, conversations, train, write_jsonl
+from running import Run, assert_same_bits, base_config, conversations, train, write_jsonl
 
 from packtrain.report.page import page
 from packtrain.report.run_record import read_run
@@ -35,10 +34,8 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_metrics_summary_and_report_tell_what_was_seen_of_each_source(unbroken: Run) -> None:
     last, seen = unbroken.steps[-1], unbroken.summary["sources"]
     assert sum(source["examples"] for source in seen.values()) == 8 * 7
-    assert sum(source["tokens"] for source in seen.values()) == last["tokens"]
-    assert {name: source["examples"] for name, source in seen.items()} == {
-        name: last[f"source_examples/{name}"] for name in ("many", "few")
-    }
+    assert sum(source["tokens"] for source in seen.values()) == last["tokens"] and seen.keys() == {"many", "few"}
+    assert all(source["examples"] == last[f"source_examples/{name}"] for name, source in seen.items())
     third = unbroken.steps[2]
     assert (third["source_examples/many"], third["source_examples/few"]) == (21, 0)
     assert last["source_examples/few"] > 4  # of which there are four
@@ -46,15 +43,11 @@ def test_metrics_summary_and_report_tell_what_was_seen_of_each_source(unbroken: 
     assert "Tokens of each source" in html and "source_examples" not in html.partition('id="points"')[0]
 
 
-def resume(run: Run, step: int) -> str:
-    return f"trainer.resume={run.folder}/checkpoints/step-{step:06d}"
-
-
 def test_a_run_that_goes_on_is_the_unbroken_one_and_counts_on(unbroken: Run) -> None:
     folder = unbroken.folder.parent
-    resumed = train(folder, config_of(folder), resume(unbroken, 4), name="resumed")
-    assert resumed.steps[0]["step"] == 5 and resumed.losses == unbroken.losses[4:]
-    assert all(torch.equal(weight, unbroken.weights()[name]) for name, weight in resumed.weights().items())
+    resumed = train(folder, config_of(folder), unbroken.resume(4), name="resumed")
+    assert resumed.steps[0]["step"] == 5
+    assert_same_bits(resumed, unbroken, after=4)
     assert resumed.summary["sources"] == unbroken.summary["sources"]
     counts = [[line["source_tokens/few"] for line in run.steps[-4:]] for run in (resumed, unbroken)]
     assert counts[0] == counts[1]
@@ -69,4 +62,4 @@ def test_two_ranks_train_on_the_same_documents(unbroken: Run) -> None:
 
 def test_a_changed_stage_is_no_continuation(unbroken: Run) -> None:
     folder, stages = unbroken.folder.parent, [{"weights": {"few": 1}}]
-    train(folder, config_of(folder, stages=stages), resume(unbroken, 4), name="changed", expect=2)
+    train(folder, config_of(folder, stages=stages), unbroken.resume(4), name="changed", expect=2)

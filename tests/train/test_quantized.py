@@ -16,7 +16,7 @@ from running import LLAMA, Run, base_config, packtrain, train, write_jsonl
 from safetensors.torch import load_file, save_file
 from test_eval import PAIRS
 from test_eval import config_of as evaluated_config
-from tiny_served import save_model
+from tiny_models import save_model
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -18,10 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from here import run_here, train_here
-from running import ENVIRONMENT, Run, assert_same_bits, base_config, packtrain, train
-from safetensors.torch import load_file
+from running import ENVIRONMENT, Run, assert_same_bits, base_config, packtrain, train, written
 
 from packtrain.config.compose import load_config
 from packtrain.data.tokens.chat_template import CHATML
@@ -60,8 +58,7 @@ def test_lines_are_means_since_the_last_one_and_a_run_that_goes_on_writes_the_sa
     assert [line["step"] for line in run.steps] == ends
     means = [np.mean(each_step.losses[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
     assert run.losses == pytest.approx(means, rel=1e-6)
-    checkpoint = run.folder / "checkpoints" / "step-000006"
-    assert run_here(tmp_path, config, f"trainer.resume={checkpoint}", name="on").losses == run.losses[4:]
+    assert run_here(tmp_path, config, run.resume(6), name="on").losses == run.losses[4:]
 
 
 def test_a_run_that_goes_on_on_another_day_has_the_date_of_its_beginning(tmp_path, monkeypatch):
@@ -82,13 +79,11 @@ def test_a_run_that_goes_on_on_another_day_has_the_date_of_its_beginning(tmp_pat
 
 def start(folder: Path, config: dict[str, Any], name: str, processes: int = 1) -> tuple[list[BaseProcess], Path]:
     """Starts the ranks of a run, and comes back when it has a checkpoint; the file is what rank 0 says."""
-    config = {**config, "trainer": {**config["trainer"], "output_dir": str(folder / name)}}
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path = written(folder, {**config, "trainer": {**config["trainer"], "output_dir": str(folder / name)}}, name)
     said = [folder / f"{name}-{rank}.said" for rank in range(processes)]
     variables = forked.told_by_torchrun(processes) if processes > 1 else [{}]
     ranks = [
-        forked.start(("sft", str(path)), {**ENVIRONMENT, **own}, folder, [file, file])
+        forked.start(("sft", path), {**ENVIRONMENT, **own}, folder, [file, file])
         for own, file in zip(variables, said, strict=True)
     ]
     limit = time.monotonic() + 600
@@ -139,7 +134,7 @@ def test_a_signal_ends_the_run_after_a_checkpoint_that_it_goes_on_from(
     run = Run(folder / name)
     assert run.summary["status"] == "stopped"
     stopped_at = run.summary["steps"]
-    assert (folder / name / "checkpoints" / f"step-{stopped_at:06d}" / "manifest.json").exists()
+    assert (run.checkpoint(stopped_at) / "manifest.json").exists()
     resumed = train(folder, config, f"trainer.max_steps={stopped_at + 2}", name=name, processes=processes)
     assert [line["step"] for line in resumed.steps] == list(range(1, stopped_at + 3))
 
@@ -154,8 +149,7 @@ def test_a_signal_in_the_last_step_lets_the_run_come_to_its_end(
     monkeypatch.setattr(StopRequest, "listen", sent_in_step_1)
     run = run_here(tmp_path, base_config(tmp_path, trainer={"max_steps": steps}), expect=code)
     assert run.summary["status"] == ("stopped" if code else "done") and run.summary["steps"] == 1
-    assert (run.folder / "final").exists() != bool(code)
-    assert (run.folder / "checkpoints" / "step-000001").exists()
+    assert (run.folder / "final").exists() != bool(code) and run.kept == ["step-000001"]
 
 
 @pytest.mark.parametrize(
@@ -168,13 +162,7 @@ def test_a_signal_in_the_last_step_lets_the_run_come_to_its_end(
     ],
 )
 def test_a_signal_is_answered_within_the_step_and_a_second_ctrl_c_stops_there(
-    every: int | None,
-    number: int,
-    times: int,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    every: int | None, number: int, times: int, said: str, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
     forward_and_backward, log = StepTrainer.forward_and_backward, tmp_path / "run/logs/rank-00000.log"
 
@@ -200,9 +188,9 @@ def test_a_signal_is_answered_within_the_step_and_a_second_ctrl_c_stops_there(
     assert (finding.status, list(finding.lines)) == ("stopped", [f"this run is stopped after step {steps}"])
 
 
-@pytest.mark.parametrize(("grace", "written"), [(1, 2), (60, 3)])
+@pytest.mark.parametrize(("grace", "newest"), [(1, 2), (60, 3)])
 def test_a_checkpoint_that_would_take_longer_than_the_grace_time_is_not_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace: int, written: int, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace: int, newest: int
 ) -> None:
     def listen(self: StopRequest) -> None:
         monkeypatch.setattr(self, "counts", lambda: [0, int(self.steps_left() == 0)])
@@ -216,25 +204,24 @@ def test_a_checkpoint_that_would_take_longer_than_the_grace_time_is_not_begun(
     monkeypatch.setattr(StopRequest, "steps_left", lambda self: next(asked_twice_a_step, 0), raising=False)
     monkeypatch.setattr("packtrain.train.checkpoint.state.complete", complete_slowly)
     trainer = {"max_steps": 9, "checkpoint_every": 2}
-    config = base_config(tmp_path, trainer=trainer, topology={"grace": grace})
-    run = run_here(tmp_path, config, expect=143)
+    run = run_here(tmp_path, base_config(tmp_path, trainer=trainer, topology={"grace": grace}), expect=143)
     assert run.summary["status"] == "stopped" and run.summary["steps"] == 3
-    assert max(int(place.name[5:]) for place in (run.folder / "checkpoints").iterdir()) == written
-    assert ("after SIGTERM are left (topology.grace); the newest is that of step 2" in run.log) == (written == 2)
+    assert run.kept[-1] == f"step-{newest:06d}"
+    assert ("after SIGTERM are left (topology.grace); the newest is that of step 2" in run.log) == (newest == 2)
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said(unbroken: tuple[Path, Run]) -> None:
     folder, expected = unbroken
-    train(folder, config_of(folder, trainer={"max_steps": 9}), name="damaged")
-    (folder / "damaged" / "summary.json").unlink()  # as if it had been killed just before its end
-    newest = folder / "damaged" / "checkpoints" / "step-000009"
+    run = train(folder, config_of(folder), name="damaged")
+    (run.folder / "summary.json").unlink()  # as if it had been killed just before its end
+    newest = run.checkpoint(9)
     weights = bytearray((newest / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (newest / "model.safetensors").write_bytes(weights)
     output = packtrain("sft", str(folder / "damaged.yaml")).stdout
     assert "step-000009 is passed over: model.safetensors is not as it was written" in output
     assert "resuming from step-000006" in output
-    assert_same_bits(Run(folder / "damaged"), expected)
+    assert_same_bits(run, expected)
 
 
 def refused(folder: Path, name: str, *changes: str) -> list[Problem]:
@@ -274,9 +261,7 @@ def test_listed_changes_take_effect_and_are_said(unbroken: tuple[Path, Run]) -> 
     run = Run(folder / "despite")
     assert run.losses[:6] == expected.losses[:6]
     assert run.steps[-1]["lr"] == pytest.approx(1e-12 * (9 - 8) / 9)
-    before, after = (
-        load_file(run.folder / place / "model.safetensors") for place in ("checkpoints/step-000006", "final")
-    )
+    before, after = run.weights("checkpoints/step-000006"), run.weights()
     assert all(torch.allclose(before[name], after[name], atol=1e-9) for name in after), "the old rate was used"
 
 
@@ -304,7 +289,7 @@ def test_a_finished_run_is_moved_aside_and_never_overwritten(tmp_path: Path) -> 
     assert "ready" in (tmp_path / "again" / "logs" / "rank-00001.log").read_text()
     assert len(Run(tmp_path / "again").losses) == 2
     assert Run(tmp_path / "again.1").losses == losses
-    assert json.loads((tmp_path / "again.1" / "summary.json").read_text())["status"] == "done"
+    assert Run(tmp_path / "again.1").summary["status"] == "done"
 
 
 def test_a_run_that_would_end_before_its_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -313,22 +298,17 @@ def test_a_run_that_would_end_before_its_checkpoint_is_refused(tmp_path: Path) -
         check_length(tmp_path / "step-000003", 3, 2)
 
 
-def kill(run: Run) -> None:
-    """Leaves a run as if it had been killed before its end."""
-    (run.folder / "summary.json").unlink()
-    shutil.rmtree(run.folder / "final")
-
-
 def test_a_killed_run_without_a_checkpoint_is_kept_when_another_begins(tmp_path: Path) -> None:
     config = base_config(tmp_path, trainer={"max_steps": 2})
     run = train(tmp_path, config)
-    kill(run)
+    (run.folder / "summary.json").unlink()  # as if it had been killed before its end
+    shutil.rmtree(run.folder / "final")
     (run.folder / "notes.md").write_text("the user's\n")
     kept = {name: (run.folder / name).read_bytes() for name in ("metrics.jsonl", "config.yaml", "plan.json")}
     again = train(tmp_path, config, "trainer.max_steps=1")
     assert {name: (tmp_path / "run.1" / name).read_bytes() for name in kept} == kept
     assert [line["step"] for line in again.steps] == [1] and (again.folder / "notes.md").exists()
-    assert "run held an earlier run: now in " in (again.folder / "logs" / "rank-00000.log").read_text()
+    assert "run held an earlier run: now in " in again.log
 
 
 def test_checkpoints_that_the_run_did_not_make_are_not_removed(tmp_path: Path) -> None:

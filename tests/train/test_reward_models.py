@@ -10,8 +10,7 @@ import pytest
 import torch
 from here import train_here
 from running import LLAMA, WORDS, write_jsonl
-from test_pairs import a_pair
-from tiny_models import FAMILIES, SIZES
+from tiny_models import FAMILIES, SIZES, a_pair
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

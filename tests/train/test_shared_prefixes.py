@@ -8,20 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from matrix import assert_same_training, needs
-from running import LLAMA, WORDS, Run, base_config, packtrain, write_jsonl
+from running import LLAMA, WORDS, Run, base_config, joined, packtrain, write_jsonl, written
 
-from tests.train import forked
-
-GEMMA2 = {
-    **LLAMA,
-    "model_type": "gemma2",
-    "head_dim": 16,
-    "query_pre_attn_scalar": 16,
-    "sliding_window": 24,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
+GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
+GEMMA2 |= {"layer_types": ["sliding_attention", "full_attention"]}
+ROUTED = "{head_dim: 12, moe_intermediate_size: 16, num_experts: 4, num_experts_per_tok: 2, output_router_logits: true}"
 LIMIT = 220  # tokens of a device
 SHARED = ("packing.share_prefix=true", "data.shuffle=by_prefix")
 
@@ -45,7 +37,7 @@ def unrolled(count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def config_of(folder: Path, model: dict[str, Any] | None = None, **groups: dict[str, Any]) -> Path:
+def config_of(folder: Path, model: dict[str, Any] | None = None, **groups: dict[str, Any]) -> str:
     config = base_config(folder, trainer={"max_steps": 4, "eval_every": 2}, **groups)
     rows = unrolled(12)
     config["data"] |= {
@@ -55,14 +47,11 @@ def config_of(folder: Path, model: dict[str, Any] | None = None, **groups: dict[
     config["model"]["config"] = model or LLAMA
     config["optim"] |= {"max_grad_norm": 0.5}
     config["batch"] = {"examples_per_step": 9, "tokens_per_device": LIMIT}
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    return written(folder, config)
 
 
-def trained(folder: Path, path: Path, *options: str, processes: int = 1) -> Run:
-    done = forked.joined(processes, "sft", str(path), f"trainer.output_dir={folder}", *options)
-    assert [one.returncode for one in done] == [0] * processes, done[0].stderr
+def trained(folder: Path, path: str, *options: str, processes: int = 1) -> Run:
+    joined(processes, "sft", path, f"trainer.output_dir={folder}", *options)
     return Run(folder)
 
 
@@ -83,7 +72,7 @@ CASES: dict[str, tuple[int, dict[str, Any] | None, list[str]]] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=needs("deepspeed")) if one == "zero3" else one for one in CASES]
 )
-def test_documents_that_begin_alike_are_trained_as_each_by_itself(tmp_path: Path, name: str) -> None:
+def test_documents_that_begin_alike_are_trained_as_each_by_itself(tmp_path: str, name: str) -> None:
     processes, model, options = CASES[name]
     path = config_of(tmp_path, model)
     own = [one for one in options if one.split(".")[0] not in ("strategy", "batch") and "strategy" not in one]
@@ -93,56 +82,37 @@ def test_documents_that_begin_alike_are_trained_as_each_by_itself(tmp_path: Path
     assert_same_training(run, expected, () if name == "adapters" else ("final/model.safetensors",), near=3e-6)
 
 
-def test_the_model_runs_on_fewer_tokens(tmp_path: Path) -> None:
+def test_the_model_runs_on_fewer_tokens(tmp_path: str) -> None:
     path = config_of(tmp_path)
     seen: dict[str, Any] = {}
     for share in ("true", "false"):
-        told = packtrain("inspect", str(path), "--json", "data.shuffle=by_prefix", f"packing.share_prefix={share}")
+        told = packtrain("inspect", path, "--json", "data.shuffle=by_prefix", f"packing.share_prefix={share}")
         seen[share] = json.loads(told.stdout)["modes"]["packed"]
-    assert seen["true"]["slots"] < 0.62 * seen["false"]["slots"]
-    assert seen["true"]["saved_by_sharing"] == pytest.approx(
-        1 - seen["true"]["slots"] / seen["false"]["slots"], abs=0.05
-    )
+    part = seen["true"]["slots"] / seen["false"]["slots"]
+    assert part < 0.62 and seen["true"]["saved_by_sharing"] == pytest.approx(1 - part, abs=0.05)
     assert "saved_by_sharing" not in seen["false"]
 
 
-def test_verify_compares_shared_rows_with_their_gradients(tmp_path: Path) -> None:
+def test_verify_compares_shared_rows_with_their_gradients(tmp_path: str) -> None:
     path = config_of(tmp_path)
-    report = json.loads(packtrain("verify", str(path), "--json", "packing.share_prefix=true").stdout)
+    report = json.loads(packtrain("verify", path, "--json", "packing.share_prefix=true").stdout)
     assert report["verdict"] == "exact" and report["pairs"]["prompts_shared"]
     assert report["prefix_shared"]["grad_rel_diff"] < 1e-5 and report["prefix_shared"]["loss_rel_diff"] < 1e-6
-    shown = packtrain("verify", str(path), "packing.share_prefix=true").stdout
+    shown = packtrain("verify", path, "packing.share_prefix=true").stdout
     assert "prefixes" in shown and "shared prefixes" in shown and "prompts" not in shown
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["packing.share_prefix=true", "packing.mode=padding"], "only packed rows can share a prefix"),
-        (["packing.share_prefix=true", "packing.strategy=in_order"], "neighbours in a row"),
+        (["objective.options.neftune_noise_alpha=5"], "shared tokens belong to several"),
+        (["model.attention=per_document"], "runs every document by itself"),
         (
-            ["packing.share_prefix=true", "~batch.examples_per_step", "+batch.tokens_per_step=440"],
-            "filled before the common",
+            ["model.config.model_type=qwen3_moe", f"model.config={ROUTED}"],
+            "counts a token in every document that has it",
         ),
-        (["data.shuffle=by_prefix", "~batch.examples_per_step", "+batch.tokens_per_step=440"], "a fixed number"),
-        (["packing.share_prefix=true", "objective.options.neftune_noise_alpha=5"], "shared tokens belong to several"),
-        (["packing.share_prefix=true", "model.attention=per_document"], "runs every document by itself"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(tmp_path: Path, options: list[str], said: str) -> None:
-    refused = packtrain("sft", str(config_of(tmp_path)), *options, expect=None)
+    refused = packtrain("sft", config_of(tmp_path), "packing.share_prefix=true", *options, expect=None)
     assert refused.returncode in (2, 3) and said in refused.stderr and "Traceback" not in refused.stderr
-
-
-def test_a_loss_of_routers_counts_tokens_by_document(tmp_path: Path) -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True}
-    path = config_of(tmp_path, {**LLAMA, "model_type": "qwen3_moe", "head_dim": 12, **experts})
-    refused = packtrain("sft", str(path), "packing.share_prefix=true", expect=2)
-    assert "counts a token in every document that has it" in refused.stderr
-
-
-def test_other_verbs_refuse_families(tmp_path: Path) -> None:
-    rows = [{"prompt": "river stone", "chosen": "apple", "rejected": "cloud"}] * 4
-    path = config_of(tmp_path, data={"train": str(write_jsonl(tmp_path / "pairs.jsonl", rows)), "eval": None})
-    refused = packtrain("dpo", str(path), "data.shuffle=by_prefix", expect=2)
-    assert "data.shuffle" in refused.stderr and "one by one" in refused.stderr

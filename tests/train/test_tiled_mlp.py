@@ -1,4 +1,4 @@
-"""trainer.tokens_per_mlp_tile: MLPs on tiles train as on all tokens, keep no more than a tile, and are left alone where they choose experts."""
+"""trainer.tokens_per_mlp_tile: MLPs on tiles compute as on all tokens (runs: test_cells.py), keep no more than a tile, and leave experts alone."""
 
 from __future__ import annotations
 
@@ -14,30 +14,16 @@ from test_experts import loss_and_gradients
 from tiny_models import tiny_model
 
 from packtrain.changes.tiles import check_tiles, mlps_of, tile_mlps
-from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.layers import recompute
 from packtrain.packing.segments import Segments
 
 ROW = Segments((17, 1, 33, 8))
 FAMILIES = ["llama", "gpt2", "gemma3_text", "phi"]
-MORE = [
-    pytest.param(name, marks=pytest.mark.exhaustive)
-    for name in ("qwen3", "gemma2", "mistral", "cohere", "glm", "olmo2")
-]
+MORE = ["qwen3", "gemma2", "mistral", "cohere", "glm", "olmo2"]
 
 
-@pytest.mark.sample(
-    without=(
-        "gemma3_text-every_2",
-        "gemma3_text-full",
-        "gpt2-every_2",
-        "gpt2-none",
-        "phi-every_2",
-        "phi-full",
-        "phi-none",
-    )
-)
+@pytest.mark.sample("llama-none", "llama-full", "llama-every_2", "gemma3_text-none", "gpt2-full")
 @pytest.mark.parametrize("policy", ["none", "full", "every_2"])
 @pytest.mark.parametrize("family", FAMILIES + MORE)
 def test_losses_and_gradients_are_those_of_all_tokens_at_once(family: str, policy: str) -> None:
@@ -55,17 +41,14 @@ def test_losses_and_gradients_are_those_of_all_tokens_at_once(family: str, polic
         assert abs(ours - loss) <= 1e-6 * abs(loss)
         for name, gradient in our_gradients.items():
             assert (gradient - gradients[name]).norm() <= 1e-5 * gradients[name].norm(), (name, tokens)
-        if tokens >= ROW.tokens:
-            assert ours.equal(loss)
+        assert tokens < ROW.tokens or ours.equal(loss)
         undo()
-    again, _ = loss_and_gradients(model, ROW)
-    assert again.equal(loss)
+    assert loss_and_gradients(model, ROW)[0].equal(loss)
 
 
 def kept(model: Any, segments: Segments) -> tuple[int, int]:
     """Bytes that a pass forward keeps in tensors as wide as the inside of an MLP, and in all."""
-    storages: dict[int, int] = {}
-    wide: dict[int, int] = {}
+    storages, wide = dict[int, int](), dict[int, int]()
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -105,34 +88,10 @@ def test_mlps_that_mix_tokens_are_refused() -> None:
         check_tiles(model)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (["trainer.gradient_checkpointing=selective"], "keeps a product of the MLP for all tokens"),
-        (["trainer.torch_compile=true"], "a compiled MLP runs all tokens in one program"),
-    ],
-)
-def test_what_cannot_be_is_refused(changes: list[str], said: str) -> None:
-    given = ["model.path=owner/model", "data.train=x", "batch.examples_per_step=4", "trainer.tokens_per_mlp_tile=64"]
-    with pytest.raises(UserError, match=said):
-        load_config(None, [*given, *changes])
-
-
-def test_a_run_says_so_and_trains_the_same(tmp_path: Path) -> None:
-    config = base_config(tmp_path, trainer={"max_steps": 4})
-    plain = run_here(tmp_path, config, name="plain")
-    tiled = run_here(tmp_path, config, "trainer.tokens_per_mlp_tile=33", name="tiled")
-    assert tiled.summary["changes"]["tiles"].startswith("2 MLPs on tiles of 33 tokens")
-    assert tiled.losses == pytest.approx(plain.losses, rel=1e-6)
-    norms = [[line["grad_norm"] for line in run.steps] for run in (plain, tiled)]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
-
-
 @pytest.mark.exhaustive
 def test_of_a_mixture_the_dense_layers_are_tiled(tmp_path: Path) -> None:
     config = base_config(tmp_path, trainer={"max_steps": 2})
     config["model"]["config"] = {**SPARSE, "mlp_only_layers": [0]}
-    plain = run_here(tmp_path, config, name="plain")
-    run = run_here(tmp_path, config, "trainer.tokens_per_mlp_tile=20", name="tiled")
+    plain, run = (run_here(tmp_path, config, f"trainer.tokens_per_mlp_tile={n}", name=n) for n in ("null", "20"))
     assert run.losses == pytest.approx(plain.losses, rel=1e-6)
     assert "1 MLP on tiles of 20 tokens" in run.summary["changes"]["tiles"]

@@ -15,8 +15,7 @@ import torch
 from here import run_here
 from running import base_config, train
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_model
-from tiny_served import save_model
+from tiny_models import save_model, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packtrain.config.schema import Model, Peft
