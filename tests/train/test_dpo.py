@@ -1,15 +1,17 @@
-"""Every loss of TRL's DPOTrainer, over any layout and any micro-batches, is TRL's own of one padded batch."""
+"""Every loss of TRL's DPOTrainer and KTOTrainer, over any layout and any micro-batches, is TRL's own of one padded batch."""
 
 from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import tiny_dpo
+import tiny_kto
 import torch
 from tiny_dpo import (
     LAYOUTS,
@@ -24,8 +26,10 @@ from tiny_dpo import (
     steps_of,
     trl_batch,
 )
+from tiny_kto import ANSWERS, LABELS, Answers
 from tiny_models import tiny_model
-from trl import DPOTrainer
+from trl import DPOTrainer, KTOTrainer
+from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from packtrain.config.objective import Objective
 from packtrain.config.rules import check_combinations
@@ -35,6 +39,7 @@ from packtrain.errors import UserError
 from packtrain.model.spread import Ranks
 from packtrain.objectives.dpo.run import DPO
 from packtrain.objectives.dpo.spec import SPEC
+from packtrain.objectives.kto.spec import SPEC as OF_KTO
 from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.objectives.pairs_and_answers import PairSteps
@@ -204,3 +209,68 @@ def test_losses_that_sort_the_pairs_of_a_step_are_refused_where_it_is_split(loss
     with pytest.raises(UserError, match="2 processes"):
         steps(sorting, processes=2)
     steps(Objective(kind="dpo"), tokens=80)
+
+
+OBJECTIVES: list[dict[str, Any]] = [
+    {"loss_type": "kto"},
+    {"loss_type": "apo_zero_unpaired"},
+    {"loss_type": "kto", "beta": 0.7, "desirable_weight": 1.5, "undesirable_weight": 0.3},
+    {"loss_type": "apo_zero_unpaired", "desirable_weight": 0.0, "undesirable_weight": 2.0},
+]
+
+
+def kto_of_trl(
+    folder: Path, labels: list[bool] = LABELS, max_length: int | None = None, **objective: Any
+) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """Loss, gradient and logged figures of one padded batch of all answers."""
+    columns = {"prompt_ids": [0], "completion_ids": [0], "label": True}
+    given = [{**row, "label": label} for row, label in zip(tiny_kto.rows(), labels, strict=True)]
+    batch = DataCollatorForUnpairedPreference(pad_token_id=0, max_length=max_length)(given)
+    return step_of_trl(padded_trainer(KTOTrainer, tiny_kto.arguments(folder, **objective), columns), batch)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda one: "-".join(map(str, one.values())))
+def test_loss_gradient_and_figures_equal_trl_padding(objective: dict[str, Any], tmp_path: Path) -> None:
+    expected = kto_of_trl(tmp_path, **objective)
+    assert set(expected[2]) - {"num_tokens"} == {one.name for one in OF_KTO.figures}
+    assert (expected[2]["kl"] > 0.1) == (objective["loss_type"] == "kto")
+    for layout in tiny_kto.LAYOUTS:
+        for parts in SPLITS:
+            found = in_parts(tiny_kto.ours(tmp_path, layout, **objective), parts)
+            assert_same_step(found, expected, f"{layout} in {len(parts)} micro-batches")
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_steps_of_one_kind_of_answers_are_those_of_trl(label: bool, tmp_path: Path) -> None:
+    labels = [label] * len(LABELS)
+    expected = kto_of_trl(tmp_path, labels)
+    steps = replace(tiny_kto.steps_of("flat"), data=cast(Any, Answers(labels)))
+    assert_same_step(in_parts(tiny_kto.ours(tmp_path, "flat", steps=steps), SPLITS[1]), expected, "one kind")
+    assert "rewards/margins" not in expected[2]
+
+
+def test_mismatched_pairs_are_cut_as_by_trl_and_keep_to_the_limits_of_a_micro_batch(tmp_path: Path) -> None:
+    longest = max(len(row["prompt_ids"]) + len(row["KL_completion_ids"]) for row in tiny_kto.rows())
+    assert longest == 38 and max(ANSWERS.lengths) == 35
+    expected = kto_of_trl(tmp_path, max_length=36)
+    for layout in tiny_kto.LAYOUTS:
+        steps = tiny_kto.steps_of(layout, 40, max_length=36)
+        batches = steps.mismatched()[0]
+        assert len(batches) > 2 and max(batch.slots for batch in batches) <= 40
+        rows_of = [batch.inputs.get("segments") for batch in batches]
+        padded = [batch.inputs["input_ids"].shape[1] for batch in batches]
+        lengths = [max(row.lengths) if row else slots for row, slots in zip(rows_of, padded, strict=True)]
+        assert max(lengths) == 36
+        assert sum(batch.examples for batch in batches) == len(ANSWERS)
+        assert_same_step(in_parts(tiny_kto.ours(tmp_path, layout, steps=steps), SPLITS[1]), expected, layout)
+
+
+def test_an_evaluation_is_one_step_over_the_whole_set(tmp_path: Path) -> None:
+    loss, _, figures = kto_of_trl(tmp_path)
+    trainer = tiny_kto.ours(tmp_path, "flat")
+    trainer.evaluation = {"": replace(tiny_kto.steps_of("flat", 40, a_step=3), whole=True)}
+    trainer.evaluate()
+    found = {name.removeprefix("eval_"): value for name, value in trainer.state.lines[-1].items()}
+    assert found.pop("step") == 0 and found.pop("epoch") == 0
+    assert found.pop("loss") == pytest.approx(loss, rel=1e-5) and found.pop("answers") == 7
+    assert found == pytest.approx({name: figures[name] for name in found}, rel=1e-5, abs=1e-5)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from answer_runs import preferences
 from here import train_here
+from matrix import needs
 from running import Run, assert_same_bits, base_config, packtrain, train, write_jsonl
 from running import written as yaml_of
 
@@ -28,7 +29,7 @@ from tests.train import forked
 SPIKE = 5
 """The step whose gradients are no numbers."""
 EVERY_2: dict[str, Any] = {"max_steps": 8, "checkpoint_every": 2, "keep_checkpoints": None}
-NEEDS_DEEPSPEED = pytest.mark.skipif("deepspeed" not in forked.WARM, reason="needs deepspeed")
+NEEDS_DEEPSPEED = needs("deepspeed")
 
 
 def broken_at(step: int, times: float = math.nan, last: int = 0) -> Any:

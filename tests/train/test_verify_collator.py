@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from running import LLAMA, base_config, packtrain
+from running import LLAMA, base_config, packtrain, written
 
 from packtrain.config.schema import Model, Peft, Trainer
 from packtrain.errors import UserError
@@ -153,7 +152,7 @@ def test_what_is_wrong_with_a_collator_is_said(others: str, name: str, said: str
 
 def test_the_command_shows_it_and_its_exit_code_tells(tmp_path: Path, others: str) -> None:
     config = base_config(tmp_path, model={"config": {**MODELS["opt"], "model_type": "opt"}})
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    written(tmp_path, config)
     (tmp_path / "broken.py").write_text("import no_such_package")
 
     def command(*arguments: str, expect: int) -> Any:

@@ -1,4 +1,4 @@
-"""Runs over streams: the same documents in each step on any number of ranks, exact when they go on, and a clean end."""
+"""Runs over mixtures and streams: the same documents in each step on any number of ranks, exact when they go on, told, and a clean end."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 from answer_runs import preferences
 from running import Run, assert_same_bits, base_config, conversations, joined, train, write_jsonl, written
 
+from packtrain.report.page import page
+from packtrain.report.run_record import read_run
+from packtrain.run_folder import RunFolder
 from tests.train import forked
 
 
@@ -140,3 +143,56 @@ def test_skipped_spikes_name_the_rows_of_their_step(tmp_path: Path) -> None:
     assert run.spikes and all(len(line["documents"]) == 7 for line in run.spikes)
     files = {document["place"].rpartition(":")[0] for line in run.spikes for document in line["documents"]}
     assert files <= {str(tmp_path / name) for name in ("many.jsonl", "few.jsonl")}
+
+
+STAGES = [{"until": 3, "weights": {"many": 1}}, {"weights": {"many": 1, "few": 1}}]
+
+
+def mixed(folder: Path, **data: Any) -> dict[str, Any]:
+    files = [
+        write_jsonl(folder / f"{name}.jsonl", conversations(size, seed))
+        for name, size, seed in (("many", 20, 1), ("few", 4, 2))
+    ]
+    named = [{"path": str(file), "name": file.stem} for file in files]
+    data = {"train": named, "stages": STAGES, **data}
+    return base_config(folder, data=data, trainer={"checkpoint_every": 2, "keep_checkpoints": None, "max_steps": 8})
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("stages")
+    return train(folder, mixed(folder), name="unbroken")
+
+
+def test_metrics_summary_and_report_tell_what_was_seen_of_each_source(staged: Run) -> None:
+    last, seen = staged.steps[-1], staged.summary["sources"]
+    assert sum(source["examples"] for source in seen.values()) == 8 * 7
+    assert sum(source["tokens"] for source in seen.values()) == last["tokens"] and seen.keys() == {"many", "few"}
+    assert all(source["examples"] == last[f"source_examples/{name}"] for name, source in seen.items())
+    third = staged.steps[2]
+    assert (third["source_examples/many"], third["source_examples/few"]) == (21, 0)
+    assert last["source_examples/few"] > 4  # of which there are four
+    html = page([read_run(RunFolder(staged.folder))])
+    assert "Tokens of each source" in html and "source_examples" not in html.partition('id="points"')[0]
+
+
+def test_a_run_that_goes_on_is_the_unbroken_one_and_counts_on(staged: Run) -> None:
+    folder = staged.folder.parent
+    resumed = train(folder, mixed(folder), staged.resume(4), name="resumed")
+    assert resumed.steps[0]["step"] == 5
+    assert_same_bits(resumed, staged, after=4)
+    assert resumed.summary["sources"] == staged.summary["sources"]
+    counts = [[line["source_tokens/few"] for line in run.steps[-4:]] for run in (resumed, staged)]
+    assert counts[0] == counts[1]
+
+
+def test_two_ranks_train_on_the_same_documents(staged: Run) -> None:
+    folder = staged.folder.parent
+    both = train(folder, mixed(folder), name="two", processes=2)
+    assert both.losses == pytest.approx(staged.losses, rel=1e-5)
+    assert both.summary["sources"] == staged.summary["sources"]
+
+
+def test_a_changed_stage_is_no_continuation(staged: Run) -> None:
+    folder, stages = staged.folder.parent, [{"weights": {"few": 1}}]
+    train(folder, mixed(folder, stages=stages), staged.resume(4), name="changed", expect=2)

@@ -1,19 +1,30 @@
-"""Where the time of a step goes, added up over ranks, and which rank is called slow."""
+"""Where the time of a step goes on each rank, a narrow terminal, and trackers."""
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from running import base_config, train
 
+from packtrain.config.schema import RunConfig, Tracking
 from packtrain.monitor.heartbeat import Heartbeat, Phase
+from packtrain.run_folder import RunFolder
 from packtrain.train import loop
+from packtrain.train.log.console import Log
+from packtrain.train.log.metrics import TerminalProgress
 from packtrain.train.log.rank_times import RankTimes, StepClock
+from packtrain.train.log.trackers import trackers_of
+from packtrain.train.run_state import RunState
 from tests.train import forked
 
 
@@ -132,3 +143,107 @@ def test_a_rank_whose_forward_passes_are_slow_is_named_and_not_those_that_wait(t
     run = train(tmp_path, config, processes=3, begin=with_a_slow_rank)
     slowest = [line["slowest_rank"] for line in run.lines if "slowest_rank" in line]
     assert len(slowest) >= 2 and set(slowest) == {0}, slowest
+
+
+LOGS = {"loss": 12.3456, "tokens_per_second": 1234567.8, "padding_fraction": 0.123, "learning_rate": 1e-3}
+
+
+def log_of(folder: Path, width: int) -> tuple[Log, io.StringIO]:
+    """A log on a terminal of that width, and what this shows."""
+    log, shown = Log(folder / "log", main=True), io.StringIO()
+    log.console = Console(file=shown, force_terminal=True, width=width, highlight=False, soft_wrap=True)
+    return log, shown
+
+
+def plain(shown: io.StringIO) -> list[str]:
+    """The lines without colours and movements of the cursor."""
+    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue()).strip())
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 200])
+def test_the_line_of_progress_keeps_step_loss_speed_and_time_left(width: int, tmp_path: Path) -> None:
+    log, shown = log_of(tmp_path, width)
+    progress, state = TerminalProgress(log), RunState(step=99_998, last_step=100_000)
+    progress.train_begin(state)
+    state.step += 1
+    progress.step_end(state)
+    progress.log(state, LOGS)
+    progress.close()
+    line = plain(shown)[-1]
+    assert len(line) <= width
+    kept = r"step +99999/100000 .*loss 12\.3456  1,234,568 tokens/s .*left +(\d+:\d+:\d+|-:--:--)"
+    assert re.match(kept, line), line
+    assert ("lr 1.00e-03" in line) == (width >= 120)
+
+
+def test_a_tracker_that_has_no_login_finds_nobody_to_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = os.fdopen(os.openpty()[1], closefd=False)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert trackers_of(RunConfig(), RunFolder(tmp_path), print) == [] and sys.stdin.isatty()
+    trackers_of(RunConfig(tracking=Tracking(report_to=["tensorboard"])), RunFolder(tmp_path), print)
+    assert not sys.stdin.isatty() and sys.stdin.read() == ""
+
+
+SAVE = """
+import json, types
+def save(kind, values):
+    with open("told.jsonl", "a") as file:
+        file.write(json.dumps([kind, values], default=str) + "\\n")
+"""
+PACKAGES = {
+    "trackio": """
+class Config(dict):
+    def update(self, values, **_): super().update(values)
+config = Config()
+class Run:
+    def log(self, values, **_): save("log", values)
+    def finish(self): save("finish", {})
+def init(**given):
+    save("init", given)
+    return Run()
+""",
+    "swanlab": """
+config = {}
+class Run:
+    def log(self, data=None, step=None, **_): save("log", data)
+    def finish(self): save("finish", {})
+def init(**given):
+    save("init", {**given, "name": given["experiment_name"]})
+    return Run()
+""",
+    "comet_ml": """
+__version__ = "3.49.0"
+def ExperimentConfig(name): return name
+class Experiment:
+    def log_parameters(self, *given, **named): pass
+    def set_step(self, step): pass
+    def log_metrics(self, values, **named): save("log", values)
+    def log_metric(self, name, value, **named): save("log", {name: value})
+    def log_other(self, *given, **named): pass
+    def end(self): save("finish", {})
+def start(project_name, experiment_config):
+    save("init", {"name": experiment_config})
+    return Experiment()
+""",
+}
+
+
+def with_packages_of_the_folder(*given: Any) -> None:
+    """The command, which finds the packages that are in its folder."""
+    sys.path.insert(0, "")
+    forked.run(*given)
+
+
+def test_trackers_are_told_the_figures_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package, code in PACKAGES.items():
+        (tmp_path / f"{package}.py").write_text(SAVE.replace("told", package) + code)
+    monkeypatch.chdir(tmp_path)
+    tracking = {"report_to": ["trackio", "swanlab", "comet"], "run_name": "mine"}
+    config = base_config(tmp_path, trainer={"max_steps": 2}, tracking=tracking)
+    run = train(tmp_path, config, begin=with_packages_of_the_folder)
+    assert "left out" not in run.log and len(run.losses) == 2
+    for package in PACKAGES:
+        told = [json.loads(line) for line in (tmp_path / f"{package}.jsonl").read_text().splitlines()]
+        assert told[0][0] == "init" and told[0][1]["name"] == "mine" and told[-1][0] == "finish"
+        losses = [values["train/loss"] for kind, values in told if kind == "log" and "train/loss" in values]
+        assert losses == run.losses, package
