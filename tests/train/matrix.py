@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from answer_runs import labelled, preferences, save_model
 from here import run_here
-from running import LLAMA, Run, base_config, conversations, train, write_jsonl
+from running import LLAMA, Run, config_on, conversations, train, write_jsonl
 from safetensors.torch import load_file
 
 from packtrain.config.schema import Model
@@ -251,8 +251,7 @@ class Runs:
         """Steps of several micro-batches, their gradients clipped, with evaluations, checkpoints and maybe answers."""
         trainer: dict[str, Any] = {"max_steps": STEPS, "checkpoint_every": CHECKPOINT, "keep_checkpoints": None}
         trainer |= {"eval_every": 4, "samples": ["river stone"] * answers}
-        config = base_config(self.folder, trainer=trainer)
-        config["model"] = {"path": str(self.folder / "start")}
+        config = config_on(self.folder / "start", self.folder, trainer=trainer)
         config["objective"] = {"kind": objective, "options": OPTIONS.get(objective, {})}
         config["optim"] |= {"schedule": "linear", "warmup_steps": 2, "max_grad_norm": 0.5, "weight_decay": 0.1}
         files = {name: str(self.folder / f"{objective}{end}.jsonl") for name, end in (("train", ""), ("eval", "-eval"))}

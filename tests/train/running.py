@@ -66,6 +66,11 @@ def base_config(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def config_on(model: Path | str, folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
+    """A tiny run that begins with the model in a folder."""
+    return {**base_config(folder, **groups), "model": {"path": str(model)}}
+
+
 def written(folder: Path, config: Mapping[str, Any], name: str = "run") -> str:
     """The path of `config` as folder/name.yaml."""
     (path := folder / f"{name}.yaml").write_text(yaml.safe_dump(config))

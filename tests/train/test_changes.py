@@ -6,9 +6,9 @@ import json
 import os
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from answer_runs import labelled, preferences
+from answer_runs import of_objective
 from here import loaded, run_here, train_here
 from peft import LoraConfig, get_peft_model
-from running import Run, assert_same_bits, base_config, train, write_jsonl
+from running import Run, assert_same_bits, base_config, train
 from tiny_models import EXPERTS, tiny_model
 from torch import nn
 from transformers.models.llama import modeling_llama
@@ -258,9 +258,7 @@ def test_ranks_that_gather_their_weights_decide_alike_and_none_waits_for_another
 @pytest.mark.sample("dpo")
 @pytest.mark.parametrize("verb", ["dpo", "kto", "reward"])
 def test_other_objectives_prove_by_their_own_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str) -> None:
-    rows = labelled(12, seed=0) if verb == "kto" else preferences(12, seed=0)
-    config = base_config(tmp_path, objective={"kind": verb}, trainer={"max_steps": 2}, data={"max_length": 128})
-    config["data"]["train"] = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    config = of_objective(tmp_path, verb, 12, trainer={"max_steps": 2})
     expected = run_here(tmp_path, config, name="plain")
     for by, said in ((0.8, "its gradients are off"), (1.0, "a fast MLP (loss off by 0")):
         with monkeypatch.context() as patch:
@@ -270,14 +268,14 @@ def test_other_objectives_prove_by_their_own_rows(monkeypatch: pytest.MonkeyPatc
         assert said in run.summary["changes"]["kernel"]
 
 
-def broken(model: Any) -> Any:
-    return model.no_such_kernel
-
-
 @pytest.mark.parametrize(
     "propose, raised, said",
     [
-        (lambda situation: Proposal(what="none", make=broken), CheckFailed, "would not train as"),
+        (
+            lambda situation: Proposal(what="none", make=lambda model: model.no_such_kernel),
+            CheckFailed,
+            "would not train as",
+        ),
         (lambda situation: None, UserError, "acme cannot change this model"),
     ],
     ids=["not exact", "not possible"],
@@ -325,14 +323,9 @@ def patch(model: Any, *, by: float = 1.0, **off: bool) -> None:
 def liger(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Liger that is not there, for the type llama alone; `auto` takes this CPU for a GPU."""
     named = {"_apply_liger_kernel_to_instance": patch, "MODEL_TYPE_TO_APPLY_LIGER_FN": {"llama": None}}
-    top = types.SimpleNamespace(LigerRMSNorm=Norm)
-    of = {
-        "": types.SimpleNamespace(__spec__=object()),  # by which it counts as installed
-        ".transformers": top,
-        ".transformers.monkey_patch": types.SimpleNamespace(**named),
-    }
-    for name, module in of.items():
-        monkeypatch.setitem(sys.modules, f"liger_kernel{name}", module)  # type: ignore[arg-type]
+    of = {"": {"__spec__": object()}, ".transformers": {"LigerRMSNorm": Norm}, ".transformers.monkey_patch": named}
+    for name, values in of.items():  # by a spec it counts as installed
+        monkeypatch.setitem(sys.modules, f"liger_kernel{name}", SimpleNamespace(**values))  # type: ignore[arg-type]
     monkeypatch.setattr(kernels, "find_spec", lambda name: object())
     own = why_no_liger
     monkeypatch.setattr(kernels, "why_no_liger", lambda model, device: own(model, CUDA))
@@ -350,8 +343,8 @@ def state(model: nn.Module) -> list[dict[str, Any]]:
 def test_undone_everything_is_as_before(liger: pytest.MonkeyPatch, by: float) -> None:
     model = tiny_model("llama")
     before = state(model)
-    liger.setattr(sys.modules["liger_kernel.transformers.monkey_patch"], "_apply_liger_kernel_to_instance",
-                  lambda model, **off: patch(model, by=by, **off))  # fmt: skip
+    of_liger: Any = sys.modules["liger_kernel.transformers.monkey_patch"]
+    of_liger._apply_liger_kernel_to_instance = partial(patch, by=by)
     if by < 0:
         with pytest.raises(RuntimeError, match="no kernel for this device"):
             fuse_by_liger(model)
@@ -373,23 +366,18 @@ def test_where_they_cannot_be_it_is_said_why(liger: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_takes_them_by_proof_and_its_reference_as_well(liger: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = base_config(tmp_path, objective={"kind": "dpo"}, trainer={"max_steps": 2}, data={"max_length": 128})
-    config["data"]["train"] = str(write_jsonl(tmp_path / "pairs.jsonl", preferences(12, seed=0)))
+    config = of_objective(tmp_path, "dpo", 12, trainer={"max_steps": 2})
     plain = run_here(tmp_path, config, "model.kernels=none", name="plain")
     assert not patched and plain.summary["changes"] == {}
     assert run_here(tmp_path, config, name="auto").summary["changes"] == {} and not patched, "no GPU: not tried"
     run = run_here(tmp_path, config, "model.kernels=liger", name="liger")
-    assert run.summary["changes"]["kernels"].startswith(
-        "norms, rotation and activations by Liger's kernels (loss off by 0"
-    )
+    said = "norms, rotation and activations by Liger's kernels (loss off by 0"
+    assert run.summary["changes"]["kernels"].startswith(said)
     assert_same_bits(run, plain)
     assert len({id(model) for model in patched}) == 2
-
-
-def test_asked_for_by_name_where_they_cannot_be_the_run_ends(liger: pytest.MonkeyPatch, tmp_path: Path) -> None:
     liger.setattr(kernels, "why_no_liger", why_no_liger)
     with pytest.raises(UserError, match="not available, they need a GPU") as refused:
-        run_here(tmp_path, base_config(tmp_path), "model.kernels=liger")
+        run_here(tmp_path, config, "model.kernels=liger", name="refused")
     assert refused.value.problems[0].where == "model.kernels"
 
 

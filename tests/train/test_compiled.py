@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from running import Run, base_config, joined, packtrain, train, write_jsonl, written
-from test_dpo_user import pairs
+from answer_runs import of_objective
+from running import Run, base_config, joined, packtrain, train, written
 from tiny_models import gradient, off, tiny_model
 from torch._dynamo.utils import counters
 
@@ -92,9 +92,8 @@ def test_layers_that_fsdp2_gathers_are_compiled_and_train_as_uncompiled(tmp_path
 
 @pytest.mark.exhaustive
 def test_preferences_of_two_processes_begin_with_a_zero_margin_as_the_reference_is_compiled_too(tmp_path: Path) -> None:
-    config = base_config(tmp_path, trainer={"max_steps": 1, "mixed_precision": "bf16", "torch_compile": True})
-    config["data"]["train"] = str(write_jsonl(tmp_path / "pairs.jsonl", pairs(14)))
-    config["batch"]["tokens_per_device"] = 400
+    trainer = {"max_steps": 1, "mixed_precision": "bf16", "torch_compile": True}
+    config = of_objective(tmp_path, "dpo", trainer=trainer, batch={"tokens_per_device": 400})
     config["model"]["config"] = {**config["model"]["config"], "num_hidden_layers": 1}
     run = train(tmp_path, config, processes=2, begin=traced, command="dpo")
     assert run.losses[0] == pytest.approx(0.6931472, abs=1e-6)  # in bfloat16 another rounding would show

@@ -11,9 +11,9 @@ from typing import Any
 import host_adam
 import pytest
 import torch
-from answer_runs import preferences
+from answer_runs import of_objective
 from here import run_here
-from running import LLAMA, Run, assert_same_bits, base_config, joined, packtrain, train, write_jsonl, written
+from running import LLAMA, Run, assert_same_bits, base_config, joined, packtrain, train, written
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -270,7 +270,7 @@ def test_masters_are_the_same_under_every_strategy(model: Path, tmp_path: Path, 
 
 def test_preferences_begin_with_a_zero_margin_and_are_seen(model: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, model)
-    config["data"] |= {"train": str(write_jsonl(tmp_path / "pairs.jsonl", preferences(14, seed=0))), "max_length": 128}
+    config["data"] = of_objective(tmp_path, "dpo")["data"]
     dithered, plain = (
         run_here(tmp_path, config, "objective.kind=dpo", f"optim.bf16_rounding={how}", name=how)
         for how in ("auto", "undithered")

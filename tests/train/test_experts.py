@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from answer_runs import preferences
+from answer_runs import of_objective
 from here import run_here
 from matrix import SPARSE
-from running import LLAMA, base_config, write_jsonl
+from running import LLAMA, base_config
 from tiny_models import EXPERTS, documents, gradient, off, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
@@ -59,10 +59,10 @@ def test_losses_and_gradients_are_those_of_the_loop(family: str, lengths: tuple[
     undo = group_experts(model)
     ours, our_gradients = loss_and_gradients(model, Segments(lengths))
     assert abs(ours - loss) <= 1e-5 * abs(loss)
-    whole = torch.stack([gradient.norm() for gradient in gradients.values() if gradient is not None]).norm()
-    for name, gradient in our_gradients.items():
-        expected = torch.zeros_like(gradient) if gradients[name] is None else gradients[name]
-        assert (gradient - expected).norm() <= 1e-5 * max(expected.norm(), 1e-2 * whole), name
+    whole = torch.stack([one.norm() for one in gradients.values() if one is not None]).norm()
+    for name, one in our_gradients.items():
+        expected = torch.zeros_like(one) if gradients[name] is None else gradients[name]
+        assert (one - expected).norm() <= 1e-5 * max(expected.norm(), 1e-2 * whole), name
     undo()
     assert loss_and_gradients(model, Segments(lengths))[0].equal(loss)
 
@@ -93,8 +93,7 @@ def test_over_float32_weights_products_are_in_the_format_of_autocast(family: str
 
 
 def test_preferences_begin_with_a_zero_margin_as_the_reference_groups_its_experts_too(tmp_path: Path) -> None:
-    config = base_config(tmp_path, objective={"kind": "dpo"}, trainer={"max_steps": 1}, data={"max_length": 92})
-    config["data"]["train"] = str(write_jsonl(tmp_path / "pairs.jsonl", preferences(8, seed=0)))
+    config = of_objective(tmp_path, "dpo", trainer={"max_steps": 1})
     config["model"]["config"] = {**SPARSE, "output_router_logits": False}
     run = run_here(tmp_path, config)
     assert run.losses[0] == pytest.approx(0.6931472, abs=1e-6) and "loss off by" in run.summary["changes"]["experts"]

@@ -13,7 +13,7 @@ from matrix import DORA as OPTIONS
 from matrix import GROUPS as FROZEN
 from matrix import needs
 from peft import PeftModel
-from running import Run, assert_same_bits, base_config, packtrain, written
+from running import Run, assert_same_bits, config_on, packtrain, written
 from safetensors.torch import load_file
 from tiny_models import save_model
 from tolerances import EPS
@@ -44,8 +44,8 @@ def alone(folder: Path) -> dict[str, Run]:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    config = base_config(folder, trainer={"max_steps": 4, "checkpoint_every": 2, "keep_checkpoints": None})
-    return {**config, "model": {"path": str(folder / "base")}}
+    trainer = {"max_steps": 4, "checkpoint_every": 2, "keep_checkpoints": None}
+    return config_on(folder / "base", folder, trainer=trainer)
 
 
 def weights_of(run: Run, place: str = "final") -> dict[str, torch.Tensor]:

@@ -13,16 +13,13 @@ import torch
 from here import run_here
 from host_waits import FIRST, LAST, Waits, answers, tiny_run, train_watched
 from running import base_config, conversations
-from tiny_dpo import Pairs
+from tiny_dpo import steps_of
 
 import packtrain
-from packtrain.config.schema import Batch, Packing
-from packtrain.packing.schedule import make_schedule
 from packtrain.train import run as training
 from packtrain.train.checkpoint.state import Checkpoints
 from packtrain.train.loader import step_loader
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.pairs_and_answers import PairSteps
 from tests.unit.test_layout import files_of_section
 
 LATE = {"packtrain/train/log/metrics.py::tolist": LAST - FIRST + 1}
@@ -75,8 +72,7 @@ def test_on_a_gpu_a_process_loads_ahead_into_pinned_memory(monkeypatch: pytest.M
         """What stands for a pinned copy."""
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self.as_subclass(Marked))
-    data: Any = Pairs()
-    steps = PairSteps(data, make_schedule(data.lengths, Packing(), Batch(examples_per_step=3)), "shared", 0)
+    steps = steps_of("shared", 256, a_step=3)
     inputs = steps[0][0].pin_memory().inputs
     tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
     assert len(tensors) == 5 and {type(one) for one in tensors} == {Marked}

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from running import LLAMA, Run, base_config, joined, train, written
-from safetensors.torch import load_file, save_file
+from running import LLAMA, Run, config_on, joined, train, written
+from safetensors.torch import load_file
+from tiny_models import with_files
 from tolerances import of_adam, of_sum
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -133,10 +134,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(folder: Path) -> dict[str, Any]:
     trainer = {"max_steps": 4, "checkpoint_every": 2, "keep_checkpoints": None}
-    config = base_config(folder, trainer=trainer, model={"path": str(folder / "model"), "init": "pretrained"})
-    config["model"].pop("config", None)
-    config["optim"] |= {"max_grad_norm": 0.5}
-    return config
+    config = config_on(folder / "model", folder, trainer=trainer, optim={"max_grad_norm": 0.5})
+    return {**config, "model": {**config["model"], "tokenizer": "quickstart"}}
 
 
 @pytest.fixture(scope="module")
@@ -189,12 +188,10 @@ def test_a_head_that_is_trained_in_full_beside_adapters_is_a_copy_of_its_slices(
 
 def test_a_weight_in_another_shape_is_refused_on_all_ranks(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "model", tmp_path, dirs_exist_ok=True)
-    weights = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"  # of 96 rows: the first of two processes would have 48 of 95, too
-    save_file({**weights, name: weights[name][:-1].contiguous()}, tmp_path / "model.safetensors", {"format": "pt"})
+    with_files(tmp_path, lambda weights: {**weights, name: weights[name][:-1]})
     config = config_of(folder)
-    config["model"]["path"] = str(tmp_path)
-    config["trainer"]["output_dir"] = str(tmp_path / "run")
+    config["model"]["path"], config["trainer"]["output_dir"] = str(tmp_path), str(tmp_path / "run")
     for result in joined(2, "sft", written(tmp_path, config), "strategy=fsdp2", expect=2):
         assert name in result.stderr, result.stderr
 
@@ -206,8 +203,7 @@ def test_files_of_another_training_on_one_machine_are_noticed(folder: Path, tmp_
     for rank, environment in enumerate(environments):
         environment["HOME"] = str(home := tmp_path / f"home{rank}")
         shutil.copytree(folder / "model", home / "model")
-    weights = load_file(home / "model/model.safetensors")
-    save_file({k: w + 1e-3 for k, w in weights.items()}, home / "model/model.safetensors", {"format": "pt"})
+    with_files(home / "model", lambda weights: {name: one + 1e-3 for name, one in weights.items()})
     config = config_of(folder)
     config["model"]["path"], config["trainer"]["output_dir"] = "~/model", str(tmp_path / "run")
     arguments = ("sft", written(tmp_path, config), f"strategy={strategy}")

@@ -120,9 +120,6 @@ def test_the_means_of_a_run_are_over_all_its_exchanges() -> None:
     assert means["forward"] == pytest.approx([0.002, 0.004]) and means["data"] == pytest.approx([0.0004, 0.0004])
 
 
-STEPS = 12
-
-
 def with_a_slow_rank(*given: Any) -> None:
     """`forked.run`, in which the forward passes of rank 0 take longer."""
     loop.EXCHANGE_EVERY = 4  # in place of 10
@@ -138,38 +135,26 @@ def with_a_slow_rank(*given: Any) -> None:
 
 
 def test_a_rank_whose_forward_passes_are_slow_is_named_and_not_those_that_wait(tmp_path: Path) -> None:
-    trainer = {"max_steps": STEPS, "log_every": 4}
+    trainer = {"max_steps": 12, "log_every": 4}
     config = base_config(tmp_path, trainer=trainer, batch={"examples_per_step": 6})
     run = train(tmp_path, config, processes=3, begin=with_a_slow_rank)
     slowest = [line["slowest_rank"] for line in run.lines if "slowest_rank" in line]
     assert len(slowest) >= 2 and set(slowest) == {0}, slowest
 
 
-LOGS = {"loss": 12.3456, "tokens_per_second": 1234567.8, "padding_fraction": 0.123, "learning_rate": 1e-3}
-
-
-def log_of(folder: Path, width: int) -> tuple[Log, io.StringIO]:
-    """A log on a terminal of that width, and what this shows."""
-    log, shown = Log(folder / "log", main=True), io.StringIO()
-    log.console = Console(file=shown, force_terminal=True, width=width, highlight=False, soft_wrap=True)
-    return log, shown
-
-
-def plain(shown: io.StringIO) -> list[str]:
-    """The lines without colours and movements of the cursor."""
-    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue()).strip())
-
-
 @pytest.mark.parametrize("width", [80, 100, 120, 200])
 def test_the_line_of_progress_keeps_step_loss_speed_and_time_left(width: int, tmp_path: Path) -> None:
-    log, shown = log_of(tmp_path, width)
+    log, shown = Log(tmp_path / "log", main=True), io.StringIO()
+    log.console = Console(file=shown, force_terminal=True, width=width, highlight=False, soft_wrap=True)
+    figures = {"loss": 12.3456, "tokens_per_second": 1234567.8, "padding_fraction": 0.123, "learning_rate": 1e-3}
     progress, state = TerminalProgress(log), RunState(step=99_998, last_step=100_000)
     progress.train_begin(state)
     state.step += 1
     progress.step_end(state)
-    progress.log(state, LOGS)
+    progress.log(state, figures)
     progress.close()
-    line = plain(shown)[-1]
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue()).strip()  # without colours and movements
+    line = re.split(r"[\r\n]+", plain)[-1]
     assert len(line) <= width
     kept = r"step +99999/100000 .*loss 12\.3456  1,234,568 tokens/s .*left +(\d+:\d+:\d+|-:--:--)"
     assert re.match(kept, line), line
@@ -185,45 +170,32 @@ def test_a_tracker_that_has_no_login_finds_nobody_to_ask(tmp_path: Path, monkeyp
 
 
 SAVE = """
-import json, types
+import json
 def save(kind, values):
-    with open("told.jsonl", "a") as file:
-        file.write(json.dumps([kind, values], default=str) + "\\n")
+    with open("told.jsonl", "a") as file: file.write(json.dumps([kind, values], default=str) + "\\n")
+class Run:
+    def log(self, values=None, data=None, **_): save("log", values or data)
+    def finish(self): save("finish", {})
 """
 PACKAGES = {
     "trackio": """
 class Config(dict):
     def update(self, values, **_): super().update(values)
 config = Config()
-class Run:
-    def log(self, values, **_): save("log", values)
-    def finish(self): save("finish", {})
-def init(**given):
-    save("init", given)
-    return Run()
+def init(**given): return save("init", given) or Run()
 """,
     "swanlab": """
 config = {}
-class Run:
-    def log(self, data=None, step=None, **_): save("log", data)
-    def finish(self): save("finish", {})
-def init(**given):
-    save("init", {**given, "name": given["experiment_name"]})
-    return Run()
+def init(**given): return save("init", {**given, "name": given["experiment_name"]}) or Run()
 """,
     "comet_ml": """
 __version__ = "3.49.0"
 def ExperimentConfig(name): return name
-class Experiment:
-    def log_parameters(self, *given, **named): pass
-    def set_step(self, step): pass
-    def log_metrics(self, values, **named): save("log", values)
-    def log_metric(self, name, value, **named): save("log", {name: value})
-    def log_other(self, *given, **named): pass
-    def end(self): save("finish", {})
-def start(project_name, experiment_config):
-    save("init", {"name": experiment_config})
-    return Experiment()
+class Experiment(Run):
+    end, log_metrics = Run.finish, Run.log
+    log_parameters = log_other = set_step = lambda *_, **__: None
+    def log_metric(self, name, value, **_): save("log", {name: value})
+def start(project_name, experiment_config): return save("init", {"name": experiment_config}) or Experiment()
 """,
 }
 

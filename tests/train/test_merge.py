@@ -12,9 +12,9 @@ import torch
 from here import run_here
 from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model
-from running import base_config, packtrain, train
+from running import config_on, packtrain, train
 from safetensors.torch import load_file, save_file
-from tiny_models import save_adapters, save_model, save_run
+from tiny_models import save_adapters, save_model, save_run, with_files
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from packtrain.config.schema import Model
@@ -114,17 +114,14 @@ def test_what_cannot_be_merged_is_refused(given: tuple[str, ...], says: tuple[st
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def trained_on(model: str, folder: Path, **groups: Any) -> dict[str, Any]:
-    groups["trainer"] = {"max_steps": 1, **groups.get("trainer", {})}
-    return {**base_config(folder, **groups), "model": {"path": model}}
+def trained_on(model: Path | str, folder: Path, **groups: Any) -> dict[str, Any]:
+    return config_on(model, folder, **{**groups, "trainer": {"max_steps": 1, **groups.get("trainer", {})}})
 
 
 def other_weights(base: Path) -> Path:
     """The model in `base` with one weight of the second layer changed."""
-    weights = load_file(base / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
-    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
-    return base
+    name = "model.layers.1.mlp.up_proj.weight"
+    return with_files(base, lambda weights: {**weights, name: weights[name] + torch.eye(*weights[name].shape)})
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +143,7 @@ def test_adapters_name_their_base_by_a_path_that_leads_there_from_anywhere(
     named = json.loads((home / "run/final/adapter_config.json").read_text())
     assert named["base_model_name_or_path"] == str(home / "base") and named["revision"] is None
     model, _ = load_trained(find_trained(str(home / "run")))
-    expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "base"), home / "run/final")
-    assert torch.equal(logits(model), logits(expected))
+    assert torch.equal(logits(model), adapted(home / "base", home / "run/final"))
 
 
 def test_a_base_of_other_weights_is_refused_by_all_that_loads_adapters(home: Path, tmp_path: Path) -> None:

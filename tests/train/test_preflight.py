@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from here import run_here
 from running import LLAMA, base_config, packtrain, written
-from tiny_models import break_borders, documents, tiny_model
+from tiny_models import break_borders, bring_code, documents, tiny_model
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import segmented
@@ -27,18 +26,14 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-
-class RunningMeanConfig(LlamaConfig):
-    model_type = "running_mean"
+class OwnConfig(LlamaConfig):
+    model_type = "own"
     mean_from = 0
-
 
 class RunningMeanEmbedding(nn.Embedding):
     """Adds the mean of all tokens before: causal, and blind to documents. With mean_from, only in longer rows than that, and
     only after the first optimizer step."""
-
-    mean_from = 0
-    first = None
+    mean_from, first = 0, None
 
     def forward(self, ids):
         embedded = super().forward(ids)
@@ -49,9 +44,8 @@ class RunningMeanEmbedding(nn.Embedding):
         count = torch.arange(1, ids.shape[1] + 1, device=ids.device)[:, None]
         return embedded + embedded.cumsum(1) / count
 
-
-class RunningMeanForCausalLM(LlamaForCausalLM):
-    config_class = RunningMeanConfig
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
 
     def __init__(self, config):
         super().__init__(config)
@@ -61,21 +55,10 @@ class RunningMeanForCausalLM(LlamaForCausalLM):
 '''
 
 
-def remote_model(folder: Path, mean_from: int) -> str:
-    """A folder with a config and code of its own, as a hub model with remote code is."""
-    folder.mkdir()
-    (folder / "modeling_running_mean.py").write_text(REMOTE_CODE)
-    names = {
-        "AutoConfig": "modeling_running_mean.RunningMeanConfig",
-        "AutoModelForCausalLM": "modeling_running_mean.RunningMeanForCausalLM",
-    }
-    config = {**LLAMA, "model_type": "running_mean", "mean_from": mean_from, "vocab_size": 951, "auto_map": names}
-    (folder / "config.json").write_text(json.dumps({**config, "initializer_range": 0.2}))
-    return str(folder)
-
-
 def remote_config(folder: Path, mean_from: int) -> dict[str, Any]:
-    model = {"path": remote_model(folder / "remote", mean_from), "init": "random", "trust_remote_code": True}
+    (folder / "remote").mkdir()
+    given = {**LLAMA, "mean_from": mean_from, "vocab_size": 951, "initializer_range": 0.2}
+    model = {"path": bring_code(folder / "remote", REMOTE_CODE, given), "init": "random", "trust_remote_code": True}
     model |= {"tokenizer": "quickstart", "config": {}}
     return base_config(folder, model=model, trainer={"max_steps": 3})
 

@@ -16,7 +16,7 @@ from running import LLAMA, Run, base_config, packtrain, train, write_jsonl
 from safetensors.torch import load_file, save_file
 from test_eval import PAIRS
 from test_eval import config_of as evaluated_config
-from tiny_models import save_model
+from tiny_models import save_model, with_files
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -185,15 +185,16 @@ def test_a_model_in_mxfp4_trains_as_what_its_weights_stand_for(tmp_path: Path) -
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 1, "vocab_size": 4096}
     whole = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gpt_oss"](**shape), dtype=torch.bfloat16)
     whole.save_pretrained(folder := tmp_path / "mxfp4")
-    weights = load_file(folder / "model.safetensors")
-    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, width, rows = weights.pop(name).shape
-        weights[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, width // 32, 16), dtype=torch.uint8)
-        weights[f"{name}_scales"] = torch.full((experts, rows, width // 32), 121, dtype=torch.uint8)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    settings = json.loads((folder / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps(settings))
+
+    def in_mxfp4(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+            experts, width, rows = weights.pop(name).shape
+            weights[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, width // 32, 16), dtype=torch.uint8)
+            weights[f"{name}_scales"] = torch.full((experts, rows, width // 32), 121, dtype=torch.uint8)
+        return weights
+
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    with_files(folder, in_mxfp4, quantization_config=settings)
     config["model"]["path"] = str(folder)
     packed, padded = (run_here(tmp_path, config, f"packing.mode={mode}", name=mode) for mode in ("packed", "padding"))
     assert packed.losses == pytest.approx(padded.losses, rel=1e-6) and packed.losses[-1] != packed.losses[0]

@@ -89,20 +89,13 @@ def start(folder: Path, config: dict[str, Any], name: str, processes: int = 1) -
     path = written(folder, {**config, "trainer": {**config["trainer"], "output_dir": str(folder / name)}}, name)
     said = [folder / f"{name}-{rank}.said" for rank in range(processes)]
     variables = forked.told_by_torchrun(processes) if processes > 1 else [{}]
-    ranks = [
-        forked.start(("sft", path), {**ENVIRONMENT, **own}, folder, [file, file])
-        for own, file in zip(variables, said, strict=True)
-    ]
+    given = [({**ENVIRONMENT, **own}, folder, [file, file]) for own, file in zip(variables, said, strict=True)]
+    ranks = [forked.start(("sft", path), *one) for one in given]
     limit = time.monotonic() + 600
     while not any((folder / name / "checkpoints").glob("step-*")):  # an old one gives way to a newer one
         assert time.monotonic() < limit and all(one.is_alive() for one in ranks), said[0].read_text()
         time.sleep(0.01)
     return ranks, said[0]
-
-
-def signalled(process: BaseProcess, number: int) -> None:
-    assert process.pid is not None
-    os.kill(process.pid, number)
 
 
 def ends(ranks: list[BaseProcess]) -> list[int | None]:
@@ -119,7 +112,7 @@ def test_killed_and_resumed_gives_bitwise_the_same_weights(tmp_path: Path, proce
     expected = train(tmp_path, config, name="unbroken", processes=processes)
     ranks, _ = start(tmp_path, config, "killed", processes)
     for rank in ranks:
-        signalled(rank, signal.SIGKILL)
+        rank.kill()
     assert ends(ranks) == [-signal.SIGKILL] * processes
     assert not (tmp_path / "killed" / "final").exists(), "it was killed too late"
     resumed = train(tmp_path, config, name="killed", processes=processes)
@@ -136,7 +129,7 @@ def test_a_signal_ends_the_run_after_a_checkpoint_that_it_goes_on_from(
     name = f"signal-{number}-{processes}"
     config = config_of(folder, trainer={"max_steps": 100_000, "keep_checkpoints": 1})
     ranks, said = start(folder, config, name, processes)
-    signalled(ranks[-1], number)  # from there all stop after the same step
+    os.kill(ranks[-1].pid or 0, number)  # from there all stop after the same step
     assert ends(ranks) == [code] * processes, said.read_text()
     run = Run(folder / name)
     assert run.summary["status"] == "stopped"
@@ -217,10 +210,16 @@ def test_a_checkpoint_that_would_take_longer_than_the_grace_time_is_not_begun(
     assert ("after SIGTERM are left (topology.grace); the newest is that of step 2" in run.log) == (newest == 2)
 
 
+def killed(folder: Path, name: str, *overrides: str) -> Run:
+    """A run as if it had been killed just before its end."""
+    run = train(folder, config_of(folder), *overrides, name=name)
+    (run.folder / "summary.json").unlink()
+    return run
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_said(unbroken: tuple[Path, Run]) -> None:
     folder, expected = unbroken
-    run = train(folder, config_of(folder), name="damaged")
-    (run.folder / "summary.json").unlink()  # as if it had been killed just before its end
+    run = killed(folder, "damaged")
     newest = run.checkpoint(9)
     weights = bytearray((newest / "model.safetensors").read_bytes())
     weights[-1] ^= 1
@@ -240,8 +239,7 @@ def refused(folder: Path, name: str, *changes: str) -> list[Problem]:
 
 def test_what_would_change_the_course_is_refused_key_by_key(unbroken: tuple[Path, Run]) -> None:
     folder, _ = unbroken
-    train(folder, config_of(folder), "trainer.max_steps=3", name="changed")
-    (folder / "changed" / "summary.json").unlink()
+    killed(folder, "changed", "trainer.max_steps=3")
     free = ["trainer.log_every=2", "data.eval=null"]
     changes = ["trainer.seed=1", "data.max_length=30", "optim.learning_rate=0.5", "model.config.attention_dropout=0.5"]
     early, later = ["optim.learning_rate", "trainer.seed"], ["data.train", "model.config.attention_dropout"]
@@ -258,14 +256,12 @@ def test_what_would_change_the_course_is_refused_key_by_key(unbroken: tuple[Path
 
 def test_listed_changes_take_effect_and_are_said(unbroken: tuple[Path, Run]) -> None:
     folder, expected = unbroken
-    train(folder, config_of(folder), "trainer.max_steps=6", name="despite")
-    (folder / "despite" / "summary.json").unlink()
+    run = killed(folder, "despite", "trainer.max_steps=6")
     changes = ["optim.learning_rate=1e-12", "optim.schedule=linear", "optim.max_grad_norm=0.25", "trainer.log_every=3"]
     names = "optim.learning_rate, optim.schedule, optim.max_grad_norm, trainer.epochs"
     said = packtrain("sft", str(folder / "despite.yaml"), *changes, f"trainer.resume_despite=[{names}]").stdout
     for change in ("optim.learning_rate 0.001 → 1e-12", "→ 9 steps", "step-000006", "trainer.log_every 1 → 3"):
         assert change in said
-    run = Run(folder / "despite")
     assert run.losses[:6] == expected.losses[:6]
     assert run.steps[-1]["lr"] == pytest.approx(1e-12 * (9 - 8) / 9)
     before, after = run.weights("checkpoints/step-000006"), run.weights()
@@ -274,11 +270,13 @@ def test_listed_changes_take_effect_and_are_said(unbroken: tuple[Path, Run]) -> 
 
 def test_another_length_is_refused_where_the_learning_rate_depends_on_it(unbroken: tuple[Path, Run]) -> None:
     folder, _ = unbroken
-    train(folder, config_of(folder), "optim.schedule=cosine", "trainer.max_steps=3", name="length")
-    (folder / "length" / "summary.json").unlink()
+    killed(folder, "length", "optim.schedule=cosine", "trainer.max_steps=3")
     longer = ["optim.schedule=cosine", "trainer.max_steps=6"]
     (problem,) = refused(folder, "length", *longer)
     assert problem.where == "trainer.max_steps"
+    check_length(folder / "step-000003", 3, 3)
+    with pytest.raises(UserError, match="step-000003 is of step 3, and this run would end after 2"):
+        check_length(folder / "step-000003", 3, 2)
     config = load_config(str(folder / "length.yaml"), [*longer, "trainer.resume_despite=[trainer.max_steps]"])
     rates = [line["lr"] for line in train_here(config, folder / "length").steps]
     assert rates[3:] == pytest.approx([1e-3 * (1 + math.cos(math.pi * step / 6)) / 2 for step in (3, 4, 5)])
@@ -297,12 +295,6 @@ def test_a_finished_run_is_moved_aside_and_never_overwritten(tmp_path: Path) -> 
     assert len(Run(tmp_path / "again").losses) == 2
     assert Run(tmp_path / "again.1").losses == losses
     assert Run(tmp_path / "again.1").summary["status"] == "done"
-
-
-def test_a_run_that_would_end_before_its_checkpoint_is_refused(tmp_path: Path) -> None:
-    check_length(tmp_path / "step-000003", 3, 3)
-    with pytest.raises(UserError, match="step-000003 is of step 3, and this run would end after 2"):
-        check_length(tmp_path / "step-000003", 3, 2)
 
 
 def test_a_killed_run_without_a_checkpoint_is_kept_when_another_begins(tmp_path: Path) -> None:
@@ -347,13 +339,8 @@ def bucket() -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
 
     port = free_port()
     server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL)
-    env = {
-        "AWS_ACCESS_KEY_ID": "someone",
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "1",
-    }
+    env = {"AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_MAX_ATTEMPTS": "1"}
+    env |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
     secrets = {"aws_access_key_id": "someone", "aws_secret_access_key": SECRET}
     client = boto3.client("s3", endpoint_url=env["AWS_ENDPOINT_URL"], region_name="us-east-1", **secrets)
     until = time.monotonic() + 60
@@ -385,9 +372,7 @@ def killed_once_copied(*given: Any) -> None:
     forked.run(*given)
 
 
-def test_a_killed_run_goes_on_bit_for_bit_on_a_fresh_machine(
-    bucket: tuple[subprocess.Popen[bytes], dict[str, str]], tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_bit_for_bit_on_a_fresh_machine(bucket: Any, tmp_path: Path) -> None:
     _, env = bucket
     config = base_config(tmp_path, trainer={"checkpoint_every": 2, "max_steps": 6})
     unbroken = train(tmp_path, config, name="unbroken")
@@ -412,9 +397,7 @@ def test_a_killed_run_goes_on_bit_for_bit_on_a_fresh_machine(
 
 
 @pytest.mark.exhaustive
-def test_a_bucket_that_goes_away_in_the_middle_costs_a_warning(
-    bucket: tuple[subprocess.Popen[bytes], dict[str, str]], tmp_path: Path
-) -> None:
+def test_a_bucket_that_goes_away_in_the_middle_costs_a_warning(bucket: Any, tmp_path: Path) -> None:
     import s3fs
 
     server, env = bucket

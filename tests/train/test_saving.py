@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from here import run_here
-from running import LLAMA, Run, base_config, train
+from running import Run, base_config, config_on, train
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from tiny_models import save_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase
 
-from packtrain.data.sources.quickstart import tokenizer
 from packtrain.errors import UserError
 from packtrain.model.save import mend_generation_config, try_saving
 
@@ -23,20 +23,14 @@ SHORT: dict[str, Any] = {"max_steps": 2}
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model as one downloads it."""
-    folder, words = tmp_path_factory.mktemp("model"), tokenizer()
-    settings = {key: value for key, value in LLAMA.items() if key != "model_type"}
-    config = LlamaConfig(vocab_size=len(words), pad_token_id=0, bos_token_id=None, eos_token_id=2, **settings)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    words.save_pretrained(folder)
-    return folder
+    return save_model(tmp_path_factory.mktemp("model"), pad_token_id=0, bos_token_id=None, eos_token_id=2)
 
 
 def starting_from(model: Path, folder: Path, generation: dict | str, **groups: dict) -> dict:
     """A config that trains `model`, whose generation_config.json says `generation`."""
     text = generation if isinstance(generation, str) else json.dumps(generation)
     (model / "generation_config.json").write_text(text)
-    config = base_config(folder, **{"trainer": SHORT, **groups})
-    return {**config, "model": {"path": str(model)}}
+    return config_on(model, folder, **{"trainer": SHORT, **groups})
 
 
 def generation(folder: Path) -> dict:

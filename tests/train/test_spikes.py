@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from answer_runs import preferences
+from answer_runs import of_objective
 from here import train_here
 from matrix import needs
-from running import Run, assert_same_bits, base_config, packtrain, train, write_jsonl
+from running import Run, assert_same_bits, base_config, packtrain, train
 from running import written as yaml_of
 
 from packtrain.config.compose import load_config
@@ -94,12 +94,10 @@ def test_a_skipped_step_changes_nothing_and_is_told_with_its_documents(skipped: 
 @pytest.mark.parametrize("verb", ["sft", "dpo"])
 def test_the_means_of_a_line_leave_a_skipped_step_out(tmp_path: Path, verb: str) -> None:
     """Of lines for several steps, and TRL's own figures as well; a line of one skipped step repeats the loss before it."""
-    pairs = write_jsonl(tmp_path / "pairs.jsonl", preferences(60, 0))
-    data: dict[str, Any] = {} if verb == "sft" else {"train": str(pairs), "max_length": 92}
 
     def trained(name: str, log_every: int) -> Run:
         keys: dict[str, Any] = {"max_steps": 8, "log_every": log_every, "on_spike": "skip"}
-        config = base_config(tmp_path, trainer=keys, data=data)
+        config = of_objective(tmp_path, verb, 60, trainer=keys)
         return train(tmp_path, config, name=name, command=verb, begin=with_a_spike)
 
     each, some = trained("each", 1).steps, trained("some", 4).steps

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -23,6 +24,7 @@ SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidd
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 _COMMON = {**SIZES, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+Weights = dict[str, torch.Tensor]
 FAMILIES: dict[str, dict] = {
     "llama": {},  # grouped queries
     "mistral": {"sliding_window": 8},
@@ -93,10 +95,26 @@ def save_model(folder: Path, family: str = "llama", **config: Any) -> Path:
     """A random model with the built-in tokenizer."""
     tokenizer = quickstart_tokenizer()
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model = tiny_model(family, vocab_size=len(tokenizer), num_hidden_layers=2, **special, **config)
+    model = tiny_model(family, vocab_size=len(tokenizer), num_hidden_layers=2, **{**special, **config})
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def with_files(folder: Path, change: Callable[[Weights], Weights], **config: Any) -> Path:
+    """The model in `folder` with other weights in its file, and values in its config.json."""
+    file, settings = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    save_file({name: one.clone() for name, one in change(load_file(file)).items()}, file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(settings | config))
+    return folder
+
+
+def bring_code(folder: Path, code: str, config: dict[str, Any]) -> str:
+    """Gives a folder the code of OwnConfig and OwnForCausalLM, as a hub model with remote code has it."""
+    names = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM"}
+    (folder / "own_code.py").write_text(code)
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": names}))
+    return str(folder)
 
 
 def save_adapters(folder: Path, base: Path, **lora: Any) -> Path:
