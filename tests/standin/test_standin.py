@@ -25,6 +25,7 @@ from tests.train import forked
         (checks.has_torchs_kernel_forward_and_backward, 1),
         (checks.ends_with_the_kernel_that_broke_the_device, 1),
         (checks.passes_over_a_kernel_without_code_for_the_device, 1),
+        (checks.keeps_inputs_of_layers_on_the_host, 1),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )
@@ -39,7 +40,14 @@ def test_ranks_have_nccl(gpus, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("launched", ["by nobody", "by torchrun", "by nobody, in a shell with LOCAL_RANK"])
 def test_a_process_joins_on_its_own_gpu(gpus, launched: str) -> None:
-    devices = 8
-    local = {"LOCAL_RANK": str(devices - 1)} if "LOCAL_RANK" in launched or "torchrun" in launched else {}
+    local = {"LOCAL_RANK": "7"} if launched != "by nobody" else {}
     variables = {**(forked.told_by_torchrun(1)[0] if "torchrun" in launched else {}), **local}
-    gpus.call(checks.joins_on_the_gpu_of_its_local_rank, devices=devices, env=variables)
+    gpus.call(checks.joins_on_the_gpu_of_its_local_rank, devices=8, env=variables)
+
+
+@pytest.mark.sample("grpo")
+@pytest.mark.parametrize("kind", ["grpo", "sft", "dpo"])
+def test_an_attached_trainer_of_trl_trains_as_on_the_cpu_by_flash(gpus, kind: str) -> None:
+    gpus.call(checks.trains_by_trl, env={"KIND": kind})
+    forward, backward = gpus.flash_calls(0)
+    assert forward and backward and max(backward) > 1 and set(gpus.touched()[0]) == {0}

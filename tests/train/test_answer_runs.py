@@ -102,7 +102,7 @@ def test_adapters_score_as_trained_alone_and_merged_and_are_gone_on_from(runs: A
     assert onward.evals[0]["eval_loss"] == pytest.approx(packed.evals[-1]["eval_loss"], rel=1e-5)
 
 
-@only("kto", "reward")  # dpo: test_dpo_verify.py
+@only("kto", "reward")  # dpo: test_dpo_user.py
 @pytest.mark.parametrize("reference", ["model", pytest.param("precomputed", marks=pytest.mark.exhaustive)])
 def test_verify_proves_modes_and_the_first_loss(runs: AnswerRuns, reference: str) -> None:
     if (runs.kind, reference) == ("reward", "precomputed"):
