@@ -21,7 +21,7 @@ from trl_trainers import settings
 
 from packtrain.config.schema import Model
 from packtrain.errors import CheckFailed, UserError
-from packtrain.train.verify.modes import MODES
+from packtrain.train.verify.loss_proofs import MODES
 
 LN2 = 0.6931472
 EXAMPLES = {"dpo": [7, 7, 7, 1, 7, 7], "kto": [7, 7, 7, 2] * 2, "reward": [7, 7, 7, 1, 7, 7]}

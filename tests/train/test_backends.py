@@ -24,8 +24,7 @@ from packtrain.packing.segments import Segments
 from packtrain.proof import isolation
 from packtrain.proof.choice import NotExact, choose_attention
 from packtrain.proof.comparison import evaluating
-from packtrain.proof.isolation import DOCUMENTS, TREE, check_causal_and_padding, logits_in_row, prove_isolation
-from packtrain.proof.leak import find_leak
+from packtrain.proof.isolation import DOCUMENTS, TREE, check_causal_and_padding, find_leak, prove_isolation
 
 # two prompts, the first one shared twice and once more later, and a lone document; equal lengths, neighbours and not
 SHARED = Segments((13, 7, 7, 21, 5, 1, 13, 7), (None, 0, 0, None, 3, 3, None, 0))
@@ -318,7 +317,7 @@ def test_a_router_that_takes_another_expert_by_rounding_is_no_leak_and_hides_non
     with evaluating(model), attending_by(model, "segmented"):  # the row as it is in the proof
         model.train()
         usual.clear()
-        logits_in_row(model, isolation.random_ids(model, DOCUMENTS)[0], DOCUMENTS)
+        isolation.logits_in_row(model, isolation.random_ids(model, DOCUMENTS)[0], DOCUMENTS)
         turned.clear()
     proof = prove_isolation(model, "segmented")
     assert turned and proof.verdict == "exact", proof

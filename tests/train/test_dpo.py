@@ -206,7 +206,7 @@ def test_steps_of_one_kind_of_answers_are_those_of_trl(label: bool, tmp_path: Pa
 
 def test_mismatched_pairs_are_cut_as_by_trl_and_keep_to_the_limits_of_a_micro_batch(tmp_path: Path) -> None:
     longest = max(len(row["prompt_ids"]) + len(row["KL_completion_ids"]) for row in tiny_dpo.rows())
-    assert longest == 38 and max(tiny_dpo.ANSWERS.lengths) == 35
+    assert longest == 38 and max(tiny_dpo.ANSWERS.lengths) == 34
     expected = of_trl(tmp_path, "kto", most=36)
     for layout in tiny_dpo.OF_KTO:
         steps = steps_of(layout, 40, kind="kto", max_length=36)

@@ -24,8 +24,8 @@ from packtrain.attention.backends import attend_by, attending_by
 from packtrain.changes.experts import group_experts
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed, UserError
-from packtrain.model.expert_loop import can_group, loop_over_experts
 from packtrain.model.forward import add_loss_sum
+from packtrain.model.layers import can_group, loop_over_experts
 from packtrain.model.routers import RouterLoss, router_loss, without_labels
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded
 from packtrain.packing.segments import Segments

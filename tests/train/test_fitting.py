@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from packtrain.config.schema import Optim
 from packtrain.errors import UserError
-from packtrain.optimizers.muon import MuonAndAdamW
-from packtrain.optimizers.spec import OPTIMIZERS
-from packtrain.train.optim.weight_groups import group_weights
+from packtrain.optimizers import OPTIMIZERS
+from packtrain.train.optim.weight_groups import MuonAndAdamW, group_weights
 
 DORA = ("peft=lora", "peft.r=4", OPTIONS)
 GROUPS = (FROZEN, "optim.weight_decay=0.1")

@@ -21,8 +21,7 @@ from packtrain.monitor.heartbeat import Heartbeat, Phase
 from packtrain.run_folder import RunFolder
 from packtrain.train import loop
 from packtrain.train.log.console import Log
-from packtrain.train.log.metrics import TerminalProgress
-from packtrain.train.log.rank_times import RankTimes, StepClock
+from packtrain.train.log.metrics import RankTimes, StepClock, TerminalProgress
 from packtrain.train.log.trackers import trackers_of
 from packtrain.train.run_state import RunState
 from tests.train import forked

@@ -23,8 +23,7 @@ from packtrain.config.schema import Model, Peft
 from packtrain.data.dataset import Preference
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
-from packtrain.model.forward import add_answer_scores
-from packtrain.model.heads import add_scores, outputs_of_tokens
+from packtrain.model.forward import add_answer_scores, add_scores, outputs_of_tokens
 from packtrain.model.load import load_model
 from packtrain.model.weights import weights_hash
 from packtrain.packing.collate import RowLayout, collate_pairs, collate_scored

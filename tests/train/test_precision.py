@@ -24,11 +24,12 @@ from packtrain.config.schema import Peft
 from packtrain.model import precision
 from packtrain.model.adapters import add_adapters
 from packtrain.model.forward import add_loss_sum
-from packtrain.model.precision import decide_precision, settle_kernels, weights_cast_once
+from packtrain.model.precision import decide_precision, settle_kernels
 from packtrain.model.spread import Ranks
 from packtrain.packing.collate import collate_padded
 from packtrain.plan.origin import origin_in
 from packtrain.proof import isolation
+from packtrain.train.engine import weights_cast_once
 from tests.train import forked
 
 

@@ -28,17 +28,17 @@ from packtrain.objectives.kto.run import KTOLoss, UnpairedSteps
 from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.first_loss import check_answer_forward, check_first_loss
 from packtrain.train.objectives.loss import Setup
 from packtrain.train.objectives.pairs_and_answers import PairSteps
 from packtrain.train.run_state import LoopSettings, StopRequest
+from packtrain.train.verify.loss_proofs import check_answer_forward, check_first_loss
 
 TOKENIZER = load_tokenizer(Model(tokenizer="quickstart"))
 LAYOUTS: tuple[RowLayout, ...] = ("padding", "flat", "shared")
 OF_KTO: tuple[RowLayout, ...] = ("padding", "flat")
 SPLITS = ([[0, 1, 2, 3, 4, 5, 6]], [[2, 0, 5], [6], [], [4, 1, 3]])
 """A step of seven examples in one micro-batch, and in several of which one is empty."""
-SHAPES = [(10, 5, 9), (1, 4, 4), (33, 2, 1), (2, 7, 7), (5, 20, 3), (18, 6, 11), (1, 1, 1)]
+SHAPES = [(10, 5, 9), (1, 4, 4), (33, 1, 2), (2, 7, 7), (5, 20, 3), (18, 6, 11), (1, 1, 1)]
 """Tokens of a prompt, of a chosen (or the only) answer, and of a rejected one."""
 LABELS = [True, False, False, True, True, False, True]
 Step = tuple[float, torch.Tensor, dict[str, float]]
