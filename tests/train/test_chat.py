@@ -150,10 +150,10 @@ def test_what_cannot_answer_is_refused(tmp_path: Path) -> None:
     template = "{{ raise_exception('no system, please') if messages[0].role == 'system' }}"
     (model / "chat_template.jinja").write_text(template)
     refused = chat(partial(counting, piped), "Hello\n", str(model), "--system", "x", expect=2)[1]
-    assert "no system, please" in refused and "Leave the system prompt away" in refused
+    assert "no system, please" in refused and "[template-refused]" in refused
     config = model / "config.json"
     config.write_text(config.read_text().replace("ForCausalLM", "ForSequenceClassification"))
-    assert "a reward model scores answers" in chat(piped, "", str(model), expect=2)[1]
+    assert "[scores-not-answers]" in chat(piped, "", str(model), expect=2)[1]
 
 
 @pytest.mark.parametrize("named", ["./nowhere", "empty", "bare"])

@@ -100,12 +100,9 @@ def test_preferences_of_two_processes_begin_with_a_zero_margin_as_the_reference_
     assert "compiled   1 layer by torch.compile" in run.log and "isolation  exact" in run.log
 
 
-@pytest.mark.parametrize(
-    "family, said",
-    [("gpt_oss", "experts differ from token"), ("bloom", "attention function"), ("mamba", "from token to token")],
-)
-def test_models_whose_layers_are_another_program_for_each_row_are_refused(family: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+@pytest.mark.parametrize("family", ["gpt_oss", "bloom", "mamba"])  # experts, attention and states of their own
+def test_models_whose_layers_are_another_program_for_each_row_are_refused(family: str) -> None:
+    with pytest.raises(UserError, match=r"\[cannot-compile\]"):
         compile_layers(tiny_model(family))
 
 

@@ -137,9 +137,9 @@ def test_a_card_names_what_is_on_the_hub_and_nothing_of_this_machine(tmp_path: P
 
 def test_adapters_of_a_local_model_and_what_the_hub_refuses_are_told(run: Path, tmp_path: Path) -> None:
     adapters = save_adapters(tmp_path / "adapters", save_model(tmp_path / "base"))
-    assert "--to merged" in sent(tmp_path, str(adapters), "--repo", "x", expect=2).stderr
-    assert "Give --repo" in sent(tmp_path, str(run), expect=2).stderr
-    assert "public repository already" in sent(tmp_path, str(run), "--repo", "known", expect=2).stderr
+    assert "[base-not-public]" in sent(tmp_path, str(adapters), "--repo", "x", expect=2).stderr
+    assert "[no-repo-name]" in sent(tmp_path, str(run), expect=2).stderr
+    assert "[repo-is-public]" in sent(tmp_path, str(run), "--repo", "known", expect=2).stderr
     assert not [*(tmp_path / "hub").iterdir()]
     refused = sent(tmp_path, str(run), "--repo", "taken/name", expect=2).stderr
     assert "403 Forbidden" in refused and "HF_TOKEN" in refused and "Traceback" not in refused
@@ -171,8 +171,7 @@ def test_ollama_is_handed_the_file_with_the_chat_template(tmp_path: Path) -> Non
     assert modelfile.read_text().startswith('FROM ./model.gguf\nTEMPLATE """')
     assert packtrain(*named[:-2], env={"PATH": str(tools)}).stdout == told  # the file is there: nothing is converted
     os.utime(model / "model.safetensors", (2**32, 2**32))
-    changed = packtrain(*named, env={"PATH": str(tools)}, expect=2).stderr
-    assert "there is something already" in changed
+    assert "[output-taken]" in packtrain(*named, env={"PATH": str(tools)}, expect=2).stderr
     shutil.rmtree(tmp_path / "Chats-gguf")
     tools.mkdir()
     (tools / "ollama").write_text(OLLAMA)
@@ -247,10 +246,9 @@ def test_a_template_that_cannot_be_told_is_left_to_ollama(template: str) -> None
 def test_a_tool_that_is_missing_is_named_before_any_work(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     refused = packtrain("export", str(model), "--to", "gguf", expect=2, env={"PATH": "", "LLAMA_CPP": ""}).stderr
-    assert "llama.cpp's converter is not here" in refused and "git clone" in refused and "--converter" in refused
+    assert "[no-converter]" in refused and "--converter" in refused
     refused = packtrain("export", str(model), "--to", "gguf", "--converter", "/nowhere", expect=2).stderr
-    assert "--converter: there is no /nowhere" in refused
-    merged = packtrain("export", str(model), "--to", "merged", expect=2).stderr
-    assert "nothing to merge" in merged
+    assert "--converter: there is no /nowhere [no-converter]" in refused
+    assert "[nothing-to-merge]" in packtrain("export", str(model), "--to", "merged", expect=2).stderr
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert AutoTokenizer.from_pretrained(model) and os.listdir(model)

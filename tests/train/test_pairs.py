@@ -218,7 +218,7 @@ def test_a_language_model_gets_a_head_by_the_seed_and_a_reward_model_keeps_its_o
 @pytest.mark.parametrize(
     ("model_type", "given", "said"),
     [
-        ("llama", {"num_labels": 3}, "3 scores"),
+        ("llama", {"num_labels": 3}, "3 scores .*several-scores"),
         ("bert", {"num_labels": 1}, "BertForSequenceClassification"),
         ("t5", {"num_labels": 1}, "T5ForSequenceClassification"),
         ("ctrl", {"num_labels": 1}, "CTRLForSequenceClassification"),

@@ -98,9 +98,8 @@ def test_trl_may_switch_it_off_and_on_again() -> None:
 def test_a_model_whose_layers_cannot_is_refused() -> None:
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
     model.supports_gradient_checkpointing = False
-    with pytest.raises(UserError, match="cannot compute their activations again") as refused:
+    with pytest.raises(UserError, match=r"\[cannot-recompute\](.|\n)*gradient_checkpointing=none"):
         recompute(model, "full")
-    assert "gradient_checkpointing=none" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +200,7 @@ def test_experts_and_routers_are_left_alone() -> None:
     mixed = tiny_model("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[1])
     assert [type(mlp).__name__ for mlp in mlps_of(mixed)] == ["Qwen3MoeMLP"]
     for family in ("gpt_oss", "mixtral", "opt"):
-        with pytest.raises(UserError, match="has an MLP that is a module of its own"):
+        with pytest.raises(UserError, match=r"\[no-mlps\]"):
             check_tiles(tiny_model(family))
 
 
@@ -211,7 +210,7 @@ def test_mlps_that_mix_tokens_are_refused() -> None:
     own = mlp.forward
     for layer in model.model.layers:
         layer.mlp.forward = lambda hidden: own(hidden.cumsum(dim=-2))
-    with pytest.raises(CheckFailed, match="tokens see each other in the MLPs of LlamaForCausalLM"):
+    with pytest.raises(CheckFailed, match=r"LlamaForCausalLM.*\[mlps-mix-tokens\]"):
         check_tiles(model)
 
 

@@ -244,7 +244,7 @@ def test_what_would_change_the_course_is_refused_key_by_key(unbroken: tuple[Path
     changes = ["trainer.seed=1", "data.max_length=30", "optim.learning_rate=0.5", "model.config.attention_dropout=0.5"]
     early, later = ["optim.learning_rate", "trainer.seed"], ["data.train", "model.config.attention_dropout"]
     result = packtrain("sft", str(folder / "changed.yaml"), *changes, *free, expect=2)
-    assert all(f"{key}: the checkpoint step-000003 was made with " in result.stderr for key in early)
+    assert [line.split(": ")[0] for line in result.stderr.splitlines() if "[changed-since-checkpoint]" in line] == early
     assert f"'trainer.resume_despite=[{','.join(early)}]'" in result.stderr and "log_every" not in result.stderr
     listed = f"trainer.resume_despite=[{','.join(early)}]"  # what shows only when data and model are loaded
     problems = refused(folder, "changed", *changes, *free, listed)
@@ -275,7 +275,7 @@ def test_another_length_is_refused_where_the_learning_rate_depends_on_it(unbroke
     (problem,) = refused(folder, "length", *longer)
     assert problem.where == "trainer.max_steps"
     check_length(folder / "step-000003", 3, 3)
-    with pytest.raises(UserError, match="step-000003 is of step 3, and this run would end after 2"):
+    with pytest.raises(UserError, match=r"step-000003 is of step 3.* 2 \[ends-before-checkpoint\]"):
         check_length(folder / "step-000003", 3, 2)
     config = load_config(str(folder / "length.yaml"), [*longer, "trainer.resume_despite=[trainer.max_steps]"])
     rates = [line["lr"] for line in train_here(config, folder / "length").steps]

@@ -106,11 +106,11 @@ def test_verify_compares_shared_rows_with_their_gradients(tmp_path: str) -> None
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["objective.options.neftune_noise_alpha=5"], "shared tokens belong to several"),
+        (["objective.options.neftune_noise_alpha=5"], "[noise-on-shared-tokens]"),
         (["model.attention=per_document"], "runs every document by itself"),
         (
             ["model.config.model_type=qwen3_moe", f"model.config={ROUTED}"],
-            "counts a token in every document that has it",
+            "[routers-share-tokens]",
         ),
     ],
 )
@@ -216,9 +216,9 @@ def test_verify_proves_split_rows_with_their_gradients(tmp_path: str, verb: str,
 @pytest.mark.parametrize(
     ("processes", "options", "said"),
     [
-        (3, ["strategy.sequence_parallel=2"], "3 processes cannot make groups of 2"),
-        (2, ["batch.tokens_per_device=50"], "or start more processes"),
-        (2, ["mamba"], "cannot be split"),  # it mixes tokens elsewhere, too
+        (3, ["strategy.sequence_parallel=2"], "3 processes cannot make groups of 2 [uneven-groups]"),
+        (2, ["batch.tokens_per_device=50"], "[document-exceeds-micro-batch]"),
+        (2, ["mamba"], "[cannot-split]"),  # it mixes tokens elsewhere, too
     ],
 )
 def test_what_cannot_be_split_is_refused(tmp_path: Path, processes: int, options: list[str], said: str) -> None:

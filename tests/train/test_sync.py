@@ -25,7 +25,6 @@ from packtrain.train.sync import Peers, agree_on_data, agree_on_start, connect
 RANKS = 3
 CPU = torch.device("cpu")
 REFUSED = "Gloo connectFullMesh failed with SO_ERROR: Connection refused, remote=[127.0.0.1]:17332$0"
-FIX = "packtrain env CONFIG --cluster measures the links; NCCL_DEBUG=INFO tells which one is used, GLOO_SOCKET_IFNAME sets it"
 
 
 def peers(world_size: int) -> list[Peers]:
@@ -197,8 +196,6 @@ def test_a_rank_with_a_wrong_sum_or_none_in_time_fails_with_its_network_settings
     assert [number for number, error in enumerate(errors) if error] == [rank]
     error = errors[rank]
     assert isinstance(error, CheckFailed) and ends == ([3] if fault is stuck else [])
-    where = f"rank {rank} on n{1 + rank // 2}"
-    assert (
-        str(error)
-        == f"{where}: the first all-reduce over nccl {said} (NCCL_SOCKET_IFNAME is eth0) [first-all-reduce]\n    → {FIX}"
-    )
+    first = str(error).partition("\n")[0]
+    assert first.startswith(f"rank {rank} on n{1 + rank // 2}: ") and said in first
+    assert first.endswith("(NCCL_SOCKET_IFNAME is eth0) [first-all-reduce]")
