@@ -82,6 +82,7 @@ ADAPTED = ("final/adapter_model.safetensors", "final-merged/model.safetensors")
 LORA = ("peft=lora", "peft.r=4", "peft.merge=true")
 DORA = "peft.options={use_dora: true, use_rslora: true}"
 GROUPS = r"optim.groups=[{match: embed_tokens, lr_scale: 0}, {match: 'layers\.0\.', lr_scale: 3, weight_decay: 0}]"
+BF16, CHANCE = "model.dtype=bfloat16", "optim.bf16_rounding=stochastic"
 PLAIN_OPTIMIZER = (ALONE, "ddp", "fsdp2")
 """Worlds in which the optimizer is not DeepSpeed's."""
 VARIANTS = {
@@ -97,13 +98,8 @@ VARIANTS = {
         loads="final-ema",
     ),
     "bf16": Variant(both=("trainer.mixed_precision=bf16",), near=1e-2),
-    "masters": Variant(both=("model.dtype=bfloat16", "optim.bf16_rounding=never"), objectives=("sft",), near=1e-2),
-    "rounded by chance": Variant(
-        both=("model.dtype=bfloat16", "optim.bf16_rounding=stochastic"),
-        objectives=("sft",),
-        worlds=PLAIN_OPTIMIZER,
-        near=1e-2,
-    ),
+    "masters": Variant((BF16, "optim.bf16_rounding=never"), objectives=("sft",), near=1e-2),
+    "rounded by chance": Variant((BF16, CHANCE), objectives=("sft",), worlds=PLAIN_OPTIMIZER, near=1e-2),
     "tokens a step": Variant(
         both=("batch.examples_per_step=null", "batch.tokens_per_step=1024", "batch.tokens_per_device=256"),
         objectives=("sft",),

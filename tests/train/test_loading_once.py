@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from running import LLAMA, Run, config_on, joined, train, written
 from safetensors.torch import load_file
 from tiny_models import with_files
-from tolerances import of_adam, of_sum
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -150,6 +150,21 @@ def on_two_machines(folder: Path, *overrides: str, name: str) -> Run:
     for result in forked.results_of(arguments, ranks, None, 600):
         assert result.returncode == 0, result.stderr
     return Run(folder / name)
+
+
+def of_sum(terms: int = 256) -> float:
+    """How far two sums differ by rounding: each addition is off by half of EPS, one way or the other, in both.
+
+    Losses and norms of gradients are sums over the tokens of a micro-batch, 256 at most (running.py::base_config)."""
+    return torch.finfo(torch.float32).eps * math.sqrt(terms)
+
+
+def of_adam(weights: int) -> float:
+    """The same of a norm of `weights` numbers that Adam made from zeros, such as an adapter.
+
+    Adam divides each gradient by its own size, so the smallest ones count as much as the largest. All are off by the rounding of a
+    usual one. The smallest is `weights` times smaller: its step is off by as many roundings, √weights of the norm of all."""
+    return of_sum() * math.sqrt(weights)
 
 
 def assert_same(run: Run, expected: Run) -> None:

@@ -121,6 +121,7 @@ def test_a_tokenizer_or_a_config_that_cannot_be_saved_costs_no_training(
     )
     if final.exists():
         assert load_file(final / "model.safetensors").keys() == load_file(pretrained / "model.safetensors").keys()
+        assert kind == LlamaConfig or AutoModelForCausalLM.from_pretrained(final)
         assert (final / "config.json").exists() == (kind != LlamaConfig)
 
 
