@@ -157,6 +157,16 @@ class Run:
         return f"trainer.resume={self.checkpoint(step)}"
 
 
+def after(do: Callable[..., object], own: Callable[..., Any]) -> Callable[..., Any]:
+    """`own`, called once `do` was called with the same arguments."""
+
+    def call(*given: Any, **named: Any) -> Any:
+        do(*given, **named)
+        return own(*given, **named)
+
+    return call
+
+
 def assert_same_bits(run: Run, expected: Run, file: str = "final/model.safetensors", *, after: int = 0) -> None:
     """Losses (from step `after` on), and the weights in `file`, are equal bit for bit."""
     assert run.losses == expected.losses[after:]

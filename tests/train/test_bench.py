@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import base_config, conversations, joined, packtrain, write_jsonl, written
+from running import after, base_config, conversations, joined, packtrain, write_jsonl, written
 
 from packtrain.bench.launches import print_report
 from packtrain.cli import main
@@ -34,14 +34,12 @@ WORKER = 'import runpy, sys\nsys.argv.insert(1, "worker")\nrunpy.run_module("pac
 def short_of_memory(*given: Any) -> None:
     """`forked.run` where rank 1, or a process alone, has memory for 300 token slots; launches fork their two ranks, since to import
     everything for each takes longer than they measure."""
-    compute = SFTLoss.compute
 
-    def within_memory(self: SFTLoss, model: Any, batch: Any, counts: Any) -> torch.Tensor:
+    def check(_: SFTLoss, model: Any, batch: Any, counts: Any) -> None:
         if batch.slots > 300 and os.environ.get("RANK", "1") == "1":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return compute(self, model, batch, counts)
 
-    SFTLoss.compute = within_memory
+    SFTLoss.compute = after(check, SFTLoss.compute)
     instead_of_torchrun(Fork)
     forked.run(*given)
 

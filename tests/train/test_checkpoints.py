@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from here import loaded, train_here
-from running import Run, assert_same_bits, base_config, packtrain, train, written
+from running import Run, after, assert_same_bits, base_config, packtrain, train, written
 
 from packtrain.monitor import heartbeat
 from packtrain.train.checkpoint import folder as checkpoint_folder
@@ -40,20 +40,14 @@ def config_in(folder: Path, **trainer: Any) -> Any:
 def test_steps_go_on_while_a_checkpoint_is_written_and_it_is_of_its_step(
     unbroken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained, complete, own = threading.Event(), state.complete, StepTrainer.forward_and_backward
+    trained, own = threading.Event(), StepTrainer.forward_and_backward
 
-    def after_two_more_steps(staging: Path, target: Path) -> None:
-        if target.name == "step-000002":
-            assert trained.wait(60), "training waits for the write"
-        complete(staging, target)
+    def two_more_steps(_: Path, target: Path) -> None:
+        assert target.name != "step-000002" or trained.wait(60), "training waits for the write"
 
-    def counted(self: Any, *given: Any, **named: Any) -> Any:
-        if self.state.step == 3:  # of the next checkpoint
-            trained.set()
-        return own(self, *given, **named)
-
-    monkeypatch.setattr(state, "complete", after_two_more_steps)
-    monkeypatch.setattr(StepTrainer, "forward_and_backward", counted)
+    monkeypatch.setattr(state, "complete", after(two_more_steps, state.complete))
+    next_checkpoint = after(lambda self, *_: self.state.step == 3 and trained.set(), own)
+    monkeypatch.setattr(StepTrainer, "forward_and_backward", next_checkpoint)
     run = train_here(config_in(tmp_path), tmp_path / "run")
     assert run.summary["checkpoints"] == {"written": 3, "newest": 6, "failed": []}
     assert run.kept == ["step-000002", "step-000004", "step-000006"]
@@ -139,9 +133,7 @@ def test_a_full_disk_costs_lines_of_metrics_with_one_warning_and_leaves_no_half_
     assert log(4.0) == [1.0, 4.0] and len(said) == 1
 
 
-def test_a_final_model_that_cannot_be_written_ends_with_2_and_the_checkpoint_kept(
-    tmp_path: Path,
-) -> None:
+def test_a_final_model_that_cannot_be_written_ends_with_2_and_the_checkpoint_kept(tmp_path: Path) -> None:
     config = base_config(tmp_path, trainer={"max_steps": 2, "checkpoint_every": 2})
     result = packtrain("sft", written(tmp_path, config), begin=with_a_full_disk_at_the_end, expect=2)
     assert "cannot write" in result.stderr and "complete checkpoints are kept" in result.stderr
@@ -152,13 +144,8 @@ def test_a_final_model_that_cannot_be_written_ends_with_2_and_the_checkpoint_kep
 def with_a_full_disk_at_the_end(*given: Any) -> None:
     from packtrain.train import results
 
-    save = results.save_final
-
-    def limited(*given: Any, **named: Any) -> Any:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-        return save(*given, **named)
-
-    results.save_final = limited
+    limit = lambda *_, **__: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # noqa: E731
+    results.save_final = after(limit, results.save_final)
     forked.run(*given)
 
 

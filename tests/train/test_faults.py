@@ -12,7 +12,7 @@ import pytest
 import torch
 from here import ALONE, run_here
 from matrix import needs
-from running import LLAMA, Run, assert_same_bits, base_config, train
+from running import LLAMA, Run, after, assert_same_bits, base_config, train
 from safetensors import SafetensorError
 
 from packtrain.attention.backends import NEEDED, deterministic
@@ -148,16 +148,12 @@ def test_it_changes_no_bit_of_the_training(tmp_path: Path, strategy: str, proces
 def cramped(monkeypatch: pytest.MonkeyPatch, room: int = ROOM, *, from_step: int = 0) -> None:
     """A forward pass in training of more than `room` tokens lacks memory."""
 
-    def watched(own: Any) -> Any:
-        def of(self: Any, model: Any, batch: Any, counts: Any) -> Any:
-            if batch.slots > room and steps[0] > from_step:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            return own(self, model, batch, counts)
-
-        return of
+    def check(_: Any, model: Any, batch: Any, counts: Any) -> None:
+        if batch.slots > room and steps[0] > from_step:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     steps = [int(from_step == 0)]
-    monkeypatch.setattr(SFTLoss, "compute", watched(SFTLoss.compute))
+    monkeypatch.setattr(SFTLoss, "compute", after(check, SFTLoss.compute))
     monkeypatch.setattr(SFTLoss, "open_step", lambda *_: steps.append(steps.pop() + 1))
 
 
@@ -196,14 +192,11 @@ def test_without_it_the_step_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_is_tried_is_what_no_other_micro_batch_exceeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    own = SFTLoss.compute
 
-    def of(self: Any, model: Any, batch: Any, counts: Any) -> Any:
-        if torch.is_grad_enabled():
-            seen.append(batch.slots)
-        return own(self, model, batch, counts)
+    def note(_: Any, model: Any, batch: Any, counts: Any) -> None:
+        seen.extend([batch.slots] * torch.is_grad_enabled())
 
-    monkeypatch.setattr(SFTLoss, "compute", of)
+    monkeypatch.setattr(SFTLoss, "compute", after(note, SFTLoss.compute))
     monkeypatch.setattr(run_module, "tries_largest", lambda *_: True)
     for mode in ("packed", "padding"):
         seen.clear()

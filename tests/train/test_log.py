@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from running import base_config, train
+from running import after, base_config, train
 
 from packtrain.config.schema import RunConfig, Tracking
 from packtrain.monitor.heartbeat import Heartbeat, Phase
@@ -122,14 +122,8 @@ def test_the_means_of_a_run_are_over_all_its_exchanges() -> None:
 def with_a_slow_rank(*given: Any) -> None:
     """`forked.run`, in which the forward passes of rank 0 take longer."""
     loop.EXCHANGE_EVERY = 4  # in place of 10
-    forward = torch.nn.parallel.DistributedDataParallel.forward
-
-    def slowly(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        if os.environ["RANK"] == "0":
-            time.sleep(0.15)
-        return forward(self, *inputs, **kwargs)
-
-    torch.nn.parallel.DistributedDataParallel.forward = slowly  # type: ignore[method-assign]
+    kind: Any = torch.nn.parallel.DistributedDataParallel
+    kind.forward = after(lambda *_, **__: time.sleep(0.15 * (os.environ["RANK"] == "0")), kind.forward)
     forked.run(*given)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from here import ALONE
-from running import Run, base_config, packtrain, train
+from running import Run, after, base_config, packtrain, train
 from tiny_models import documents, gradient, off, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
@@ -122,21 +122,14 @@ def record_and_run(arguments: tuple[str, ...], environment: Mapping[str, str], c
     from torch.distributed import fsdp
 
     asked: list[str] = []
-    inner, shard = torch.nn.parallel.DistributedDataParallel.__init__, fsdp.fully_shard
 
-    def fully_shard(*args: Any, **kwargs: Any) -> Any:
-        policy = kwargs["mp_policy"]
-        asked.append(f"{policy.param_dtype} {policy.reduce_dtype}")
+    def note(*_: Any, mp_policy: Any = None, gradient_as_bucket_view: Any = None, **__: Any) -> None:
+        bucket = f"gradient_as_bucket_view={gradient_as_bucket_view}"
+        asked.append(f"{mp_policy.param_dtype} {mp_policy.reduce_dtype}" if mp_policy else bucket)
         Path(environment["ASKED"]).write_text(json.dumps(asked))
-        return shard(*args, **kwargs)
 
-    def ddp(self: Any, *args: Any, **kwargs: Any) -> None:
-        asked.append(f"gradient_as_bucket_view={kwargs.get('gradient_as_bucket_view')}")
-        Path(environment["ASKED"]).write_text(json.dumps(asked))
-        inner(self, *args, **kwargs)
-
-    torch.nn.parallel.DistributedDataParallel.__init__ = ddp  # type: ignore[method-assign]
-    fsdp.fully_shard = fully_shard  # type: ignore[assignment]
+    ddp: Any = torch.nn.parallel.DistributedDataParallel
+    ddp.__init__, fsdp.fully_shard = after(note, ddp.__init__), after(note, fsdp.fully_shard)  # type: ignore[assignment]
     forked.run(arguments, environment, cwd, outputs)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 from here import run_here, train_here
-from running import ENVIRONMENT, Run, assert_same_bits, base_config, packtrain, train, written
+from running import ENVIRONMENT, Run, after, assert_same_bits, base_config, packtrain, train, written
 
 from packtrain.config.compose import load_config
 from packtrain.data.tokens.chat_template import CHATML
@@ -164,18 +164,17 @@ def test_a_signal_in_the_last_step_lets_the_run_come_to_its_end(
 def test_a_signal_is_answered_within_the_step_and_a_second_ctrl_c_stops_there(
     every: int | None, number: int, times: int, said: str, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
-    forward_and_backward, log = StepTrainer.forward_and_backward, tmp_path / "run/logs/rank-00000.log"
+    log = tmp_path / "run/logs/rank-00000.log"
 
-    def sent_meanwhile(self: StepTrainer, *given: Any) -> Any:
+    def send(self: StepTrainer, *_: Any) -> None:
         if self.state.step == 1:
             self.writer.wait()
             for _ in range(times):
                 signal.raise_signal(number)
                 while "finishing step 2" not in log.read_text():  # not at the end of the step
                     time.sleep(0.01)
-        return forward_and_backward(self, *given)
 
-    monkeypatch.setattr(StepTrainer, "forward_and_backward", sent_meanwhile)
+    monkeypatch.setattr(StepTrainer, "forward_and_backward", after(send, StepTrainer.forward_and_backward))
     config = base_config(tmp_path, trainer={"max_steps": 9, "checkpoint_every": every})
     with listening(lambda _: None), nullcontext() if times == 1 else pytest.raises(KeyboardInterrupt):
         run_here(tmp_path, config, expect=128 + number)
@@ -195,14 +194,11 @@ def test_a_checkpoint_that_would_take_longer_than_the_grace_time_is_not_begun(
     def listen(self: StopRequest) -> None:
         monkeypatch.setattr(self, "counts", lambda: [0, int(self.steps_left() == 0)])
 
-    def complete_slowly(staging: Path, target: Path) -> None:
-        time.sleep(1.2)
-        complete(staging, target)
-
     asked_twice_a_step = iter([1] * 5)
     monkeypatch.setattr(StopRequest, "listen", listen)
     monkeypatch.setattr(StopRequest, "steps_left", lambda self: next(asked_twice_a_step, 0), raising=False)
-    monkeypatch.setattr("packtrain.train.checkpoint.state.complete", complete_slowly)
+    slowly = after(lambda *_: time.sleep(1.2), complete)
+    monkeypatch.setattr("packtrain.train.checkpoint.state.complete", slowly)
     trainer = {"max_steps": 9, "checkpoint_every": 2}
     run = run_here(tmp_path, base_config(tmp_path, trainer=trainer, topology={"grace": grace}), expect=143)
     assert run.summary["status"] == "stopped" and run.summary["steps"] == 3

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import LARGE, Cell, Runs, assert_same_training, needs
-from running import base_config, conversations, train, write_jsonl
+from running import after, base_config, conversations, train, write_jsonl
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -37,16 +37,9 @@ def counting(*given: Any) -> None:
 
     calls: Counter[str] = Counter()
 
-    def counted(name: str, do: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return do(*args, **kwargs)
-
-        return call
-
     for name in ("foreach_all_gather", "foreach_reduce"):
-        setattr(fsdp, name, counted(name, getattr(fsdp, name)))
-    begin, end = StepTrainer.next_batches, StepTrainer.update
+        setattr(fsdp, name, after(lambda *_, name=name, **__: calls.update([name]), getattr(fsdp, name)))
+    begin = StepTrainer.next_batches
 
     def next_batches(self: StepTrainer, *args: Any) -> Any:
         calls.clear()
@@ -54,12 +47,11 @@ def counting(*given: Any) -> None:
         calls["micro-batches"] = len(batches)
         return batches
 
-    def update(self: StepTrainer, *args: Any) -> Any:
+    def tell(self: StepTrainer, *_: Any) -> None:
         if self.state.step == 1 and self.accelerator.is_main_process:
             Path(self.settings.checkpoints.parent, "calls.json").write_text(json.dumps(calls))
-        return end(self, *args)
 
-    StepTrainer.next_batches, StepTrainer.update = next_batches, update
+    StepTrainer.next_batches, StepTrainer.update = next_batches, after(tell, StepTrainer.update)
     forked.run(*given)
 
 
