@@ -159,11 +159,15 @@ def test_adapters_train_as_on_the_cpu(gpus, folder: Path, verb: str, strategy: s
 
 
 @pytest.mark.exhaustive
-def test_ranks_train_alike_while_torch_compares_their_collectives(
-    gpus, folder: Path, config: dict[str, Any], on_gpu: Run
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_train_as_one_while_torch_compares_their_collectives(
+    gpus, folder: Path, config: dict[str, Any], on_gpu: Run, strategy: str
 ) -> None:
     how: dict[str, Any] = {"devices": 2, "ranks": 2, "env": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}}
-    assert_trained(gpus.train(folder, config, "strategy=fsdp2", name="detail", **how), on_gpu)
+    run = gpus.train(folder, config, f"strategy={strategy}", name=f"detail-{strategy}", **how)
+    assert_trained(run, on_gpu)
+    written, alone = ([one["before"] for one in each.summary["answers"]] for each in (run, on_gpu))
+    assert written == alone and all(written)  # by greedy decoding, of weights that are still the same
 
 
 @pytest.mark.exhaustive
