@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 _NEEDS_WHOLE = "keeps a state for a whole weight"
 _EPS = 1e-8
+STEPPED = 2**26
+"""Numbers in float32 at a time while 16-bit weights take their step in float32 (train/optim/float32_step.py)."""
 
 
 def _no_arguments(beta1: float, beta2: float) -> Mapping[str, object]:

@@ -34,7 +34,7 @@ from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig, sources
 from packtrain.errors import Json, UserError
 from packtrain.launch.coordinator import Coordinator, Reporter, Restarts, Verdict
-from packtrain.launch.rendezvous import Group, MeetingPoint, meet, own_addresses
+from packtrain.launch.rendezvous import Group, MeetingPoint, Member, meet, own_addresses
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, errors_copied_to
 from packtrain.mirror import Mirror
@@ -42,10 +42,9 @@ from packtrain.monitor.channel import ADDRESS, PUBLISHED, SECRET, Server, publis
 from packtrain.monitor.foreign_launch import watched
 from packtrain.monitor.heartbeat import STACKS, TimeLimits
 from packtrain.monitor.watchdog import Watchdog
-from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.known_model import base_of
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
-from packtrain.plan.origin import check_config
+from packtrain.plan.origin import check_config, shared_values, shared_versions
 from packtrain.plan.surroundings import detect_surroundings
 from packtrain.run_folder import RunFolder, environment, object_of, write_json
 from packtrain.system import write_text
@@ -198,7 +197,7 @@ def execute(
         raise UserError(list(plan.obstacles))
     folder = RunFolder.of(config.trainer)
     if plan.role == "srun":
-        from packtrain.launch.slurm_jobs import run_srun
+        from packtrain.launch.jobs import run_srun
 
         begun = time.time()
         code = run_srun(plan.srun)

@@ -37,7 +37,7 @@ CALL_S = 5.0
 MAX_BYTES = 16 * 2**20
 _IDLE_S = 5  # for a caller that connects and sends nothing
 _HEADER = "X-Packtrain-Secret"
-# like Slurm's ports (plan/launchers.py), below Linux's range for outgoing connections
+# like Slurm's ports (plan/surroundings.py), below Linux's range for outgoing connections
 _FIRST_PORT, _PORTS = 20_000, 10_000
 _NAME = "packtrain"  # the Server header; a client recognises packtrain by it
 

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from packtrain.train.optim.float32_step import MASTER, ROUNDINGS, loses_updates
 
@@ -65,23 +64,6 @@ def put_into_torch(contents: CheckpointContents, optimizer: torch.optim.Optimize
             own[MASTER] = _share(exact_weight(contents, names[weight]), weight)
         whole["state"][number] = own | {key: states[key] for key in (ROUNDINGS,) if key in states}
     optimizer.load_state_dict(whole)
-
-
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of a new optimizer's groups: learning rate, weight decay and others."""
-    return [
-        {key: value for key, value in group.items() if key not in ("params", "step")}
-        for group in optimizer.param_groups
-    ]
-
-
-def go_on(optimizer: torch.optim.Optimizer, schedule: LambdaLR, settings: list[dict[str, Any]], steps: int) -> None:
-    """Replace the checkpoint's settings by `settings`. Move a new `schedule` to its place after `steps`."""
-    bases = [own["initial_lr"] for own in settings]
-    rates = [base * share(steps) for base, share in zip(bases, schedule.lr_lambdas, strict=True)]
-    for group, own, rate in zip(optimizer.param_groups, settings, rates, strict=True):
-        group.update(own, lr=rate)
-    schedule.base_lrs, schedule.last_epoch, schedule._step_count, schedule._last_lr = bases, steps, steps + 1, rates
 
 
 def exact_weight(contents: CheckpointContents, name: str) -> torch.Tensor:

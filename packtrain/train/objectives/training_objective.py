@@ -32,7 +32,6 @@ from packtrain.proof.choice import AttentionChoice, prove_backend
 from packtrain.proof.isolation import TREE
 from packtrain.system import aside, publish
 from packtrain.train.loader import MicroBatch, Steps
-from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import AnswerLoss, Loss, ReferenceLoss, Setup
@@ -289,8 +288,17 @@ class ReferenceObjective(TrainingObjective):
 
     def prove(self, start: Start) -> None:
         """Precompute the reference's log-probabilities if configured. Then check the forward and the first loss."""
-        console.log_loss(start.log, self.losses_in_words, self.objective, self.reference, self._peft.dropout)
-        trainer = start.trainer
+        trainer, log, dropout = start.trainer, start.log, self._peft.dropout
+        held_to = {
+            "model": "a second copy of the model",
+            "adapters_off": "the model with its adapters off",
+            "adapters": f"the model with the adapters of {self.reference.adapters}",
+            "precomputed": "log-probabilities of the model before training, computed once",
+            "path": self.objective.reference,
+        }[self.reference.kind]
+        log.fact("loss", f"{self.losses_in_words}, beta {self.objective.beta:g}, against {held_to}")
+        if dropout:  # TRL turns dropout off
+            log.fact("dropout", f"off, peft.dropout={dropout:g} too, so that preferences are not noisy")
         if self.reference.kind == "precomputed":
             trainer.steps = self.with_reference(trainer.steps, start)
             for name, steps in trainer.evaluation.items():
