@@ -74,9 +74,7 @@ def share(model_type: str, adapted: str) -> str:
         ("jetmoe", "kv_proj", "experts.input_linear, experts.output_linear, mlp.input_linear, mlp.output_linear"),
     ],
 )  # fmt: skip
-def test_the_header_says_which_share_is_adapted_and_that_experts_are_not(
-    model_type: str, adapted: str, left: str
-) -> None:
+def test_the_header_says_which_share_is_adapted_and_that_experts_are_not(model_type, adapted, left):
     said = adapted_share(add_adapters(made(model_type), LORA, 0))  # type: ignore[arg-type]
     wanted = f", not on experts: {left}" if left else ""
     if model_type == "jetmoe":

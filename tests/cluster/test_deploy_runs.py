@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cluster.two_hosts import ADDRESSES, TwoHosts, both
+from tests.cluster.two_hosts import ADDRESSES, both
 from tests.train.running import Run, base_config, packtrain, train
 
 ENGINES = {
@@ -45,9 +45,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_same_command_on_each_machine_trains_as_one_process_does(
-    hosts: TwoHosts, tmp_path: Path, alone: Run, engine: str
-) -> None:
+def test_the_same_command_on_each_machine_trains_as_one_process_does(hosts, tmp_path, alone, engine):
     config = base_config(tmp_path, trainer={"max_steps": 4}, topology={"nodes": 2, "gpus_per_node": 2})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     image = ["--image", "you/packtrain"] if engine == "kubeflow" else []

@@ -129,9 +129,7 @@ def test_workers_of_two_machines_train_as_one_process_does(cluster: Cluster, tmp
 
 
 @pytest.mark.parametrize("killed", ["a process", "a worker of Ray", "a raylet"])
-def test_the_job_is_started_again_from_its_checkpoint(
-    cluster: Cluster, tmp_path: Path, alone: Run, killed: str
-) -> None:
+def test_the_job_is_started_again_from_its_checkpoint(cluster, tmp_path, alone, killed):
     run = cluster.begin(prepared(tmp_path, max_steps=40, restarts=2), "topology.join_timeout=200")
     wait_for_checkpoint(run, tmp_path)
     process = rank(3)

@@ -167,9 +167,7 @@ def killed(launcher: Running, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp2"])
-def test_a_run_that_goes_on_with_fewer_machines_comes_to_the_losses_of_one_process(
-    hosts: TwoHosts, tmp_path: Path, strategy: str
-) -> None:
+def test_a_run_that_goes_on_with_fewer_machines_comes_to_the_losses_of_one_process(hosts, tmp_path, strategy):
     """As a user starts it, with a real model."""
     if strategy == "zero2":
         pytest.importorskip("deepspeed")

@@ -162,9 +162,7 @@ def ended(
 @pytest.mark.parametrize(
     "fault", [pytest.param(one, marks=pytest.mark.exhaustive) if one in ("loopback", "loader") else one for one in SAID]
 )
-def test_a_fault_on_the_second_machine_is_named_on_the_first_and_ends_both(
-    fault: str, ended: dict[str, tuple[Path, Ended, Ended]]
-) -> None:
+def test_a_fault_on_the_second_machine_is_named_on_the_first_and_ends_both(fault, ended):
     if fault not in ended:
         pytest.skip("no cgroup can be made here")
     folder, first, second = ended[fault]
@@ -181,9 +179,7 @@ def test_a_fault_on_the_second_machine_is_named_on_the_first_and_ends_both(
 
 
 @pytest.mark.parametrize("slow", ["slow", pytest.param("slow evaluation", marks=pytest.mark.exhaustive)])
-def test_a_checkpoint_and_an_evaluation_may_take_longer_than_a_step(
-    slow: str, ended: dict[str, tuple[Path, Ended, Ended]]
-) -> None:
+def test_a_checkpoint_and_an_evaluation_may_take_longer_than_a_step(slow, ended):
     folder, first, second = ended[slow]
     assert (first.code, second.code) == (0, 0), first.text + second.text
     assert float((folder / GO_ON[slow]).read_text()) > STEP_S

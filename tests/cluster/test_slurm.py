@@ -172,9 +172,7 @@ def test_an_array_runs_every_point_of_a_sweep_in_its_own_folder(sweep: list[Path
     assert first[0] == second[0] and first[1:10] != second[1:10]
 
 
-def test_a_failing_run_ends_the_job_with_its_exit_code_and_its_words_in_the_log(
-    cluster: Slurm, jobs: dict[str, dict[str, Any]]
-) -> None:
+def test_a_failing_run_ends_the_job_with_its_exit_code_and_its_words_in_the_log(cluster, jobs):
     job, log = cluster.wait(jobs["bad"]["job_id"]), Path(jobs["bad"]["log"])
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "2:0"), tail(log)
     assert "bad.jsonl" in "\n".join(log.read_text().splitlines()[-10:])
@@ -252,9 +250,7 @@ def test_a_job_that_loses_its_first_machine_comes_back(cluster: Slurm, home: Pat
     assert job["Restarts"] == "1" and len(losses(Path(told["output_dir"]))) == STEPS
 
 
-def test_a_step_with_a_task_for_each_rank_is_ended_with_one_diagnosis_over_all_machines(
-    tasks: Running, home: Path
-) -> None:
+def test_a_step_with_a_task_for_each_rank_is_ended_with_one_diagnosis_over_all_machines(tasks, home):
     assert tasks.wait() == 4, tasks.text
     assert "rank 1 on n1 " in tasks.text and "waits in gloo:broadcast number 4" in tasks.text
     assert "ranks 0, 2 and 3 on n1 and n2 wait in gloo:all_reduce number 4" in tasks.text

@@ -232,9 +232,7 @@ def faults(
     "name",
     [pytest.param(one, marks=pytest.mark.exhaustive) if one in ("aborts", "exits with 7") else one for one in FAULTS],
 )
-def test_a_fault_is_diagnosed_once_and_ends_the_run_within_its_limit(
-    name: str, faults: dict[str, tuple[Path, subprocess.Popen[str]]]
-) -> None:
+def test_a_fault_is_diagnosed_once_and_ends_the_run_within_its_limit(name, faults):
     fault, (folder, process) = FAULTS[name], faults[name]
     _, stderr = process.communicate(timeout=LONG_S)
     assert process.returncode == 4, stderr
@@ -276,9 +274,7 @@ def doctor(folder: Path, *options: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout
 
 
-def test_doctor_says_from_another_terminal_why_a_run_hangs_and_workers_do_not_outlive_a_killed_launcher(
-    tmp_path: Path,
-) -> None:
+def test_doctor_says_from_another_terminal_why_a_run_hangs_and_workers_do_not_outlive_a_killed_launcher(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     process = start(tmp_path, UNTIL_TOLD + READS, step_timeout=600)
     limit = time.monotonic() + LONG_S

@@ -153,9 +153,7 @@ FAULTS = {
         for one in FAULTS
     ],
 )
-def test_a_fault_of_the_second_machine_is_named_on_the_first_and_ends_both(
-    fault: str, hosts: TwoHosts, folder: Path
-) -> None:
+def test_a_fault_of_the_second_machine_is_named_on_the_first_and_ends_both(fault, hosts, folder):
     code, limit_s, said = FAULTS[fault]
     overrides = ["topology.step_timeout=10"] if fault == "link lost" else []
     first, second = small(hosts, folder, *overrides, **({"FAILS": "yes"} if fault == "raising" else {}))
@@ -178,9 +176,7 @@ def test_a_fault_of_the_second_machine_is_named_on_the_first_and_ends_both(
 
 
 @pytest.mark.parametrize(("asked", "program"), [(0, SMALL), (1, BY_TORCHRUN)], ids=["first", "second"])
-def test_a_signal_to_one_launcher_stops_both_machines_in_order(
-    hosts: TwoHosts, folder: Path, asked: int, program: tuple[str, ...]
-) -> None:
+def test_a_signal_to_one_launcher_stops_both_machines_in_order(hosts, folder, asked, program):
     runs = small(hosts, folder, program=program)
     training(runs[0], folder)
     runs[asked].process.send_signal(signal.SIGTERM)

@@ -141,9 +141,7 @@ def test_bash_is_offered_what_fits(words: list[str], offered: set[str], tmp_path
         (["lr=1/run.yaml"], ("lr=1/run.yaml", [])),
     ],
 )
-def test_the_first_argument_is_the_config_unless_it_is_an_override(
-    arguments: list[str], split: tuple[str | None, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_argument_is_the_config_unless_it_is_an_override(arguments, split, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=1").mkdir()
     (tmp_path / "lr=1" / "run.yaml").touch()
@@ -165,9 +163,7 @@ def test_the_first_argument_is_the_config_unless_it_is_an_override(
         (RuntimeError("oops"), 1, f"RuntimeError: oops\n{BUG}\n"),
     ],
 )
-def test_every_end_has_its_exit_code_and_its_words(
-    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_end_has_its_exit_code_and_its_words(error, code, said, capsys):
     def work() -> int:
         raise error
 

@@ -227,9 +227,7 @@ def fails() -> str:
     raise OSError
 
 
-def test_what_a_disk_does_not_take_in_time_is_left_behind_and_what_comes_after_it_is_done_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_disk_does_not_take_in_time_is_left_behind_and_what_comes_after_it_is_done_later(monkeypatch):
     assert (in_time(lambda: "read", ""), in_time(fails, "nothing")) == ("read", "nothing")
     monkeypatch.setattr(system, "DISK_S", 0.05)
     back, done = threading.Event(), threading.Event()

@@ -43,9 +43,7 @@ def test_a_folder_is_synced_with_all_that_is_in_it_before_it_is_renamed(tmp_path
     assert (tmp_path / "done" / "inside" / "two").read_text() == "2"
 
 
-def test_a_text_that_cannot_be_written_leaves_the_old_one(
-    tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_cannot_be_written_leaves_the_old_one(tmp_path, calls, monkeypatch):
     write_text(file := tmp_path / "note", "old")
     assert calls == [".note.partial", ".note.partial -> note", tmp_path.name] and os.listdir(tmp_path) == ["note"]
 

@@ -202,9 +202,7 @@ def test_a_kernel_that_cannot_be_deterministic_is_not_taken_where_that_is_asked_
 
 
 @pytest.mark.parametrize("first_asked", ["forward", "run again"])
-def test_a_layer_that_is_run_again_may_be_the_first_to_ask_for_its_kernel(
-    no_kernels: Callable, first_asked: str
-) -> None:
+def test_a_layer_that_is_run_again_may_be_the_first_to_ask_for_its_kernel(no_kernels, first_asked):
     no_kernels("FlashAttention 3", flash_attention_3)
     tensors = [torch.randn(PLAIN.tokens, 2, 8, requires_grad=True) for _ in range(3)]
     expected = torch.autograd.grad(through_flash(PLAIN, tensors).square().sum(), tensors)

@@ -61,9 +61,7 @@ def smaller_is_faster(candidate: Candidate) -> float:
         (smaller_is_faster, 2**16, 10**9, 10**9, [2**16, 8192, 4096, 2048, 1024, 512, 256], 512),
     ],
 )
-def test_rows_grow_or_shrink_as_long_as_that_is_faster(
-    speed: Callable[[Candidate], float], configured: int, memory: int, allowed: int, packed: list[int], best: int
-) -> None:
+def test_rows_grow_or_shrink_as_long_as_that_is_faster(speed, configured, memory, allowed, packed, best):
     machine = Machine(speed, memory)
     trials = machine.trials(replace(CONFIGURED, tokens=configured), allowed=allowed)
     assert [trial.candidate.tokens for trial in trials if trial.candidate.mode == "packed"] == packed

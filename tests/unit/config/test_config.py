@@ -89,9 +89,7 @@ def test_every_shipped_choice_composes_on_the_command_line_and_in_a_defaults_lis
         ("optim.name=adamw_torch_8bit", "optim.name", "torchao"),
     ],
 )
-def test_a_package_that_is_not_installed_is_named_before_anything_is_loaded(
-    override: str, key: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_is_not_installed_is_named_before_anything_is_loaded(override, key, package, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     problem = only(None, override, *COMPLETE)
     assert key in problem.where
@@ -417,9 +415,7 @@ ADAPTED = "defaults: [peft: lora, _self_]\npeft: {r: 4}\n"
         ),
     ],
 )
-def test_what_the_command_line_leaves_with_nothing_to_act_on_is_dropped_and_said(
-    text: str, override: str, dropped: list[str]
-) -> None:
+def test_what_the_command_line_leaves_with_nothing_to_act_on_is_dropped_and_said(text, override, dropped):
     lines: list[str] = []
     config = load_config(write(text), [*COMPLETE, override], lines.append)
     assert len(lines) == len(dropped)
@@ -440,9 +436,7 @@ def test_what_the_command_line_leaves_with_nothing_to_act_on_is_dropped_and_said
         ("trainer: {epochs: 3, max_steps: 5}\n", ["data.eval=null"], "trainer.epochs"),
     ],
 )
-def test_what_a_config_or_the_command_line_itself_contradicts_is_refused(
-    text: str, overrides: list[str], key: str
-) -> None:
+def test_what_a_config_or_the_command_line_itself_contradicts_is_refused(text, overrides, key):
     assert key in only(write(text), *COMPLETE, *overrides).where
 
 

@@ -107,9 +107,7 @@ def test_a_recipe_is_planned_for_the_processes_that_its_name_says(recipe: str, t
         ("lora-1gpu", QWEN3_8B, 8.19, 24, []),
     ],
 )
-def test_a_recipe_for_gpus_fits_them_with_room_to_spare(
-    recipe: str, sizes: dict[str, object], billions: float, gib: int, overrides: list[str]
-) -> None:
+def test_a_recipe_for_gpus_fits_them_with_room_to_spare(recipe, sizes, billions, gib, overrides):
     given = [f"model.config.{name}={value}" for name, value in sizes.items()]
     config = load_config(f"recipes/{recipe}.yaml", [*given, *overrides])
     found = estimate(config, PROCESSES.get(recipe, 1), gib * GIB)

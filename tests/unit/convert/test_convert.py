@@ -231,9 +231,7 @@ def test_trl_yaml_takes_the_test_split_and_drops_what_does_nothing(tmp_path: Pat
         ),
     ],
 )
-def test_commands_of_trl_say_the_verb_and_how_many_devices(
-    command: str, verb: str, devices: int, tmp_path: Path
-) -> None:
+def test_commands_of_trl_say_the_verb_and_how_many_devices(command, verb, devices, tmp_path):
     done = convert(tmp_path, f"Train:\n\n```bash\n{command}\n```\n", "page.md")
     batch = done["config"]["batch"]
     assert done["verb"] == verb
@@ -253,9 +251,7 @@ def test_commands_of_trl_say_the_verb_and_how_many_devices(
         ({"distributed_type": "MULTI_GPU"}, "ddp"),
     ],
 )
-def test_the_strategy_of_accelerates_own_config_is_taken(
-    settings: dict[str, Any], strategy: str, tmp_path: Path
-) -> None:
+def test_the_strategy_of_accelerates_own_config_is_taken(settings, strategy, tmp_path):
     (tmp_path / "z2.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     (tmp_path / "acc.yaml").write_text(yaml.safe_dump({**settings, "num_processes": 8}))
     command = "accelerate launch --config_file acc.yaml sft.py --model_name_or_path o/m --dataset_name o/d"
@@ -466,9 +462,7 @@ TWO = "{path: o/a, type: completion, field: body}, {path: o/b, type: completion}
         ("dpo.yaml", f"{AXOLOTL}rl: dpo\nlora_model_dir: a/b", "lora_model_dir", "differs", "a/b"),
     ],
 )  # fmt: skip
-def test_earlier_adapters_that_theirs_treats_otherwise_are_marked(
-    name: str, text: str, key: str, kind: str, path: str, tmp_path: Path
-) -> None:
+def test_earlier_adapters_that_theirs_treats_otherwise_are_marked(name, text, key, kind, path, tmp_path):
     done = convert(tmp_path, text, name)
     assert (note(done, key)["kind"], done["config"]["model"]["path"]) == (kind, path)
 
@@ -487,9 +481,7 @@ def test_earlier_adapters_that_theirs_treats_otherwise_are_marked(
         ("e.yaml", f"datasets: [{{path: o/e}}]\n{TRL}", {"path": "o/e"}),
     ],
 )  # fmt: skip
-def test_two_keys_with_training_data_give_what_theirs_trains_on(
-    name: str, text: str, train: Any, tmp_path: Path
-) -> None:
+def test_two_keys_with_training_data_give_what_theirs_trains_on(name, text, train, tmp_path):
     done = convert(tmp_path, text, name, *(["--from", "trl"] if name in ("d.yaml", "e.yaml") else []))
     assert done["config"]["data"]["train"] == train
 

@@ -111,9 +111,7 @@ def test_a_stream_goes_on_from_the_place_after_any_step(tmp_path: Path, open_: A
         assert read(open_(given, stages=stages).stream, place, 150 - step) == expected[step:]
 
 
-def test_the_others_take_the_share_of_a_source_that_has_ended_and_the_last_step_may_be_smaller(
-    tmp_path: Path, open_: Any
-) -> None:
+def test_the_others_take_the_share_of_a_source_that_has_ended_and_the_last_step_may_be_smaller(tmp_path, open_):
     prepared = open_([source(tmp_path, "many", 303), source(tmp_path, "few", 5, weight=3)])
     windows = [*prepared.stream.windows()]
     assert [len(window.rows) for window in windows] == [10] * 30 + [8]
@@ -229,9 +227,7 @@ def test_a_bucket_is_read_where_it_is_and_only_as_a_stream(tmp_path: Path, open_
         open_("nosuchscheme://bucket/x.jsonl")
 
 
-def test_reading_goes_on_where_a_server_failed_and_ends_where_it_stays_away(
-    tmp_path: Path, open_: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_goes_on_where_a_server_failed_and_ends_where_it_stays_away(tmp_path, open_, monkeypatch):
     url = f"file://{write(tmp_path / 'x.jsonl', rows_of('row', 3000))}"
     opened, most = list[str](), 3
 
@@ -259,9 +255,7 @@ def test_reading_goes_on_where_a_server_failed_and_ends_where_it_stays_away(
 
 
 @pytest.mark.parametrize("killed", ["a worker", "what workers are forked from"])
-def test_a_tokenising_process_that_is_killed_ends_the_stream(
-    killed: str, tmp_path: Path, open_: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenising_process_that_is_killed_ends_the_stream(killed, tmp_path, open_, monkeypatch):
     monkeypatch.setattr("packtrain.data.prepare.count_tokenising_processes", lambda: 2)
     stream = open_(DataSource(path=str(write(tmp_path / "x.jsonl", rows_of("row", 3000))), repeat=True)).stream
     windows = stream.windows()
@@ -277,9 +271,7 @@ def test_a_tokenising_process_that_is_killed_ends_the_stream(
     stream.stack.close()  # ends, although workers ignore SIGTERM
 
 
-def test_the_files_of_a_split_on_the_hub_are_streamed(
-    tmp_path: Path, open_: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_of_a_split_on_the_hub_are_streamed(tmp_path, open_, monkeypatch):
     for name in ("train-0.jsonl", "train-1.jsonl", "test.jsonl"):
         write(tmp_path / "hub" / name, rows_of(name, 15))
     real = datasets.load_dataset_builder

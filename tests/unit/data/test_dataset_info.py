@@ -124,9 +124,7 @@ def test_num_samples_are_the_documents_of_an_epoch(tmp_path: Path) -> None:
     assert {*read(folder, "n25").rows.tolist()} == {*range(10)}
 
 
-def test_a_name_is_found_below_the_config_or_where_the_command_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_is_found_below_the_config_or_where_the_command_runs(tmp_path, monkeypatch):
     listed(tmp_path / "repo", CASES)
     (tmp_path / "repo" / "examples").mkdir()
     text = "model: {path: x/y}\nbatch: {examples_per_step: 1}\ndata: {train: [{path: lf:alpaca, weight: 2}]}\n"

@@ -65,9 +65,7 @@ def write(folder: Path, **sizes: int) -> list[DataSource]:
 
 
 @pytest.mark.parametrize(("temperature", "counts"), [(1, [90, 10]), (2, [90, 30]), (1000, [90, 90])])
-def test_an_epoch_has_as_many_documents_as_the_temperature_says(
-    tmp_path: Path, temperature: float, counts: list[int]
-) -> None:
+def test_an_epoch_has_as_many_documents_as_the_temperature_says(tmp_path, temperature, counts):
     data = Data(train=[*write(tmp_path, a=90, b=10)], temperature=temperature, cache_dir=str(tmp_path / "cache"))
     train = prepare(data, TOKENIZER, seed=0).train
     found = np.bincount(train.source_of)

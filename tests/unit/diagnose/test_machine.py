@@ -139,9 +139,7 @@ TROUBLE: list[tuple[str, Facts, PlannedRun, str, str, str]] = [
 
 
 @pytest.mark.parametrize(("name", "facts", "run", "status", "found", "fix"), TROUBLE)
-def test_each_trouble_is_named_with_its_fix(
-    name: str, facts: Facts, run: PlannedRun, status: str, found: str, fix: str
-) -> None:
+def test_each_trouble_is_named_with_its_fix(name, facts, run, status, found, fix):
     (check,) = named(facts, run, name)
     assert (check.status, found in check.found, fix in check.fix) == (status, True, True), check
 
@@ -209,9 +207,7 @@ def test_gpus_are_read_with_what_is_wrong_with_them(tmp_path: Path, monkeypatch:
         ("", "shows no GPU"),
     ],
 )
-def test_a_driver_that_does_not_answer_is_described(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, why: str
-) -> None:
+def test_a_driver_that_does_not_answer_is_described(tmp_path, monkeypatch, script, why):
     nvidia_smi(tmp_path, monkeypatch, script)
     found = machine.ask_driver(1)
     assert (found.gpus, why in found.error) == ((), True)
@@ -274,9 +270,7 @@ def test_a_question_whose_answer_fails_or_never_comes_costs_only_itself() -> Non
 
 @pytest.mark.parametrize("gpus", [[], ["NVIDIA H100 80GB HBM3", "NVIDIA L4"]])
 @pytest.mark.parametrize("configured", [False, True])
-def test_the_first_block_of_env_is_that_of_trl_env_line_for_line(
-    gpus: list[str], configured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_first_block_of_env_is_that_of_trl_env_line_for_line(gpus, configured, tmp_path, monkeypatch, capsys):
     import torch
     from accelerate.commands import config
     from accelerate.commands.config import config_args

@@ -148,9 +148,7 @@ def test_a_signal_to_one_launcher_stops_all_in_order(asked: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_launcher_that_ends_without_an_outcome_is_named_by_the_others(
-    lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_that_ends_without_an_outcome_is_named_by_the_others(lost, tmp_path, monkeypatch):
     monkeypatch.setattr(machines, "REFUSED_S", 0.2)
 
     def leaves(reporter: Reporter) -> Verdict:
@@ -168,9 +166,7 @@ def test_a_launcher_that_ends_without_an_outcome_is_named_by_the_others(
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_a_launcher_that_falls_silent_is_lost_in_time(
-    silent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_that_falls_silent_is_lost_in_time(silent, tmp_path, monkeypatch):
     told, monkey = threading.Event(), monkeypatch.setattr
     monkey(machines, "CALL_S", 0.2)
     receive = Coordinator.receive_report
@@ -201,9 +197,7 @@ def test_a_launcher_that_falls_silent_is_lost_in_time(
     assert f"n{silent + 1} was lost: silent for" in other.lines[0]
 
 
-def test_a_machine_whose_processes_do_not_end_after_a_failure_is_not_waited_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_whose_processes_do_not_end_after_a_failure_is_not_waited_for_long(tmp_path, monkeypatch):
     monkeypatch.setattr(machines, "ENDING_S", 0.3)
     monkeypatch.setattr(machines, "INFORM_S", 0.3)
     over = threading.Event()
@@ -220,9 +214,7 @@ def test_a_machine_whose_processes_do_not_end_after_a_failure_is_not_waited_for_
     assert together([fails, stays], tmp_path)[0].code == 3
 
 
-def test_launchers_that_are_all_suspended_for_a_while_blame_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launchers_that_are_all_suspended_for_a_while_blame_nobody(tmp_path, monkeypatch):
     with control(2, tmp_path, silence_s=5) as (main, server):
         reporter = Reporter(1, "n1", 5, Client("127.0.0.1", server.port, secret="s"))
         now, clock = time.monotonic(), time.monotonic
@@ -330,9 +322,7 @@ def checkpoint(folder: RunFolder, step: int) -> None:
 
 
 @pytest.mark.parametrize(("code", "again"), [(0, 0), (1, 1), (2, 0), (3, 0), (4, 1), (130, 0), (143, 0)])
-def test_only_a_failure_that_may_not_come_again_is_followed_by_a_restart(
-    code: int, again: int, folder: RunFolder
-) -> None:
+def test_only_a_failure_that_may_not_come_again_is_followed_by_a_restart(code, again, folder):
     assert Restarts(1, folder).decide(Verdict(code), "", (0, 2)).restart == ((0, 2) if again else ())
     assert not Restarts(0, folder).decide(Verdict(code), "").restart
 

@@ -130,9 +130,7 @@ def test_lines_of_the_shell_come_there_as_they_are(tmp_path: Path, engine: str) 
 
 
 @pytest.mark.parametrize(("engine", "client"), [("skypilot", "sky"), ("dstack", "dstack"), ("kubeflow", "kubectl")])
-def test_the_client_gets_the_file_in_this_folder_and_gives_the_exit_code(
-    tmp_path: Path, engine: str, client: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_client_gets_the_file_in_this_folder_and_gives_the_exit_code(tmp_path, engine, client, monkeypatch):
     fake = tmp_path / "bin" / client
     fake.parent.mkdir()
     fake.write_text(

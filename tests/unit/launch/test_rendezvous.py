@@ -138,9 +138,7 @@ def test_what_machine_0_cannot_prepare_is_an_error_for_all(place: MeetingPoint) 
     assert all(isinstance(one, UserError) and "cannot be written" in str(one) for one in launchers.join())
 
 
-def test_a_missing_machine_is_named_to_all_that_are_there(
-    place: MeetingPoint, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_machine_is_named_to_all_that_are_there(place, capfd):
     place = replace(place, names=("n1", "n2", "n3"), timeout_s=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "PROGRESS_S", 1)
@@ -210,9 +208,7 @@ def test_a_machine_of_another_run_is_sent_away_and_the_run_goes_on(place: Meetin
     assert isinstance(ends[0], Group) and isinstance(ends[2], Group)
 
 
-def test_who_has_not_the_secret_that_all_were_given_cannot_join(
-    place: MeetingPoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_has_not_the_secret_that_all_were_given_cannot_join(place, monkeypatch):
     monkeypatch.setenv(SECRET, "of the job")
     launchers = Launchers()
     launchers.start(member(0), place)
@@ -236,9 +232,7 @@ def test_a_machine_that_left_is_waited_for_again(place: MeetingPoint, monkeypatc
     assert all(isinstance(one, Group) for one in ends), ends
 
 
-def test_machine_0_that_is_stopped_tells_the_others_and_who_comes_late_is_told_that_it_has_begun(
-    place: MeetingPoint,
-) -> None:
+def test_machine_0_that_is_stopped_tells_the_others_and_who_comes_late_is_told_that_it_has_begun(place):
     def stopped(names: Mapping[int, str]) -> str:
         raise RuntimeError
 

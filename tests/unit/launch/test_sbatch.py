@@ -212,9 +212,7 @@ def test_a_job_goes_back_into_the_queue_only_when_it_was_stopped_in_time_and_got
 
 
 @pytest.mark.parametrize(("status", "code"), [("done", 0), ("stopped", 137), (None, 137)])
-def test_the_code_of_a_lost_machine_is_not_that_of_a_run_that_went_on_without_it(
-    status: str | None, code: int, tmp_path: Path
-) -> None:
+def test_the_code_of_a_lost_machine_is_not_that_of_a_run_that_went_on_without_it(status, code, tmp_path):
     folder = tmp_path / "home/runs/x"
     RunFolder(folder).open_attempt("auto")
     if status:

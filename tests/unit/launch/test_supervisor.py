@@ -78,9 +78,7 @@ def test_a_rank_that_torchrun_ends_before_it_has_started_does_not_hide_the_failu
 
 
 @pytest.mark.parametrize("code", [LINGERS, HALTS], ids=["worker", "torchrun"])
-def test_what_does_not_end_when_all_are_at_their_end_is_ended_and_the_run_is_done(
-    code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_end_when_all_are_at_their_end_is_ended_and_the_run_is_done(code, tmp_path, capsys):
     assert run(tmp_path, code).code == 0
     assert "n1 have finished but did not exit: they are killed now" in capsys.readouterr().err
     limit = time.monotonic() + 60

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.monitor import heartbeat as heartbeats
-from packtrain.monitor.heartbeat import Heartbeat, Phase, life_of
+from packtrain.monitor.heartbeat import Heartbeat, life_of
 
 LONG_S = 60
 
@@ -35,9 +35,7 @@ def test_a_rank_tells_where_it_is_and_for_what_it_waits() -> None:
 
 
 @pytest.mark.parametrize(("phase", "counts"), [("prepare", True), ("load", True), ("data", False), ("forward", False)])
-def test_computing_is_progress_where_no_collective_waits(
-    phase: Phase, counts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_computing_is_progress_where_no_collective_waits(phase, counts, monkeypatch):
     heartbeat, now = Heartbeat(), time.monotonic()
     heartbeat.enter(phase)
     reported = [heartbeat.message()["changes"]]
@@ -73,9 +71,7 @@ def start(folder: Path, what: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_rank_whose_lock_of_python_is_held_still_shows_its_stack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_whose_lock_of_python_is_held_still_shows_its_stack(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeats, "DUMP_S", LONG_S)
     process = start(tmp_path, "holds_the_lock")
     try:

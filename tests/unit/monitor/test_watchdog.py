@@ -306,9 +306,7 @@ def ranks(clock: Clock, tmp_path: Path) -> Ranks:
     ("phase", "cause", "after_s"),
     [("data", "data", 540), ("forward", "stuck", 540), ("checkpoint", "storage", 1620), ("prepare", "data", 1620)],
 )
-def test_the_rank_that_does_not_wait_is_named_at_the_deadline_of_its_phase(
-    phase: str, cause: str, after_s: int, ranks: Ranks
-) -> None:
+def test_the_rank_that_does_not_wait_is_named_at_the_deadline_of_its_phase(phase, cause, after_s, ranks):
     ranks.are(0, 1, 3, phase="counts", **WAITS)
     ranks.are(2, phase=phase, step=7)
     ranks.answers = {rank: answer() for rank in range(4)}
@@ -322,9 +320,7 @@ def test_the_rank_that_does_not_wait_is_named_at_the_deadline_of_its_phase(
     assert "in train" in stacks_of(ranks.logs, 2).read_text()
 
 
-def test_a_rank_that_tells_of_progress_or_whose_step_takes_long_is_never_named(
-    ranks: Ranks, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_tells_of_progress_or_whose_step_takes_long_is_never_named(ranks, capsys):
     ranks.are(0, 1, 3, phase="prepare", waits="the data")
     for _ in range(100):
         ranks.are(2, phase="prepare")
@@ -394,9 +390,7 @@ def test_while_the_first_writes_the_results_nobody_has_ended_too_early(ranks: Ra
         ([None, ("all_reduce", 9), ("all_reduce", 9), ("all_reduce", 9)], "stuck", (0,), 540),
     ],
 )
-def test_where_no_rank_says_that_it_waits_the_flight_recorder_tells(
-    pending: list[tuple[str, int] | None], cause: str, named: tuple[int, ...], after_s: int, ranks: Ranks
-) -> None:
+def test_where_no_rank_says_that_it_waits_the_flight_recorder_tells(pending, cause, named, after_s, ranks):
     ranks.answers = {rank: answer(one) for rank, one in enumerate(pending)}
     found, after = ranks.until(600)
     assert found is not None and (found.cause, found.ranks) == (cause, named)

@@ -150,9 +150,7 @@ def test_imbalance_is_the_excess_of_the_busiest_rank_over_the_mean():
 
 @pytest.mark.parametrize("ranks_per_row", [2, 4])
 @pytest.mark.parametrize(("mode", "keep_order"), [("packed", False), ("padding_free", True)])
-def test_split_rows_have_every_document_once_and_even_the_work_out(
-    ranks_per_row: int, mode: PackingMode, keep_order: bool
-) -> None:
+def test_split_rows_have_every_document_once_and_even_the_work_out(ranks_per_row, mode, keep_order):
     rng, world, limits = np.random.default_rng(0), 64, MicroBatchLimits(16, 4096)
     how: Any = {"mode": mode, "world_size": world, "attention_cost": 2e-5, "keep_order": keep_order}
     lengths = np.clip(rng.lognormal(5.5, 1, 16 * world), 16, 4096).astype(int)

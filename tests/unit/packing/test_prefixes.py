@@ -74,9 +74,7 @@ def test_short_beginnings_are_repeated(batch: list[list[int]], least: int) -> No
 
 @untimed
 @given(BATCHES, st.integers(1, 30), st.booleans(), st.integers(1, 3))
-def test_rows_hold_every_document_once_and_no_more_than_they_may(
-    batch: list[list[int]], most: int, share: bool, least: int
-) -> None:
+def test_rows_hold_every_document_once_and_no_more_than_they_may(batch, most, share, least):
     documents = arrays(batch)
     rows = rows_of(documents, most, share=share, least=least)
     assert sorted(number for row in rows for number in row.documents) == list(range(len(batch)))

@@ -70,9 +70,7 @@ def test_a_step_has_the_same_documents_in_all_modes_and_on_any_number_of_ranks(s
     shuffle=st.booleans(),
     seed=st.integers(0, 5),
 )
-def test_every_epoch_has_every_document_once(
-    lengths: list[int], size: int, mode: str, strategy: str, by_tokens: bool, shuffle: bool, seed: int
-):
+def test_every_epoch_has_every_document_once(lengths, size, mode, strategy, by_tokens, shuffle, seed):
     plan = schedule(
         np.array(lengths, dtype=np.int32),
         examples_per_device=4,

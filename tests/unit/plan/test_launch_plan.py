@@ -60,9 +60,7 @@ def plan(
         ({"kind": "single"}, {"env": {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}}, 1, True),
     ],
 )
-def test_the_topology_decides_the_processes(
-    topology: dict[str, Any], surroundings: dict[str, Any], processes: int, in_process: bool
-) -> None:
+def test_the_topology_decides_the_processes(topology, surroundings, processes, in_process):
     made = plan(topology, **surroundings)
     assert (made.num_processes, made.nodes, made.gpus_per_node) == (processes, 1, processes)
     assert made.in_process == in_process
@@ -104,9 +102,7 @@ def test_a_run_that_may_be_started_again_is_launched_and_planned_anew_for_the_ma
         ({}, {"env": {**TORCHRUN, "RANK": "x"}}, "variable RANK"),
     ],
 )
-def test_what_the_machine_cannot_give_is_refused(
-    topology: dict[str, Any], surroundings: dict[str, Any], said: str
-) -> None:
+def test_what_the_machine_cannot_give_is_refused(topology, surroundings, said):
     with pytest.raises(UserError, match=said):
         plan(topology, **surroundings)
 
@@ -136,9 +132,7 @@ SHORTLY = {"GOMP_SPINCOUNT": "1000"}  # what libgomp itself takes where threads 
         ({}, {"cpus": 4, "load": 2.5}, {"OMP_WAIT_POLICY": "passive"}),
     ],
 )
-def test_processes_get_their_share_of_the_machine(
-    topology: dict[str, Any], surroundings: dict[str, Any], environment: dict[str, str]
-) -> None:
+def test_processes_get_their_share_of_the_machine(topology, surroundings, environment):
     assert dict(plan(topology, **surroundings).commands[0].env) == environment
 
 
@@ -162,9 +156,7 @@ def test_the_json_has_the_promised_keys_and_survives_json() -> None:
         ({"tokens_per_step": 8192, "tokens_per_device": 2048}, "padding", 2, 4, None),
     ],
 )
-def test_batch_arithmetic_is_exact_where_it_can_be(
-    batch: dict[str, int], mode: str, processes: int, rows: int | None, micro_batches: int | None
-) -> None:
+def test_batch_arithmetic_is_exact_where_it_can_be(batch, mode, processes, rows, micro_batches):
     made = plan({"gpus_per_node": processes}, batch, mode).batch
     assert (made.rows_per_step, made.micro_batches_per_device) == (rows, micro_batches)
     assert ("as many micro-batches as" in made.sentence()) == (micro_batches is None)
@@ -172,9 +164,7 @@ def test_batch_arithmetic_is_exact_where_it_can_be(
 
 @pytest.mark.parametrize(("examples", "per_device", "processes"), [(33, 8, 2), (5, 2, 4), (64, 5, 3)])
 @pytest.mark.parametrize("mode", ["padding", "padding_free"])
-def test_the_predicted_accumulation_is_the_one_that_the_batches_get(
-    mode: Any, examples: int, per_device: int, processes: int
-) -> None:
+def test_the_predicted_accumulation_is_the_one_that_the_batches_get(mode, examples, per_device, processes):
     import numpy as np
 
     from packtrain.packing.balance import MicroBatchLimits, lay_out
@@ -246,9 +236,7 @@ def test_rows_that_do_not_divide_over_the_processes_are_refused_with_the_nearest
         (1, "padding_free", "4 micro"),
     ],
 )
-def test_a_step_that_a_loss_has_to_see_as_a_whole_is_not_planned_in_parts(
-    processes: int, mode: Any, said: str | None
-) -> None:
+def test_a_step_that_a_loss_has_to_see_as_a_whole_is_not_planned_in_parts(processes, mode, said):
     groups = Batch(examples_per_step=32), mode, Objective(kind="dpo", loss=["sigmoid", "aot"]), Trainer()
     if said is None:
         assert plan_batch(*groups, processes=processes).examples_per_step == 32
@@ -282,9 +270,7 @@ def test_visible_gpus_are_counted_as_cuda_does(machine: int, variable: str | Non
         ({"examples_per_step": 32}, None, (None, None, None)),
     ],
 )
-def test_steps_and_tokens_of_the_run_are_in_the_json_where_they_need_no_data(
-    batch: dict[str, int], max_steps: int | None, known: tuple[int | None, ...]
-) -> None:
+def test_steps_and_tokens_of_the_run_are_in_the_json_where_they_need_no_data(batch, max_steps, known):
     config = RunConfig(batch=Batch(**batch), trainer=Trainer(output_dir="runs/x", max_steps=max_steps))
     document = plan_launch(config, Surroundings()).batch.to_json()
     assert tuple(document[name] for name in ("steps", "examples", "tokens")) == known

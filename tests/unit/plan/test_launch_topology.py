@@ -94,9 +94,7 @@ def test_every_machine_is_told_the_total_and_only_its_own_number_differs(nodes: 
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["auto", "slurm"])
-def test_in_a_slurm_job_its_machines_train(
-    kind: str, env: dict[str, str], role: str, node: int, processes: tuple[int, int, int]
-) -> None:
+def test_in_a_slurm_job_its_machines_train(kind, env, role, node, processes):
     made = plan({"kind": kind}, env)
     assert (made.role, made.node) == (role, node)
     assert (made.num_processes, made.nodes, made.gpus_per_node) == processes
@@ -178,9 +176,7 @@ def test_a_task_that_sees_one_gpu_only_takes_it(gpus: int, local_rank: str) -> N
         ({"kind": "slurm"}, {}, {}, "topology.gpus_per_node"),
     ],
 )  # fmt: skip
-def test_a_contradiction_is_an_error_that_names_both_sources(
-    topology: dict[str, Any], env: dict[str, str], surroundings: dict[str, Any], said: str
-) -> None:
+def test_a_contradiction_is_an_error_that_names_both_sources(topology, env, surroundings, said):
     with pytest.raises(UserError, match=said):
         plan(topology, env, **surroundings)
 
@@ -196,9 +192,7 @@ def test_a_contradiction_is_an_error_that_names_both_sources(
         ({}, {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "MASTER_ADDR": "a"}, {}, "4 processes in all, 3 of them"),
     ],
 )  # fmt: skip
-def test_fewer_gpus_or_processes_than_promised_are_never_trained_with(
-    topology: dict[str, Any], env: dict[str, str], surroundings: dict[str, Any], said: str
-) -> None:
+def test_fewer_gpus_or_processes_than_promised_are_never_trained_with(topology, env, surroundings, said):
     with pytest.raises(CheckFailed, match=said):
         plan(topology, env, **surroundings)
 
@@ -234,14 +228,7 @@ def test_a_plan_for_machines_elsewhere_is_shown_and_not_carried_out(topology: di
         ({**ELASTIC, "PET_NPROC_PER_NODE": "auto"}, {"gpus_per_node": 3}, "job-0", "999", (12, 4, 3), 3),
     ],
 )
-def test_a_pod_starts_the_processes_of_its_machine(
-    env: dict[str, str],
-    topology: dict[str, Any],
-    address: str,
-    port: str,
-    processes: tuple[int, int, int],
-    node: int,
-) -> None:
+def test_a_pod_starts_the_processes_of_its_machine(env, topology, address, port, processes, node):
     made = plan(topology, env)
     assert (made.num_processes, made.nodes, made.gpus_per_node) == processes
     assert (made.role, made.node) == ("launch", node)
@@ -282,9 +269,7 @@ def test_deepspeed_s_launcher_is_joined_on_as_many_machines_as_it_has() -> None:
         ("0,1", {"CUDA_VISIBLE_DEVICES": ""}, 0, 1),  # a machine without GPUs
     ],
 )
-def test_the_gpus_that_the_config_shows_are_those_that_are_counted(
-    asked: str | int, exported: dict[str, str], gpus: int, processes: int
-) -> None:
+def test_the_gpus_that_the_config_shows_are_those_that_are_counted(asked, exported, gpus, processes):
     made = plan({"environment": {"CUDA_VISIBLE_DEVICES": asked}}, exported, gpus=gpus, driver=gpus > 0)
     assert (made.num_processes, made.command.env["CUDA_VISIBLE_DEVICES"]) == (processes, str(asked))
     one = plan({"kind": "single", "environment": {"CUDA_VISIBLE_DEVICES": "2,3"}}, gpus=8, driver=True)

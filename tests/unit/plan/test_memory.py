@@ -57,9 +57,7 @@ def known(overrides: list[str], processes: int = 1, device: int | None = None, s
         ("qwen3", {}),
     ],
 )
-def test_parameters_from_sizes_are_those_of_the_model_that_transformers_makes(
-    kind: str, more: dict[str, bool], tmp_path: Path
-) -> None:
+def test_parameters_from_sizes_are_those_of_the_model_that_transformers_makes(kind, more, tmp_path):
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -80,9 +78,7 @@ def test_parameters_from_sizes_are_those_of_the_model_that_transformers_makes(
 
 
 @pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}], ids=["a head", "tied"])
-def test_a_reward_model_has_a_score_for_its_output_head_which_is_trained_beside_adapters(
-    more: dict[str, bool], tmp_path: Path
-) -> None:
+def test_a_reward_model_has_a_score_for_its_output_head_which_is_trained_beside_adapters(more, tmp_path):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -112,9 +108,7 @@ def test_a_reward_model_has_a_score_for_its_output_head_which_is_trained_beside_
         ([*sized("llama"), "peft=lora", "peft.target_modules=[nope]"], "peft.target_modules"),
     ],
 )
-def test_what_is_missing_for_an_estimate_is_said(
-    overrides: list[str], missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_missing_for_an_estimate_is_said(overrides, missing, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     found = estimate(load_config(None, [*MADE, *overrides]), 1)
     assert isinstance(found, str) and missing in found
@@ -292,9 +286,7 @@ def test_adapters_are_counted_on_their_base_and_as_what_they_are_to_the_run(tmp_
     ],
 )
 @pytest.mark.parametrize("processes", [1, 2, 64])
-def test_each_strategy_holds_what_its_framework_keeps(
-    strategy: str, dtype: str, bytes_each: tuple[int | str, ...], processes: int
-) -> None:
+def test_each_strategy_holds_what_its_framework_keeps(strategy, dtype, bytes_each, processes):
     found = known([*sized("llama"), *f"model.dtype={dtype}".split()], processes, strategy=strategy)
     for part, each in zip((found.weights, found.gradients, found.optimizer), bytes_each, strict=True):
         whole, _, spread = str(each).partition("/")
@@ -490,9 +482,7 @@ def test_where_activations_are_not_known_the_rest_is_counted(overrides: list[str
         (1, ["objective.kind=dpo", "objective.loss=aot"], "zero3_offload", "peft=lora, larger GPUs"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_flagged_with_what_to_try(
-    processes: int, overrides: list[str], strategy: str, tries: str
-) -> None:
+def test_what_does_not_fit_is_flagged_with_what_to_try(processes, overrides, strategy, tries):
     model = [*sized("qwen3", **QWEN3_8B), "model.dtype=bfloat16", "batch.examples_per_step=64"]
     found = known([*model, *overrides], processes, GIB, strategy)
     assert found.fits is False and found.total + found.outside > GIB
@@ -514,9 +504,7 @@ def test_what_does_not_fit_is_flagged_with_what_to_try(
         (8, "zero3", 2),
     ],
 )
-def test_what_nccl_keeps_for_several_processes_counts_beside_what_cuda_does(
-    processes: int, strategy: str, communicators: int
-) -> None:
+def test_what_nccl_keeps_for_several_processes_counts_beside_what_cuda_does(processes, strategy, communicators):
     found = known(sized("llama"), processes, 80 * GIB, strategy)
     assert found.to_json()["outside"] == found.outside == OUTSIDE + communicators * NCCL
     needed = found.total + found.outside

@@ -26,9 +26,7 @@ MADE += ["batch.examples_per_step=4"]
         ("bf16", "bfloat16", {}, "bf16", "asked for"),
     ],
 )
-def test_mixed_precision_is_decided_by_weights_and_device(
-    asked: str, weights: str, given: dict, expected: str, why: str
-) -> None:
+def test_mixed_precision_is_decided_by_weights_and_device(asked, weights, given, expected, why):
     speed = given.pop("speed", 0.0)
     known = {"adapters": False, "gpu": False, "has_bf16": True, **given}
     value, because = choose_precision(asked, weights=weights, speed=lambda: speed, **known)

@@ -55,9 +55,7 @@ def sockets(name: str | None) -> dict[str, str | None]:
         ((ETH0,), "::1", "localhost", None),
     ],
 )
-def test_processes_talk_over_the_interface_that_leads_to_the_first_machine(
-    interfaces: tuple[Interface, ...], own: str | None, main: str | None, expected: str | None
-) -> None:
+def test_processes_talk_over_the_interface_that_leads_to_the_first_machine(interfaces, own, main, expected):
     assert chosen(interfaces, own, main) == sockets(expected)
 
 

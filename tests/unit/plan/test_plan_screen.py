@@ -97,9 +97,7 @@ QLORA = ["model.quantize=nf4", "peft=lora", "model.path=a/b", "model.init=pretra
         ([*QUICKSTART, "tracking=wandb"], 0, None),
     ],
 )
-def test_packages_are_needed_there_where_a_run_would_not_start_here(
-    arguments: list[str], gpus: int, needed: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_are_needed_there_where_a_run_would_not_start_here(arguments, gpus, needed, tmp_path, monkeypatch):
     find, missing = importlib.util.find_spec, ("bitsandbytes", "deepspeed", "wandb")
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name in missing else find(name, *more))
     monkeypatch.setattr("packtrain.plan.surroundings._gpus_of_machine", lambda: [80 * 2**30] * gpus)
