@@ -16,14 +16,8 @@ from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import Surroundings, visible_gpus
 from packtrain.strategies.spec import STRATEGIES
 
-TORCHRUN = {
-    "RANK": "1",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "4",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "a",
-    "MASTER_PORT": "1",
-}
+TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+TORCHRUN |= {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
 
 
 def plan(
@@ -69,11 +63,9 @@ def test_the_topology_decides_the_processes(topology, surroundings, processes, i
 
 def test_a_run_that_may_be_started_again_is_launched_and_planned_anew_for_the_machines_that_are_left() -> None:
     four = {"kind": "manual", "nodes": 4, "gpus_per_node": 2, "main_address": "n1", "node_rank": 3, "min_nodes": 2}
-    config = RunConfig(
-        topology=Topology(**four),
-        batch=Batch(examples_per_step=32, examples_per_device=2),
-        trainer=Trainer(output_dir="runs/x", restarts=1, checkpoint_every=5),
-    )
+    trainer = Trainer(output_dir="runs/x", restarts=1, checkpoint_every=5)
+    batch = Batch(examples_per_step=32, examples_per_device=2)
+    config = RunConfig(topology=Topology(**four), batch=batch, trainer=trainer)
     around = Surroundings(cpus=16, free_port=4321)
     whole, fewer = plan_launch(config, around), plan_launch(config, around, machines=(0, 3))
     assert (fewer.nodes, fewer.node, fewer.num_processes, fewer.least_nodes) == (2, 1, 4, 2)
@@ -91,11 +83,7 @@ def test_a_run_that_may_be_started_again_is_launched_and_planned_anew_for_the_ma
     [
         ({"kind": "env"}, {}, "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR"),
         ({}, {"env": {"WORLD_SIZE": "4"}}, "RANK, LOCAL_RANK, MASTER_ADDR"),
-        (
-            {},
-            {"env": {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}},
-            "LOCAL_RANK, MASTER_PORT",
-        ),
+        ({}, {"env": {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}}, "LOCAL_RANK, MASTER_PORT"),
         ({"kind": "local", "gpus_per_node": 2}, {"env": TORCHRUN}, "one of 4 of a running launch"),
         ({"kind": "single"}, {"env": TORCHRUN}, "one of 4 of a running launch"),
         ({}, {"env": {**TORCHRUN, "RANK": "4"}}, "rank 4 of 4"),
@@ -107,7 +95,7 @@ def test_what_the_machine_cannot_give_is_refused(topology, surroundings, said):
         plan(topology, **surroundings)
 
 
-ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+SHOWN, ALLOCATOR = "CUDA_VISIBLE_DEVICES", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 SHORTLY = {"GOMP_SPINCOUNT": "1000"}  # what libgomp itself takes where threads outnumber cores
 
 
@@ -121,12 +109,8 @@ SHORTLY = {"GOMP_SPINCOUNT": "1000"}  # what libgomp itself takes where threads 
         ({}, {"cpus": 4, "load": 2.5, "env": {"GOMP_SPINCOUNT": "7"}}, {}),
         ({"environment": {"KMP_BLOCKTIME": "1"}}, {}, {"KMP_BLOCKTIME": "1"}),
         ({}, {"env": TORCHRUN}, SHORTLY),
-        ({"kind": "single"}, {"gpus": 4}, {**ALLOCATOR, "CUDA_VISIBLE_DEVICES": "0"}),
-        (
-            {"kind": "single"},
-            {"gpus": 2, "env": {"CUDA_VISIBLE_DEVICES": "5,6"}},
-            {**ALLOCATOR, "CUDA_VISIBLE_DEVICES": "5"},
-        ),
+        ({"kind": "single"}, {"gpus": 4}, {**ALLOCATOR, SHOWN: "0"}),
+        ({"kind": "single"}, {"gpus": 2, "env": {SHOWN: "5,6"}}, {**ALLOCATOR, SHOWN: "5"}),
         ({}, {"gpus": 4, "env": TORCHRUN}, ALLOCATOR),
         ({"environment": {"PYTORCH_ALLOC_CONF": ""}}, {"gpus": 1}, {"PYTORCH_ALLOC_CONF": ""}),
         ({}, {"cpus": 4, "load": 2.5}, {"OMP_WAIT_POLICY": "passive"}),
@@ -169,18 +153,11 @@ def test_the_predicted_accumulation_is_the_one_that_the_batches_get(mode, exampl
 
     from packtrain.packing.balance import MicroBatchLimits, lay_out
 
-    predicted = plan(
-        {"gpus_per_node": processes}, {"examples_per_step": examples, "examples_per_device": per_device}, mode
-    ).batch.micro_batches_per_device
+    batch = {"examples_per_step": examples, "examples_per_device": per_device}
+    predicted = plan({"gpus_per_node": processes}, batch, mode).batch.micro_batches_per_device
     lengths = np.random.default_rng(examples).integers(1, 500, examples)
-    layout = lay_out(
-        lengths,
-        mode=mode,
-        world_size=processes,
-        limits=MicroBatchLimits(per_device),
-        attention_cost=1e-3,
-        keep_order=False,
-    )
+    how = {"mode": mode, "attention_cost": 1e-3, "keep_order": False}
+    layout = lay_out(lengths, world_size=processes, limits=MicroBatchLimits(per_device), **how)
     assert {len(micro_batches) for micro_batches in layout} == {predicted}
 
 
@@ -227,39 +204,24 @@ def test_rows_that_do_not_divide_over_the_processes_are_refused_with_the_nearest
         plan({"gpus_per_node": 3}, {"tokens_per_step": 65536})
 
 
-@pytest.mark.parametrize(
-    ("processes", "mode", "said"),
-    [
-        (1, "packed", None),
+def test_a_step_that_a_loss_has_to_see_as_a_whole_is_not_planned_in_parts() -> None:
+    step, dpo = Batch(examples_per_step=32), Objective(kind="dpo", loss=["sigmoid", "aot"])
+    assert plan_batch(step, "packed", dpo, Trainer(), processes=1).examples_per_step == 32
+    for processes, mode, said in (
         (2, "packed", "2 processes"),
         (1, "padding", "4 micro-batches"),
         (1, "padding_free", "4 micro"),
-    ],
-)
-def test_a_step_that_a_loss_has_to_see_as_a_whole_is_not_planned_in_parts(processes, mode, said):
-    groups = Batch(examples_per_step=32), mode, Objective(kind="dpo", loss=["sigmoid", "aot"]), Trainer()
-    if said is None:
-        assert plan_batch(*groups, processes=processes).examples_per_step == 32
-        return
-    with pytest.raises(UserError, match=f"aot sorts all pairs of a step, which here are spread over {said}"):
-        plan_batch(*groups, processes=processes)
+    ):
+        with pytest.raises(UserError, match=f"aot sorts all pairs of a step, which here are spread over {said}"):
+            plan_batch(step, mode, dpo, Trainer(), processes=processes)
 
 
-@pytest.mark.parametrize(
-    ("machine", "variable", "visible"),
-    [
-        (8, None, 8),
-        (8, "", 0),
-        (8, "-1", 0),
-        (8, "0,1", 2),
-        (8, "0,-1,1", 1),
-        (2, "0,5", 1),
-        (2, "GPU-a,GPU-b", 2),
-        (0, "0", 0),
-    ],
-)
-def test_visible_gpus_are_counted_as_cuda_does(machine: int, variable: str | None, visible: int) -> None:
-    assert visible_gpus(machine, variable) == visible
+def test_visible_gpus_are_counted_as_cuda_does() -> None:
+    assert visible_gpus(0, "0") == 0 and visible_gpus(8, None) == 8
+    for shown, visible in {"": 0, "-1": 0, "0,1": 2, "0,-1,1": 1}.items():
+        assert visible_gpus(8, shown) == visible
+    for shown, visible in {"0,5": 1, "GPU-a,GPU-b": 2}.items():
+        assert visible_gpus(2, shown) == visible
 
 
 @pytest.mark.parametrize(
