@@ -21,10 +21,8 @@ def raised_by(file: str, code: str) -> None:
 def test_a_bug_of_packtrain_is_told_from_one_of_a_library(code: str) -> None:
     with pytest.raises((TypeError, KeyError)), boundary("cannot load it", "model.path"):
         raised_by(OURS, code)
-    with (
-        pytest.raises(UserError, match=r"model\.path: cannot load it: (TypeError|KeyError): "),
-        boundary("cannot load it", "model.path"),
-    ):
+    said = r"model\.path: cannot load it: (TypeError|KeyError): "
+    with pytest.raises(UserError, match=said), boundary("cannot load it", "model.path"):
         raised_by(THEIRS, code)
 
 

@@ -233,11 +233,11 @@ def test_long_pairs_and_the_order_of_answers_are_as_in_trl(of: Any) -> None:
     assert of("l", "kto_chosen_weight: 1.0", sft="kto").config["data"].get("shuffle", True) is True  # its own sampler
 
 
-@pytest.mark.parametrize("devices", [1, 4, 16])
-def test_the_step_of_ms_swift_has_sixteen_examples_whatever_the_devices(devices: int, of: Any, tmp_path: Path) -> None:
+def test_the_step_of_ms_swift_has_sixteen_examples_whatever_the_devices(of: Any, tmp_path: Path) -> None:
     of("s")
-    done = convert_file(tmp_path / "theirs.sh", None, devices)
-    assert done.config["batch"]["examples_per_step"] == 16
+    for devices in (1, 4, 16):
+        done = convert_file(tmp_path / "theirs.sh", None, devices)
+        assert done.config["batch"]["examples_per_step"] == 16
 
 
 def test_lengths_are_the_model_s_where_ms_swift_is_given_none(of: Any, tmp_path: Path) -> None:

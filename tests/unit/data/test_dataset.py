@@ -53,7 +53,7 @@ def numbers(pairs: PairDataset) -> list[int]:
     return [int(prompt.split(":")[0]) for prompt, _, _ in texts(pairs)]
 
 
-def test_both_documents_begin_with_the_prompt_and_train_all_that_follows(tmp_path):
+def test_both_documents_begin_with_the_prompt_and_train_all_that_follows_and_a_step_counts_its_targets(tmp_path):
     pairs = ready(tmp_path, rows(30)).train
     assert numbers(pairs) == list(range(30)) and len(pairs) == 30
     for at in range(30):
@@ -69,10 +69,6 @@ def test_both_documents_begin_with_the_prompt_and_train_all_that_follows(tmp_pat
         assert pairs.trained[at] == sum(side.loss_mask.sum() for side in sides)
         assert pairs.shared_lengths[at] == pair.prompt - 1 + sum(length - pair.prompt + 1 for length in lengths)
     assert pairs.lengths.dtype == pairs.shared_lengths.dtype == pairs.trained.dtype == pairs.prompts.dtype == np.int32
-
-
-def test_a_step_counts_the_targets_that_its_micro_batches_train(tmp_path):
-    pairs = ready(tmp_path, rows(30)).train
     steps = PairSteps(pairs, make_schedule(pairs.lengths, Packing(), Batch(examples_per_step=4)), "shared", 0)
     for step in (0, 3):
         assert steps.documents_of(step)[2] == sum(batch.trained + batch.rejected for batch in steps[step]) > 0
@@ -154,16 +150,12 @@ def asked_of(side: Any, at: int) -> str:
 
 def talks(count: int) -> list[dict[str, Any]]:
     """Conversations that all differ, of very different lengths."""
-    return [
-        {
-            "id": number,
-            "messages": [
-                {"role": "user", "content": f"Question number {number}?"},
-                {"role": "assistant", "content": " ".join(f"{number}-{word}" for word in range(1 + number % 30))},
-            ],
-        }
-        for number in range(count)
-    ]
+    talks = []
+    for number in range(count):
+        answer = {"role": "assistant", "content": " ".join(f"{number}-{word}" for word in range(1 + number % 30))}
+        asked = {"role": "user", "content": f"Question number {number}?"}
+        talks.append({"id": number, "messages": [asked, answer]})
+    return talks
 
 
 def write(path: Path, lines: list[Any]) -> str:
@@ -205,7 +197,7 @@ def test_the_same_rows_are_held_out_whatever_is_made_of_them(tmp_path, style, ke
     assert len(other_train) + len(other_held) >= 30
 
 
-def test_each_side_counts_its_own_rows(tmp_path):
+def test_each_side_counts_its_own_rows_and_one_without_a_document_is_an_error(tmp_path):
     unanswered = [{"messages": [{"role": "user", "content": f"Nobody answers {number}."}]} for number in range(30)]
     path = write(tmp_path / "x.jsonl", [*talks(100), *unanswered, *[{"messages": []}] * 5])
     keys: dict[str, Any] = {"max_length": 100, "bad_rows": "skip"}
@@ -221,9 +213,6 @@ def test_each_side_counts_its_own_rows(tmp_path):
     for figure in ("rows", "kept", "truncated", "cut_tokens", "documents", "tokens", "trained_tokens"):
         assert getattr(train.report, figure) + getattr(held.report, figure) == getattr(whole.report, figure)
     assert train.report.held_out == len(held) and 22 <= held.report.rows <= 31
-
-
-def test_a_side_without_a_document_is_an_error(tmp_path):
     unanswered = [{"messages": [{"role": "user", "content": f"Nobody answers {n}."}]} for n in range(30)]
     for lines, fraction in ((talks(1), 0.5), ([*talks(1), *unanswered], 0.1)):
         with pytest.raises(UserError, match="cannot hold out"):

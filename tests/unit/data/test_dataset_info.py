@@ -54,11 +54,8 @@ def read(folder: Path, name: str, kind: Any = "sft", **keys: Any) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_every_form_become_the_same_document(tmp_path: Path, name: str) -> None:
-    expected = prepare(
-        Data(train=str(write(tmp_path, [ALPACA])), cache_dir=str(tmp_path / "c"), chat_template="chatml"),
-        TOKENIZER,
-        seed=0,
-    ).train[0]
+    data = Data(train=str(write(tmp_path, [ALPACA])), cache_dir=str(tmp_path / "c"), chat_template="chatml")
+    expected = prepare(data, TOKENIZER, seed=0).train[0]
     document = read(listed(tmp_path, CASES), name)[0]
     assert document.input_ids.tolist() == expected.input_ids.tolist()
     assert document.loss_mask.tolist() == expected.loss_mask.tolist()
@@ -73,14 +70,12 @@ def test_pairs_labels_and_running_text_are_read(tmp_path: Path) -> None:
     ranked = {"formatting": "sharegpt", "ranking": True}
     ranked["columns"] = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}
     labelled = {"formatting": "sharegpt", "columns": {"messages": "said", "kto_tag": "good"}, "tags": TAGS}
-    folder = listed(
-        tmp_path,
-        {
-            "pairs": (ranked, {"conversations": SHAREGPT[:1], **PAIR}),
-            "labels": (labelled, [{"said": OPENAI, "good": True}, {"said": OPENAI, "good": False}]),
-            "text": ({"columns": {"prompt": "body"}}, {"body": "two and two"}),
-        },
-    )
+    entries = {
+        "pairs": (ranked, {"conversations": SHAREGPT[:1], **PAIR}),
+        "labels": (labelled, [{"said": OPENAI, "good": good} for good in (True, False)]),
+        "text": ({"columns": {"prompt": "body"}}, {"body": "two and two"}),
+    }
+    folder = listed(tmp_path, entries)
     pairs, labels, text = read(folder, "pairs", "dpo"), read(folder, "labels", "kto"), read(folder, "text")
     assert "5." in TOKENIZER.decode(pairs[0].rejected.input_ids)
     assert labels.labels.tolist() == [True, False]
@@ -93,10 +88,8 @@ def test_a_text_file_has_a_text_a_line_as_there(tmp_path: Path) -> None:
     listed(tmp_path, {"wiki": ({"file_name": "wiki.txt", "columns": {"prompt": "text"}}, [])})
     (tmp_path / "data" / "wiki.txt").write_text("One two.\n\nThree.\n")
     data = read(tmp_path, "wiki")
-    assert [TOKENIZER.decode(data[at].input_ids) for at in range(len(data))] == [
-        "One two.<|im_end|>",
-        "Three.<|im_end|>",
-    ]
+    texts = [TOKENIZER.decode(data[at].input_ids) for at in range(len(data))]
+    assert texts == ["One two.<|im_end|>", "Three.<|im_end|>"]
     assert len(read(tmp_path, "wiki", split_text="paragraph")) == 2
 
 
@@ -105,14 +98,6 @@ def test_columns_that_an_entry_leaves_out_are_named(tmp_path: Path) -> None:
     listed(tmp_path, {name: (row[0], {**row[1], "id": 7})})
     (unread,) = read(tmp_path, name).report.unread.values()
     assert unread == {"input (not in dataset_info.json)": "", "id (not in dataset_info.json)": "note"}
-
-
-def test_pictures_are_refused(tmp_path: Path) -> None:
-    columns = {"messages": "messages", "images": "pictures"}
-    entry = {"formatting": "sharegpt", "columns": columns, "tags": TAGS}
-    folder = listed(tmp_path, {"seen": (entry, {"messages": OPENAI, "pictures": ["a.png"]})})
-    with pytest.raises(UserError, match="not of text alone"):
-        read(folder, "seen")
 
 
 def test_num_samples_are_the_documents_of_an_epoch(tmp_path: Path) -> None:
@@ -144,37 +129,35 @@ def test_a_name_is_found_below_the_config_or_where_the_command_runs(tmp_path, mo
         load_config(str(tmp_path / "run.yaml"), [])
 
 
-@pytest.mark.parametrize(
-    ("entry", "what"),
-    [
-        ({"ms_hub_url": "a/b"}, "a hub that packtrain does not read"),
-        ({"script_url": "a"}, "made by a script"),
-        ({"file_name": "x.json", "formatting": "vicuna"}, "formatting is 'vicuna'"),
-        ({"file_name": "x.json", "colums": {}}, "is no key of an entry"),
-        ({"hf_hub_url": "a/b", "folder": "python"}, "a folder of a hub data set"),
-    ],
-)
-def test_an_entry_that_cannot_be_read_is_refused(tmp_path: Path, entry: dict[str, Any], what: str) -> None:
+def test_an_entry_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"x": entry}))
-    with pytest.raises(UserError, match=what):
-        read(tmp_path, "x")
+    for what, entry in {
+        "a hub that packtrain does not read": {"ms_hub_url": "a/b"},
+        "made by a script": {"script_url": "a"},
+        "formatting is 'vicuna'": {"file_name": "x.json", "formatting": "vicuna"},
+        "is no key of an entry": {"file_name": "x.json", "colums": {}},
+        "a folder of a hub data set": {"hf_hub_url": "a/b", "folder": "python"},
+    }.items():
+        (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"x": entry}))
+        with pytest.raises(UserError, match=what):
+            read(tmp_path, "x")
+    entry = {"formatting": "sharegpt", "columns": {"messages": "messages", "images": "pictures"}, "tags": TAGS}
+    folder = listed(tmp_path, {"seen": (entry, {"messages": OPENAI, "pictures": ["a.png"]})})
+    with pytest.raises(UserError, match="not of text alone"):
+        read(folder, "seen")
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("o/n", ("o/n", None, "train")),
-        ("o/n:c@test", ("o/n", "c", "test")),
-        ("o/n@train[:10%]", ("o/n", None, "train[:10%]")),
-        ("o/n:2022.en", ("o/n", "2022.en", "train")),
-        ("data/x:y.jsonl", ("data/x:y.jsonl", None, "train")),
-    ],
-)
-def test_a_hub_id_brings_subset_and_split(name: str, parts: tuple[str, str | None, str]) -> None:
-    for given in (name, DataSource(path=name)):
-        (source,) = sources([given])
-        assert (source.path, source.subset, source.split) == parts
+def test_a_hub_id_brings_subset_and_split() -> None:
+    for name, parts in {
+        "o/n": ("o/n", None, "train"),
+        "o/n:c@test": ("o/n", "c", "test"),
+        "o/n@train[:10%]": ("o/n", None, "train[:10%]"),
+        "o/n:2022.en": ("o/n", "2022.en", "train"),
+        "data/x:y.jsonl": ("data/x:y.jsonl", None, "train"),
+    }.items():
+        for given in (name, DataSource(path=name)):
+            (source,) = sources([given])
+            assert (source.path, source.subset, source.split) == parts
 
 
 def test_one_glob_takes_files_of_several_kinds(tmp_path: Path) -> None:

@@ -120,10 +120,8 @@ def test_what_python_cannot_hold_in_a_column_that_nobody_reads_stops_nothing(tmp
 
 
 def called(name: str, **arguments: str) -> dict[str, Any]:
-    tool = {
-        "name": name,
-        "parameters": {"type": "object", "properties": {key: {"type": "string"} for key in arguments}},
-    }
+    properties = {key: {"type": "string"} for key in arguments}
+    tool = {"name": name, "parameters": {"type": "object", "properties": properties}}
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     messages = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
     return {"messages": messages, "tools": [{"type": "function", "function": tool}]}
@@ -162,17 +160,10 @@ def test_a_file_that_may_not_be_read_and_a_full_disk_are_errors_for_the_user(tmp
     assert not list((tmp_path / "cache").glob("*.building"))
 
 
-@pytest.fixture
-def no_hub(monkeypatch):
-    """No path may be asked for at the hub."""
-    monkeypatch.setattr(sources, "load_from_hub", lambda source, where: pytest.fail(f"{source.path} is no hub id"))
-
-
 @pytest.mark.parametrize("name", ["chats.docx", "data/chats.unheard", "data/train"])
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_file_that_is_not_read_and_one_in_a_folder_that_exists_are_no_hub_ids(
-    tmp_path, monkeypatch, no_hub, name, exists
-):
+def test_a_file_that_is_not_read_or_not_there_is_no_hub_id(tmp_path, monkeypatch, name, exists):
+    monkeypatch.setattr(sources, "load_from_hub", lambda source, where: pytest.fail(f"{source.path} is no hub id"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     if exists:
@@ -208,17 +199,14 @@ def test_a_hub_that_does_not_answer_fails_soon_with_one_message(tmp_path, monkey
     assert before == (huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE)
 
 
-@pytest.mark.parametrize(
-    "role, source",
-    [("eval", {"split": "train"}), ("train", {"split": "validation"}), ("train", {"subset": "small"})],
-)
-def test_a_split_of_the_quickstart_means_what_it_says_or_is_refused(role, source):
-    with pytest.raises(UserError, match=f"quickstart has no .* for data.{role}"):
-        sources.locate(DataSource(path="quickstart", **source), role, 0, "sft", "document")
-
-
-@pytest.mark.parametrize("role", ["train", "eval"])
-def test_the_quickstarts_name_alone_stands_for_the_split_of_its_role(role):
-    (source,) = named("quickstart", role)
-    first = next(iter(next(sources.locate(source, role, 0, "sft", "document").chunks()).rows()))[1]
-    assert first == quickstart.conversations(role, 0, 1)[0]
+def test_the_quickstarts_name_stands_for_the_split_of_its_role_and_another_split_is_refused():
+    for role, other in (
+        ("eval", {"split": "train"}),
+        ("train", {"split": "validation"}),
+        ("train", {"subset": "small"}),
+    ):
+        with pytest.raises(UserError, match=f"quickstart has no .* for data.{role}"):
+            sources.locate(DataSource(path="quickstart", **other), role, 0, "sft", "document")
+        (source,) = named("quickstart", role)
+        first = next(iter(next(sources.locate(source, role, 0, "sft", "document").chunks()).rows()))[1]
+        assert first == quickstart.conversations(role, 0, 1)[0]

@@ -120,11 +120,7 @@ def test_a_failure_anywhere_ends_the_others_at_once_with_its_code(failing: int, 
     name = f"n{failing + 1}, rank {rank}"
     assert {one.code for one in ends} == {2}
     assert [list(one.lines) for one in ends] == [
-        [
-            f"{name} failed (exit code 2): see logs/rank-0000{rank}.log",
-            f"{name}: error:",
-            f"{name}:   bad data",
-        ]
+        [f"{name} failed (exit code 2): see logs/rank-0000{rank}.log", f"{name}: error:", f"{name}:   bad data"]
     ] * 3
     assert set(whys.values()) == {f"rank {rank} failed"} and len(whys) == 2
 
@@ -259,6 +255,11 @@ FOLLOW = {"codes": {0: None, 1: 4}, "lost": (0, 1)}
 SILENT = {"silent": "silent for 10 s"}
 
 
+def _all(code: int, first: int = 0, **facts: int) -> dict[str, Any]:
+    """A machine whose two ranks ended alike."""
+    return {"codes": {first: code, first + 1: code}, **facts}
+
+
 @pytest.mark.parametrize(
     ("outcomes", "code", "said"),
     [
@@ -276,22 +277,10 @@ SILENT = {"silent": "silent for 10 s"}
         ([FOLLOW, SILENT], 4, "n2 was lost: silent for 10 s"),
         ([FOLLOW, {"codes": {2: 4}, "lost": (2,)}], 4, "n1, rank 0 failed (no exit code)"),
         ([{"signal": 15}, {"signal": 15}], 143, "stopped by SIGTERM"),
-        (
-            [{"codes": {0: 130, 1: 130}, "signal": 2}, {"codes": {2: 130, 3: 130}, "signal": 2}],
-            130,
-            "stopped by SIGINT",
-        ),
-        (
-            [{"codes": {0: 143}, "signal": 15}, {"codes": {2: 143, 3: 143}, "signal": 15}],
-            143,
-            "but not every process ended cleanly",
-        ),
-        ([{"codes": {0: 143, 1: 143}}, {"codes": {2: 143, 3: 143}}], 143, "stopped by SIGTERM"),
-        (
-            [{"codes": {0: 143, 1: 143}, "launched": 1}, {"codes": {2: 143, 3: 143}, "launched": 1}],
-            143,
-            "stopped by SIGTERM",
-        ),
+        ([_all(130, signal=2), _all(130, 2, signal=2)], 130, "stopped by SIGINT"),
+        ([{"codes": {0: 143}, "signal": 15}, _all(143, 2, signal=15)], 143, "but not every process ended cleanly"),
+        ([_all(143), _all(143, 2)], 143, "stopped by SIGTERM"),
+        ([_all(143, launched=1), _all(143, 2, launched=1)], 143, "stopped by SIGTERM"),
         ([{"launched": 1}, {}], 4, "n1: torchrun ended with exit code 1: see logs/launcher.log"),
     ],
 )
@@ -334,10 +323,8 @@ def test_there_are_as_many_as_asked_for_and_fewer_without_progress(folder: RunFo
         assert restarts.decide(KILLED, "").restart
     checkpoint(folder, 15)
     last = restarts.decide(KILLED, "")
-    assert not last.restart and last.lines == [
-        *KILLED.lines,
-        "not started again: all trainer.restarts=3 have been used",
-    ]
+    assert not last.restart
+    assert last.lines == [*KILLED.lines, "not started again: all trainer.restarts=3 have been used"]
     assert [stuck.decide(KILLED, "").restart for _ in range(3)] == [(0,), (0,), ()]
 
 

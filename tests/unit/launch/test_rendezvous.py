@@ -68,14 +68,6 @@ class Launchers:
         return [self.ends[number] for number in range(len(self._threads))]
 
 
-def test_one_machine_takes_any_free_port_as_it_is_bound(place: MeetingPoint) -> None:
-    with (
-        meet(member(0, nodes=1), replace(place, port=0)) as group,
-        socket.create_connection(("127.0.0.1", group.channel.port)),
-    ):
-        assert group.channel.port != group.store_port
-
-
 def together(place: MeetingPoint, *members: Member) -> list[Any]:
     launchers = Launchers()
     for me in members:
@@ -122,17 +114,15 @@ def test_machines_that_do_not_fit_all_stop_with_the_same_words(change: dict, sai
     assert str(ends[0]) == str(ends[1])
 
 
-def test_two_machines_of_one_number_are_named(place: MeetingPoint) -> None:
+def test_two_machines_of_one_number_and_what_machine_0_cannot_prepare_are_errors_for_all(place: MeetingPoint) -> None:
     ends = together(place, member(0, 3), member(1, 3), member(1, 3, host="n7", addresses=("10.0.0.7",)))
     assert {str(end).partition(": ")[0] for end in ends} == {"topology.node_rank"}
     assert all("two machines are number 1: n" in str(end) and "n7 (10.0.0.7)" in str(end) for end in ends)
 
-
-def test_what_machine_0_cannot_prepare_is_an_error_for_all(place: MeetingPoint) -> None:
     def prepare(names: Mapping[int, str]) -> str:
         raise UserError("the run folder cannot be written", where="trainer.output_dir")
 
-    launchers = Launchers()
+    launchers, place = Launchers(), free_place()
     launchers.start(member(0), place, prepare)
     launchers.start(member(1), place)
     assert all(isinstance(one, UserError) and "cannot be written" in str(one) for one in launchers.join())
@@ -188,7 +178,10 @@ def test_strangers_neither_join_nor_stop_the_rendezvous(place: MeetingPoint) -> 
     assert all(isinstance(one, Group) for one in ends), ends
 
 
-def test_machines_meet_over_ipv6(place: MeetingPoint) -> None:
+def test_one_machine_takes_any_free_port_as_it_is_bound_and_machines_meet_over_ipv6(place: MeetingPoint) -> None:
+    alone = meet(member(0, nodes=1), replace(place, port=0))
+    with alone as group, socket.create_connection(("127.0.0.1", group.channel.port)):
+        assert group.channel.port != group.store_port
     if not socket.has_dualstack_ipv6() or not is_own("::1"):
         pytest.skip("no IPv6 on this machine")
     ends = together(replace(place, address="::1"), member(0), member(1))

@@ -50,16 +50,12 @@ def test_a_folder_is_locked_by_one_run_until_it_ends_even_when_it_is_moved(tmp_p
     assert not is_locked(folder.root)
 
 
-def test_machines_that_look_together_find_no_run(tmp_path: Path) -> None:
+def test_machines_that_look_together_find_no_run_and_a_file_of_others_is_not_touched(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.open_attempt("auto")
     (folder.logs / LOCK).touch()
     with ThreadPoolExecutor(8) as machines:
         assert not any(machines.map(lambda _: is_locked(folder.root), range(400)))
-
-
-def test_a_file_of_that_name_that_others_made_is_not_touched(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / LOCK).write_text("the user's\n")
     check_free(tmp_path)
     assert (tmp_path / "logs" / LOCK).read_text() == "the user's\n"

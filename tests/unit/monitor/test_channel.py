@@ -25,10 +25,12 @@ def server() -> Iterator[Server]:
     server.close()
 
 
-def test_a_call_is_answered_by_its_handler(server: Server) -> None:
+def test_a_call_is_answered_by_its_handler_and_one_that_fails_is_an_error_of_the_call(server: Server) -> None:
     client = Client("127.0.0.1", server.port, secret=server.secret)
     assert client.call("sum", {"of": [1, 2, 3]}) == {"sum": 6}
     assert Client("localhost", server.port, secret=server.secret).call("sum", {"of": []}) == {"sum": 0}
+    with pytest.raises(Rejected, match="KeyError"):
+        client.call("sum", {})
 
 
 def test_only_joining_is_open_to_those_without_the_secret(server: Server) -> None:
@@ -57,11 +59,6 @@ def test_what_is_being_answered_is_answered_before_the_server_ends(server: Serve
     assert done.is_set()
     caller.join(5)
     assert answers == [{"answered": True}]
-
-
-def test_a_handler_that_fails_is_an_error_of_the_call(server: Server) -> None:
-    with pytest.raises(Rejected, match="KeyError"):
-        Client("127.0.0.1", server.port, secret=server.secret).call("sum", {})
 
 
 @pytest.mark.parametrize("sent", [b"", b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"])

@@ -93,11 +93,8 @@ def test_micro_batches_are_as_few_as_the_limits_allow(step: dict):
         assert micro_batches == math.ceil(math.ceil(len(lengths) / min(limits.examples, 99)) / world_size)
     elif step["mode"] == "packed":
         fewest = math.ceil(max(int(lengths.sum()) / limits.tokens, min(len(lengths), 1)) / world_size)
-        assert (
-            fewest
-            <= micro_batches
-            <= math.ceil(len(best_fit(lengths, limits.tokens, np.random.default_rng(0))) / world_size)
-        )
+        fitted = len(best_fit(lengths, limits.tokens, np.random.default_rng(0)))
+        assert fewest <= micro_batches <= math.ceil(fitted / world_size)
 
 
 def test_rows_that_only_best_fit_can_fill_are_still_filled():
@@ -158,22 +155,18 @@ def test_split_rows_have_every_document_once_and_even_the_work_out(ranks_per_row
     layout = lay_out(lengths, limits=limits, ranks_per_row=ranks_per_row, **how)
     assert isinstance(layout, SplitLayout) and sorted(np.concatenate([*chain(*layout)])) == [*range(len(lengths))]
     assert len({len(parts) for parts in layout}) == 1
-    groups = [
-        [parts_of_rank(layout, rank) for rank in range(first, first + ranks_per_row)]
-        for first in range(0, world, ranks_per_row)
-    ]
+    ranks = [parts_of_rank(layout, rank) for rank in range(world)]
+    groups = [ranks[first : first + ranks_per_row] for first in range(0, world, ranks_per_row)]
     for group in groups:
         for rows in zip(*group, strict=True):
             if rows[0][1]:  # all have the same row, of which each takes a part
                 assert all(is_split and row is rows[0][0] for row, is_split in rows)
                 assert lengths[rows[0][0]].sum() <= limits.tokens * ranks_per_row
             for row, is_split in rows:
-                assert is_split or (
-                    lengths[row].sum() <= limits.tokens and (mode == "packed" or len(row) <= limits.examples)
-                )
+                fits = lengths[row].sum() <= limits.tokens and (mode == "packed" or len(row) <= limits.examples)
+                assert is_split or fits
     assert imbalance(layout, lengths, 2e-5) < 0.01
-    assert {0, 1, 2} <= {
-        number for group in groups for row, is_split in group[0] if is_split for number in row.tolist()
-    }
+    split = [row for group in groups for row, is_split in group[0] if is_split]
+    assert {0, 1, 2} <= {*np.concatenate(split).tolist()}
     with pytest.raises(ValueError, match="ranks take"):
         lay_out(np.append(lengths, 4096 * ranks_per_row + 1), limits=limits, ranks_per_row=ranks_per_row, **how)

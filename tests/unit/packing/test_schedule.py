@@ -216,12 +216,9 @@ def test_without_shuffling_sources_keep_their_order_and_another_seed_has_another
     assert staged(seed=1).documents(0).tolist() != staged().documents(0).tolist()
 
 
-def test_a_stage_over_a_source_without_examples_is_refused() -> None:
+def test_a_stage_over_a_source_without_examples_is_refused_and_steps_beyond_the_last_are_none() -> None:
     plan = make_schedule(STAGED_LENGTHS[:50], Packing(), Batch(examples_per_step=5), max_steps=3)
     with pytest.raises(UserError, match="nothing to train on in b"):
         stage(plan, Mixture((0,), ((0.5, 0.5),), 0), SOURCE_OF[:50], ("a", "b"))
-
-
-def test_steps_beyond_the_last_are_none() -> None:
     with pytest.raises(IndexError):
         staged().documents(12)
