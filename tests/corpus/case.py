@@ -86,7 +86,7 @@ def sampled(cases: Sequence[Case], one_in: int = 1) -> list[Any]:
     return [pytest.param(one, id=one.name, marks=rest if at % one_in else ()) for at, one in enumerate(cases)]
 
 
-def tests_of(cases: Sequence[Case], one_in: int = 1) -> Callable[[Case, Path], None]:
+def each_of(cases: Sequence[Case], one_in: int = 1) -> Callable[[Case, Path], None]:
     """The test of a file: each of its cases, of which `one_in` so many is always run."""
 
     @pytest.mark.parametrize("case", sampled(cases, one_in))

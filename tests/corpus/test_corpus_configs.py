@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import get_origin
 
 from packtrain.config.keys import Key, keys, members
-from tests.corpus.case import Case, command, tests_of
+from tests.corpus.case import Case, command, each_of
 
 GOOD = {"model.path": "owner/model", "data.train": "owner/data"}
 GOOD |= {"batch.examples_per_step": "32", "trainer.output_dir": "run"}
@@ -111,4 +111,4 @@ for forms, code in ((FORMS, 2), (TAKEN, 0)):
         CASES.append(command(f"a config: {name}", "plan", "c.yaml", *own, **how))
 for verb, key in ((("plan",), "~topology.main_port"), (("sbatch", "sft", "-m", "optim.beta1=0.8,0.9"), "trainer.seed")):
     CASES.append(command(f"a number of 5,000 digits: {verb[0]}", *verb, f"{key}={'9' * 5000}", says=(key,)))
-test_case = tests_of(CASES, one_in=8)
+test_case = each_of(CASES, one_in=8)

@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from tests.corpus.case import Case, tests_of
+from tests.corpus.case import Case, each_of
 from tests.corpus.tiny_run import ROWS, gone, lines, link, trains
 
 SAID = 'text\n"one two three"\n"four five six"\n'
@@ -111,4 +111,4 @@ CASES += [
     data("a path of 5000 bytes", "data.jsonl", ROWS, f"data.train={'a/' * 2500}b.jsonl"),
     data("a cache that is a file", "data.jsonl", ROWS, "data.cache_dir=c.yaml"),
 ]
-test_case = tests_of(CASES, one_in=6)
+test_case = each_of(CASES, one_in=6)

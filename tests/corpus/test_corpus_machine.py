@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tests.corpus.case import Make, command, tests_of
+from tests.corpus.case import Make, command, each_of
 from tests.corpus.tiny_run import link
 
 RUN = ("model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32", "trainer.output_dir=run")
@@ -136,4 +136,4 @@ CASES += [
     command("nobody, nowhere", *PLAN, begin=be_nobody, expect=(0,)),
     command("no stdin", *PLAN, begin=partial(os.close, 0), expect=(0,)),
 ]
-test_case = tests_of(CASES, one_in=4)
+test_case = each_of(CASES, one_in=4)

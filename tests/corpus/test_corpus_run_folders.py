@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 
-from tests.corpus.case import Case, Make, command, tests_of
+from tests.corpus.case import Case, Make, command, each_of
 
 WHOLE: Mapping[str, str | bytes | Make] = {
     "run/.packtrain": "",
@@ -70,4 +70,4 @@ CASES = [
         for verb in ("doctor", "report")
     ),
 ]
-test_case = tests_of(CASES, one_in=8)
+test_case = each_of(CASES, one_in=8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.corpus.case import Case, command, tests_of
+from tests.corpus.case import Case, command, each_of
 
 SECRETS = {
     "a token of the hub": "hf_AbCdEfGhIjKlMnOpQrStUvWx",
@@ -124,4 +124,4 @@ CASES += [
         for verb in ("report", "doctor")
     ),
 ]
-test_case = tests_of(CASES, one_in=3)
+test_case = each_of(CASES, one_in=3)

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from tests.corpus.case import Case, tests_of
+from tests.corpus.case import Case, each_of
 from tests.corpus.tiny_run import LLAMA, changed, cut, gone, put, trains
 
 
@@ -145,4 +145,4 @@ CASES = [
         expect=(0,),
     ),
 ]  # fmt: skip
-test_case = tests_of(CASES, one_in=4)
+test_case = each_of(CASES, one_in=4)

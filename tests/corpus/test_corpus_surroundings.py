@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.corpus.case import Case, carry_out, command, faults, tests_of
+from tests.corpus.case import Case, carry_out, command, each_of, faults
 from tests.corpus.tiny_run import put, trains
 
 TRAINED = "run/final/model.safetensors"
@@ -150,4 +150,4 @@ CASES = [
     command("a slow reader of help", "sft", "-h", begin=slowly_read, expect=(0,), says=("`data.train`",)),
     trains("a slow reader of a run", begin=slowly_read, expect=(0,), says=("ready",)),
 ]
-test_case = tests_of(CASES, one_in=4)
+test_case = each_of(CASES, one_in=4)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from tests.corpus.case import Case, command, tests_of
+from tests.corpus.case import Case, command, each_of
 from tests.corpus.test_corpus_data import CONTENTS, LABELS, PAIRS, ROWS_OF, data
 from tests.corpus.test_corpus_machine import RUN, leave_the_folder
 from tests.corpus.test_corpus_run_folders import WHOLE
@@ -170,5 +170,5 @@ def of_folders() -> Iterator[Case]:
 
 CASES = [*of_folders(), *of_inspect(), *of_verify(), *of_bench(), *of_reports()]
 SLOW = [*of_env()]
-test_case = tests_of(CASES, one_in=8)
-test_slow_case = tests_of(SLOW, one_in=len(SLOW))
+test_case = each_of(CASES, one_in=8)
+test_slow_case = each_of(SLOW, one_in=len(SLOW))

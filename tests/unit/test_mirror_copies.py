@@ -11,13 +11,14 @@ from typing import Any
 import fsspec
 import pytest
 
+from packtrain.config.compose import load_points
 from packtrain.errors import PeerFailed, UserError
 from packtrain.mirror import Mirror
 from packtrain.run_folder import RunFolder
 from packtrain.system import hash_of
 from tests.unit.command_line import packtrain
 
-ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = str(Path(__file__).resolve().parents[2] / "recipes/quickstart-sft.yaml")
 
 
 class Killed(BaseException):
@@ -186,26 +187,17 @@ def test_a_bucket_that_is_forbidden_or_away_is_said_at_the_start(run, url, monke
         mirror.fetch("auto")
 
 
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        ("runs/a", "is no URL of a bucket"),
-        ("s3://", "is no URL of a bucket"),
-        ("s4://a", "s3"),
-        ("abfs://a", "needs the package adlfs"),
-    ],
-)
-def test_what_is_no_bucket_is_refused(value: str, says: str, tmp_path: Path) -> None:
-    quickstart = str(ROOT / "recipes/quickstart-sft.yaml")
-    done = packtrain("sft", quickstart, f"trainer.mirror={value}", "--dry-run", folder=tmp_path)
-    assert done.returncode == 2 and says in done.stderr and "trainer.mirror" in done.stderr
-
-
-def test_a_sweep_with_folders_of_its_own_has_copies_of_their_own(tmp_path: Path) -> None:
-    from packtrain.config.compose import load_points
-
-    given = ["trainer.output_dir=a,b", "trainer.mirror=memory://runs"]
-    points, _ = load_points(str(ROOT / "recipes/quickstart-sft.yaml"), given)
+def test_what_is_no_bucket_is_refused_and_each_folder_of_a_sweep_has_its_own(tmp_path: Path) -> None:
+    for value, says in {
+        "runs/a": "is no URL of a bucket",
+        "s3://": "is no URL of a bucket",
+        "s4://a": "s3",
+        "abfs://a": "needs the package adlfs",
+    }.items():
+        done = packtrain("sft", QUICKSTART, f"trainer.mirror={value}", "--dry-run", folder=tmp_path)
+        assert done.returncode == 2 and says in done.stderr and "trainer.mirror" in done.stderr
+    # a sweep with folders of its own has copies of their own
+    points, _ = load_points(QUICKSTART, ["trainer.output_dir=a,b", "trainer.mirror=memory://runs"])
     assert [point.config.trainer.output_dir for point in points] == ["a", "b"]
     assert len({point.config.trainer.mirror for point in points}) == 2
 

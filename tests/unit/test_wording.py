@@ -87,12 +87,9 @@ DO_NOT = (
 )
 
 
-def test_names_tell_secrets_and_no_key_of_a_config_is_taken_for_one() -> None:
+def test_names_tell_secrets_and_long_texts_take_no_long_time() -> None:
     assert [name for name in SPEAK if not speaks_of_secrets(name)] == []
     assert [name for name in (*DO_NOT, *keys()) if speaks_of_secrets(name)] == []
-
-
-def test_long_texts_take_no_long_time() -> None:
     for text in ("a:" * 10**5, "--x " * 10**5, "x" * 10**6, "://a:b" * 10**4):
         assert Redactor().text(text)
 

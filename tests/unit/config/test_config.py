@@ -184,13 +184,17 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_line(text: str, place: s
     assert what in found.what
 
 
-def test_a_missing_file_is_refused_with_the_nearest_names() -> None:
+def test_files_that_are_missing_and_faults_of_a_shipped_choice_are_placed_where_they_were_named() -> None:
     write("", "my-run.yaml")
     assert "my-run.yaml" in only("my-rum.yaml").fix
     write("", "recipes/quickstart-sft.yaml")  # as in a checkout, where our recipes are found twice
     (recipe,) = problems("recipes/quickstart-sft")
     assert recipe.fix.startswith("Did you mean recipes/quickstart-sft.yaml or recipes/quickstart-")
     assert "is a folder" in only(".").what
+    run = write("trainer: {seed: 1}\nstrategy: {name: zero3}\ndefaults:\n  - optim: adafactor\n")
+    assert only(run, *COMPLETE).where.startswith("run.yaml:4, defaults, optim.name")
+    spread = ("strategy.name=zero3", "optim=adafactor")
+    assert only(None, *COMPLETE, *spread).where.startswith("command line, optim=adafactor, optim.name")
 
 
 @pytest.mark.parametrize(
@@ -237,13 +241,6 @@ def test_all_problems_are_reported_at_once_and_each_at_its_own_place() -> None:
         "run.yaml:5, data.eval",
         "run.yaml, batch.examples_per_step",
     }
-
-
-def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
-    run = write("trainer: {seed: 1}\nstrategy: {name: zero3}\ndefaults:\n  - optim: adafactor\n")
-    assert only(run, *COMPLETE).where.startswith("run.yaml:4, defaults, optim.name")
-    spread = ("strategy.name=zero3", "optim=adafactor")
-    assert only(None, *COMPLETE, *spread).where.startswith("command line, optim=adafactor, optim.name")
 
 
 @pytest.mark.parametrize(

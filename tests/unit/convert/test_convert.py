@@ -206,7 +206,7 @@ def test_a_shell_command_is_read_with_its_variables_quotes_and_sums_and_json_lik
     assert done["config"]["optim"]["learning_rate"] == 1e-5 and done["config"]["model"]["path"] == "owner/model"
 
 
-def test_trl_yaml_takes_the_test_split_and_drops_what_does_nothing(tmp_path: Path) -> None:
+def test_trl_yaml_takes_the_test_split_and_a_template_in_the_config_becomes_a_file_beside_the_output(tmp_path):
     done = convert(tmp_path, TRL)
     assert (done["origin"], done["verb"]) == ("trl", "sft")
     assert done["config"]["data"]["eval"] == {"path": "owner/data", "split": "test"}
@@ -214,6 +214,11 @@ def test_trl_yaml_takes_the_test_split_and_drops_what_does_nothing(tmp_path: Pat
     assert done["config"]["optim"]["schedule"] == "linear"  # their default
     assert done["config"]["tracking"] == {"report_to": ["wandb"]} and "neptune" in note(done, "report_to")["why"]
     assert "peft" not in done["config"] and note(done, "lora_r")["became"] is None
+    text = "{% for message in messages %}${x}{{ message.content }}{% endfor %}"
+    (tmp_path / "theirs.yaml").write_text(f"{TRL.replace('[wandb, neptune]', 'none')}\nchat_template: '{text}'\n")
+    assert packtrain("convert", "theirs.yaml", "-o", "ours.yaml", folder=tmp_path).returncode == 0
+    assert (tmp_path / "ours.jinja").read_text() == text
+    assert packtrain("plan", "ours.yaml", folder=tmp_path).returncode == 0
 
 
 COMMANDS = {  # each with GIVEN: verb and devices
@@ -279,14 +284,6 @@ def test_what_is_not_known_or_of_another_form_is_listed_and_not_guessed(tmp_path
     done = convert(tmp_path, MS_SWIFT.replace("--learning_rate 1e-4", "--learning_rate $LR --lora_rank many"), "x.sh")
     assert note(done, "learning_rate")["became"] is None and "variable" in note(done, "learning_rate")["why"]
     assert note(done, "lora_rank")["became"] is None
-
-
-def test_a_chat_template_in_the_config_becomes_a_file_beside_the_output(tmp_path: Path) -> None:
-    text = "{% for message in messages %}${x}{{ message.content }}{% endfor %}"
-    (tmp_path / "theirs.yaml").write_text(f"{TRL.replace('[wandb, neptune]', 'none')}\nchat_template: '{text}'\n")
-    assert packtrain("convert", "theirs.yaml", "-o", "ours.yaml", folder=tmp_path).returncode == 0
-    assert (tmp_path / "ours.jinja").read_text() == text
-    assert packtrain("plan", "ours.yaml", folder=tmp_path).returncode == 0
 
 
 def test_the_order_of_keys_decides_neither_of_the_warm_up_nor_of_adapters_in_the_place_of_the_model(tmp_path):

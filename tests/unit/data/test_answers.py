@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import prepared
 import pytest
 from data_tokenizers import tokenizer_of
 from datasets import Dataset
@@ -15,8 +16,8 @@ from trl import DPOTrainer, KTOTrainer, RewardTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
-from packtrain.config.schema import Data, DataSource
-from packtrain.data.prepare import PreparedData, prepare
+from packtrain.config.schema import DataSource
+from packtrain.data.prepare import PreparedData
 from packtrain.data.sources.quickstart import tokenizer as quickstart_tokenizer
 from packtrain.errors import UserError
 
@@ -79,13 +80,11 @@ def tokenizer_named(style: str) -> PreTrainedTokenizerFast:
 
 
 def write(folder: Path, rows: list[Any], name: str = "rows") -> str:
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder / f"{name}.jsonl")
+    return prepared.write(folder / f"{name}.jsonl", *rows)
 
 
 def ready(folder: Path, train: Any, kind: Any = "dpo", style: str = "smollm", **keys: Any) -> PreparedData:
-    keys = {"max_length": None, "cache_dir": str(folder / "cache"), **keys}
-    return prepare(Data(train=train, **keys), tokenizer_named(style), kind, seed=0)
+    return prepared.ready(folder, train, kind, tokenizer_named(style), **{"max_length": None, **keys})
 
 
 def ours(folder: Path, rows: list[Any], kind: Any = "dpo", style: str = "smollm", **keys: Any) -> Any:
@@ -340,7 +339,7 @@ def test_a_pair_without_a_chat_template_or_eos_is_refused(tmp_path):
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("smollm").backend_tokenizer)
     for row, words in ((MESSAGES[0], "chat template"), (STRINGS[0], "no EOS token")):
         with pytest.raises(UserError, match=words):
-            prepare(Data(train=write(tmp_path, [row]), cache_dir=str(tmp_path / "cache")), bare, "dpo", seed=0)
+            prepared.ready(tmp_path, write(tmp_path, [row]), "dpo", bare)
 
 
 def test_labels_and_margins_change_the_fingerprint_and_stay_with_their_weighted_rows(tmp_path):

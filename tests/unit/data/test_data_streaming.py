@@ -111,9 +111,7 @@ def test_a_stream_goes_on_from_the_place_after_any_step(tmp_path: Path, open_: A
         assert read(open_(given, stages=stages).stream, place, 150 - step) == expected[step:]
 
 
-def test_the_others_take_the_share_of_a_source_that_has_ended_or_the_next_stage_begins(
-    tmp_path, open_
-):
+def test_the_others_take_the_share_of_a_source_that_has_ended_or_the_next_stage_begins(tmp_path, open_):
     prepared = open_([source(tmp_path, "many", 303), source(tmp_path, "few", 5, weight=3)])
     windows = [*prepared.stream.windows()]
     assert [len(window.rows) for window in windows] == [10] * 30 + [8]

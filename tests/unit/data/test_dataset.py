@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import prepared
 import pytest
 from data_tokenizers import tokenizer_of
+from prepared import TOKENIZER, write
 
-from packtrain.config.schema import Batch, Data, Packing
+from packtrain.config.schema import Batch, Packing
 from packtrain.data.dataset import PairDataset, TokenDataset, UnpairedDataset
-from packtrain.data.prepare import PreparedData, prepare
+from packtrain.data.prepare import PreparedData
 from packtrain.errors import UserError
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.objectives.pairs_and_answers import PairSteps
-
-TOKENIZER = tokenizer_of("smollm")
 
 
 def row(prompt: Any, chosen: Any, rejected: Any) -> dict[str, Any]:
@@ -30,10 +29,7 @@ def rows(count: int) -> list[dict[str, Any]]:
 
 
 def ready(tmp_path: Path, lines: list[Any], kind: Any = "dpo", **keys: Any) -> PreparedData:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    keys = {"train": str(path), "cache_dir": str(tmp_path / "cache"), "max_length": None, **keys}
-    return prepare(Data(**keys), TOKENIZER, kind, seed=0)
+    return prepared.ready(tmp_path, write(tmp_path / "pairs.jsonl", *lines), kind, **{"max_length": None, **keys})
 
 
 def texts(pairs: PairDataset) -> list[tuple[str, str, str]]:
@@ -158,17 +154,12 @@ def talks(count: int) -> list[dict[str, Any]]:
     return talks
 
 
-def write(path: Path, lines: list[Any]) -> str:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
-
-
 def sides(tmp_path: Path, path: str, style: str = "smollm", seed: int = 0, **keys: Any) -> list[TokenDataset]:
     """The train and the held-out side."""
     keys = {"eval": 0.2, "max_length": None, **keys}
-    prepared = prepare(Data(train=path, cache_dir=str(tmp_path / "cache"), **keys), tokenizer_of(style), seed=seed)
-    assert prepared.eval is not None
-    return [prepared.train, prepared.eval]
+    made = prepared.ready(tmp_path, path, tokenizer=tokenizer_of(style), seed=seed, **keys)
+    assert made.eval is not None
+    return [made.train, made.eval]
 
 
 def said(side: TokenDataset, style: str = "smollm") -> set[int]:
@@ -189,7 +180,7 @@ def said(side: TokenDataset, style: str = "smollm") -> set[int]:
     ],
 )
 def test_the_same_rows_are_held_out_whatever_is_made_of_them(tmp_path, style, keys):
-    path = write(tmp_path / "x.jsonl", talks(100))
+    path = write(tmp_path / "x.jsonl", *talks(100))
     train, held = map(said, sides(tmp_path, path))
     assert (len(train), len(held)) == (80, 20)
     other_train, other_held = (said(side, style) for side in sides(tmp_path, path, style, **keys))
@@ -199,9 +190,9 @@ def test_the_same_rows_are_held_out_whatever_is_made_of_them(tmp_path, style, ke
 
 def test_each_side_counts_its_own_rows_and_one_without_a_document_is_an_error(tmp_path):
     unanswered = [{"messages": [{"role": "user", "content": f"Nobody answers {number}."}]} for number in range(30)]
-    path = write(tmp_path / "x.jsonl", [*talks(100), *unanswered, *[{"messages": []}] * 5])
+    path = write(tmp_path / "x.jsonl", *talks(100), *unanswered, *[{"messages": []}] * 5)
     keys: dict[str, Any] = {"max_length": 100, "bad_rows": "skip"}
-    whole = prepare(Data(train=path, cache_dir=str(tmp_path / "cache"), **keys), tokenizer_of("smollm"), seed=0).train
+    whole = prepared.ready(tmp_path, path, **keys).train
     train, held = sides(tmp_path, path, **keys)
     for side in (train, held):
         report = side.report
@@ -216,4 +207,4 @@ def test_each_side_counts_its_own_rows_and_one_without_a_document_is_an_error(tm
     unanswered = [{"messages": [{"role": "user", "content": f"Nobody answers {n}."}]} for n in range(30)]
     for lines, fraction in ((talks(1), 0.5), ([*talks(1), *unanswered], 0.1)):
         with pytest.raises(UserError, match="cannot hold out"):
-            sides(tmp_path, write(tmp_path / "x.jsonl", lines), eval=fraction)
+            sides(tmp_path, write(tmp_path / "x.jsonl", *lines), eval=fraction)

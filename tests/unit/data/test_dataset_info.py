@@ -9,14 +9,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_tokenizers import tokenizer_of
+from prepared import TOKENIZER, ready, texts, write
 
 from packtrain.config.compose import load_config
-from packtrain.config.schema import Data, DataSource, sources
-from packtrain.data.prepare import prepare
+from packtrain.config.schema import DataSource, sources
 from packtrain.errors import UserError
 
-TOKENIZER = tokenizer_of("smollm")
 TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 OPENAI = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}]
 SHAREGPT = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4."}]
@@ -47,23 +45,15 @@ def listed(folder: Path, entries: dict[str, tuple[dict[str, Any], Any]]) -> Path
 
 
 def read(folder: Path, name: str, kind: Any = "sft", **keys: Any) -> Any:
-    path = f"lf:{folder}/data/dataset_info.json#{name}"
-    data = Data(train=path, cache_dir=str(folder / "cache"), chat_template="chatml", **keys)
-    return prepare(data, TOKENIZER, kind, seed=0).train
+    return ready(folder, f"lf:{folder}/data/dataset_info.json#{name}", kind, chat_template="chatml", **keys).train
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_every_form_become_the_same_document(tmp_path: Path, name: str) -> None:
-    data = Data(train=str(write(tmp_path, [ALPACA])), cache_dir=str(tmp_path / "c"), chat_template="chatml")
-    expected = prepare(data, TOKENIZER, seed=0).train[0]
+    expected = ready(tmp_path, write(tmp_path / "x.jsonl", ALPACA), chat_template="chatml").train[0]
     document = read(listed(tmp_path, CASES), name)[0]
     assert document.input_ids.tolist() == expected.input_ids.tolist()
     assert document.loss_mask.tolist() == expected.loss_mask.tolist()
-
-
-def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    (file := folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return file
 
 
 def test_pairs_labels_and_running_text_are_read(tmp_path: Path) -> None:
@@ -84,16 +74,13 @@ def test_pairs_labels_and_running_text_are_read(tmp_path: Path) -> None:
         read(folder, "labels")
 
 
-def test_a_text_file_has_a_text_a_line_as_there(tmp_path: Path) -> None:
+def test_a_text_file_has_a_text_a_line_and_columns_that_an_entry_leaves_out_are_named(tmp_path: Path) -> None:
     listed(tmp_path, {"wiki": ({"file_name": "wiki.txt", "columns": {"prompt": "text"}}, [])})
     (tmp_path / "data" / "wiki.txt").write_text("One two.\n\nThree.\n")
     data = read(tmp_path, "wiki")
     texts = [TOKENIZER.decode(data[at].input_ids) for at in range(len(data))]
     assert texts == ["One two.<|im_end|>", "Three.<|im_end|>"]
     assert len(read(tmp_path, "wiki", split_text="paragraph")) == 2
-
-
-def test_columns_that_an_entry_leaves_out_are_named(tmp_path: Path) -> None:
     name, row = "names", CASES["names"]
     listed(tmp_path, {name: (row[0], {**row[1], "id": 7})})
     (unread,) = read(tmp_path, name).report.unread.values()
@@ -162,14 +149,13 @@ def test_a_hub_id_brings_subset_and_split() -> None:
 
 def test_one_glob_takes_files_of_several_kinds(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
-    rows, table = [{"text": "one"}], pa.table({"text": ["two"]})
-    write(tmp_path / "rows", rows)
+    table = pa.table({"text": ["two"]})
+    write(tmp_path / "rows/e.jsonl", {"text": "one"})
     (tmp_path / "rows" / "a.json").write_text(json.dumps([{"text": "three"}]))
     (tmp_path / "rows" / "b.csv").write_text("text\nfour\n")
     pq.write_table(table, tmp_path / "rows" / "c.parquet")
     with pa.OSFile(str(tmp_path / "rows" / "d.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(pa.table({"text": ["five"]}))
     for place in ("rows", "rows/*"):
-        made = prepare(Data(train=str(tmp_path / place), cache_dir=str(tmp_path / "c")), TOKENIZER, seed=0).train
-        words = {str(TOKENIZER.decode(made[n].input_ids, skip_special_tokens=True)).strip() for n in range(len(made))}
+        words = {text.removesuffix("<|im_end|>") for text in texts(ready(tmp_path, tmp_path / place))}
         assert words == {"one", "two", "three", "four", "five"}

@@ -11,15 +11,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.feather as feather
 import pytest
-from data_tokenizers import tokenizer_of
+from prepared import ready
 
-from packtrain.config.schema import Data, DataSource
-from packtrain.data.prepare import PreparedData, prepare
+from packtrain.config.schema import DataSource
 from packtrain.data.sources import files
 from packtrain.data.sources.chunks import BadRow
 from packtrain.errors import UserError
 
-TOKENIZER = tokenizer_of("smollm")
 TEXT = "One\ntwo\n\n \nthree\n  four\n\n"
 AS_FILES = {  # the same two rows, on lines 2 and 4
     "x.jsonl": '\n{"text": "a\\nb"}\r\n\r\n{"text": "ä"}\n',
@@ -46,10 +44,6 @@ def rows(path: Path, content: bytes, split: Any = "document") -> list[tuple[str,
         (where.removeprefix(str(path)).strip(":"), str(row.problem("")) if isinstance(row, BadRow) else row["text"])
         for where, row in found
     ]
-
-
-def ready(folder: Path, train: Any, **keys: Any) -> PreparedData:
-    return prepare(Data(train=str(train), cache_dir=str(folder / "cache"), **keys), TOKENIZER, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +114,7 @@ def test_utf_8_is_read_with_and_without_a_mark_and_any_other_encoding_refused(tm
             ready(tmp_path, tmp_path / name)
 
 
-def test_zeros_in_a_text_are_a_bad_row(tmp_path):
-    for name, content in (("x.txt", b"fine\nda\0mage\n"), ("x.csv", b"text\nda\0mage\n")):
-        ((_, said),) = rows(tmp_path / name, content)
-        assert said.startswith(", text: the text holds NUL bytes")
-
-
-def test_compressed_files_are_read_frame_by_frame_and_damage_is_an_error(tmp_path):
+def test_compressed_files_are_read_frame_by_frame_and_damage_is_an_error_and_zeros_a_bad_row(tmp_path):
     first, second = b'{"text": "one"}\n', b'{"text": "two"}\n'
     for name, packed in (("x.jsonl.zst", zstd), ("x.JSONL.GZ", gzip.compress), ("x.ndjson.zst", zstd)):
         assert rows(tmp_path / name, packed(first) + packed(second)) == [("1", "one"), ("2", "two")]
@@ -139,6 +127,9 @@ def test_compressed_files_are_read_frame_by_frame_and_damage_is_an_error(tmp_pat
     ):
         with pytest.raises(UserError, match=rf"{name}: "):
             rows(tmp_path / name, content)
+    for name, content in (("x.txt", b"fine\nda\0mage\n"), ("x.csv", b"text\nda\0mage\n")):
+        ((_, said),) = rows(tmp_path / name, content)
+        assert said.startswith(", text: the text holds NUL bytes")
 
 
 def test_a_csv_is_read_with_the_separator_of_its_first_line_and_rows_have_their_own_lines(tmp_path):
@@ -222,8 +213,7 @@ def test_of_a_folder_with_splits_the_one_that_is_asked_for_is_read(tmp_path):
         (folder / name).write_text('{"text": "Hello there!"}\n' * count)
 
     def report(**source: Any) -> Any:
-        data = Data(train=DataSource(path=str(folder), **source), cache_dir=str(tmp_path / "cache"))
-        return prepare(data, TOKENIZER, seed=0).train.report
+        return ready(tmp_path, DataSource(path=str(folder), **source)).train.report
 
     assert (report().rows, report().remarks) == (3, (f"{folder} [train]: 2 of 3 files, by their names",))
     assert report(split="eval").rows == 4

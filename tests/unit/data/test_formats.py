@@ -6,13 +6,16 @@ import copy
 import csv
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import prepared
 import pytest
 from data_tokenizers import SMOLLM, tokenizer_of
+from prepared import TOKENIZER, texts, write
 from tokenizers import processors
 
 from packtrain.config.schema import Data, DataSource
@@ -22,33 +25,17 @@ from packtrain.data.prepare import PreparedData, prepare
 from packtrain.errors import UserError
 from packtrain.train.log.console import _documents
 
-TOKENIZER = tokenizer_of("smollm")
 QUESTION, ANSWER = {"role": "user", "content": "Hello there!"}, {"role": "assistant", "content": "How are you?"}
 GOOD = {"messages": [QUESTION, ANSWER]}
 
 
 @pytest.fixture
 def ready(tmp_path: Path):
-    def call(train: Any, **keys: Any) -> PreparedData:
-        return prepare(Data(train=train, cache_dir=str(tmp_path / "cache"), **keys), TOKENIZER, seed=0)
-
-    return call
+    return partial(prepared.ready, tmp_path)
 
 
-def write(path: Path, *rows: Any) -> str:
-    """JSON Lines; bytes are written as they are."""
-    path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows))
-    return str(path)
-
-
-def texts(prepared: PreparedData) -> list[str]:
-    return [
-        TOKENIZER.decode(document.input_ids) for document in map(prepared.train.__getitem__, range(len(prepared.train)))
-    ]
-
-
-def trained(prepared: PreparedData, index: int = 0) -> str:
-    document = prepared.train[index]
+def trained(data: PreparedData, index: int = 0) -> str:
+    document = data.train[index]
     return TOKENIZER.decode(document.input_ids[document.loss_mask])
 
 
@@ -90,9 +77,7 @@ def test_a_bad_row_is_an_error_that_names_file_line_and_field_or_skipped_and_cou
     assert (report.rows, report.kept, report.dropped) == (3, 2, {reason: 1})
 
 
-def test_bad_rows_are_named_at_once_but_not_hundreds_and_skipped_ones_are_counted(
-    ready, tmp_path
-):
+def test_bad_rows_are_named_at_once_but_not_hundreds_and_skipped_ones_are_counted(ready, tmp_path):
     path = write(tmp_path / "train.jsonl", GOOD, *[{"messages": []}] * 300)
     with pytest.raises(UserError) as caught:
         ready(path)
@@ -136,11 +121,11 @@ FORMATS: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 @pytest.mark.parametrize("row, format, whole, target", FORMATS.values(), ids=FORMATS.keys())
 def test_each_format_is_recognised_and_trains_its_targets(ready, tmp_path, row, format, whole, target):
-    prepared = ready(write(tmp_path / "train.jsonl", row))
-    assert prepared.train.report.format == format
-    assert trained(prepared) == target
+    found = ready(write(tmp_path / "train.jsonl", row))
+    assert found.train.report.format == format
+    assert trained(found) == target
     if whole:
-        assert texts(prepared) == [whole]
+        assert texts(found) == [whole]
 
 
 def test_a_pair_and_a_leading_newline_are_tokenised_apart_only_where_a_token_crosses_the_border(ready, tmp_path):
@@ -151,10 +136,10 @@ def test_a_pair_and_a_leading_newline_are_tokenised_apart_only_where_a_token_cro
     prompt = TOKENIZER("Hello ")["input_ids"]
     assert train[1].input_ids[: len(prompt)].tolist() == prompt
     assert train[1].loss_mask.tolist() == [False] * len(prompt) + [True] * (len(train[1].input_ids) - len(prompt))
-    prepared = ready(write(tmp_path / "train.jsonl", turn(content="\nHow are you?"), GOOD))
-    assert [trained(prepared, row) for row in (0, 1)] == ["\nHow are you?<|im_end|>", "How are you?<|im_end|>"]
-    assert texts(prepared)[0].endswith("<|im_start|>assistant\n\nHow are you?<|im_end|>\n")
-    assert prepared.train.report.apart == 1
+    found = ready(write(tmp_path / "train.jsonl", turn(content="\nHow are you?"), GOOD))
+    assert [trained(found, row) for row in (0, 1)] == ["\nHow are you?<|im_end|>", "How are you?<|im_end|>"]
+    assert texts(found)[0].endswith("<|im_start|>assistant\n\nHow are you?<|im_end|>\n")
+    assert found.train.report.apart == 1
 
 
 @pytest.mark.parametrize("column", ["label", "kto_tag"])
@@ -500,11 +485,11 @@ def test_columns_of_a_source_are_its_own_and_the_others_keep_theirs(ready: Any, 
     alpaca = write(tmp_path / "alpaca.jsonl", {"q": "Hello there!", "a": "How are you?"})
     story = write(tmp_path / "story.jsonl", {"story": "Once."})
     own = {dialog: {"messages": "dialog"}, alpaca: {"instruction": "q", "output": "a"}, story: {"text": "story"}}
-    found = [plain, *(DataSource(path=path, columns=columns) for path, columns in own.items())]
-    prepared = ready([source for source in found if source != found[1]])
+    given = [plain, *(DataSource(path=path, columns=columns) for path, columns in own.items())]
+    found = ready([source for source in given if source != given[1]])
     expected = texts(ready(plain))[0]
-    assert sorted(texts(prepared)) == sorted([expected, expected, f"Once.{TOKENIZER.eos_token}"])
-    assert texts(ready(found[1])) == [expected]
+    assert sorted(texts(found)) == sorted([expected, expected, f"Once.{TOKENIZER.eos_token}"])
+    assert texts(ready(given[1])) == [expected]
     both = ready([DataSource(path=dialog, columns={"messages": "dialog"}), story], columns={"text": "story"})
     assert len(both.train) == 2  # data.columns is of the sources without names of their own
     with pytest.raises(UserError, match="packtrain has no column 'mesages'"):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data_tokenizers import STYLES, shipped, tokenizer_for, tokenizer_of
+from prepared import trained_runs
 from tokenizers import normalizers
 from transformers import AutoTokenizer, CanineTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -80,8 +81,7 @@ def encoder_by(tokenizer: Any, template: Template | None = None, name: str | Non
 def runs_of(chat: ChatEncoder, tokenizer: Any, conversation: Conversation, loss_on: Any = "assistant") -> list[str]:
     """The text of each run of trained tokens."""
     ids, mask, _ = chat.encode(conversation, loss_on)
-    borders = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]]))).reshape(-1, 2)
-    return [tokenizer.decode(ids[start:end]) for start, end in borders]
+    return trained_runs(tokenizer, ids, mask)
 
 
 def trained(
@@ -367,7 +367,7 @@ def test_ids_of_the_data_stay_but_where_the_template_wants_nine_characters():
         assert {one["name"] for one in said} == {"weather"}
 
 
-def test_a_thought_goes_into_the_content_where_the_template_looks_for_it():
+def test_thoughts_go_where_the_template_looks_for_them():
     """DeepSeek-like: <think> in the content, by the template's own words."""
     text = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% set c = m.content %}"
@@ -376,6 +376,10 @@ def test_a_thought_goes_into_the_content_where_the_template_looks_for_it():
     )
     conversation = Conversation([ASK, {**END, "reasoning_content": "Hm."}])
     assert trained("smollm", conversation, Template(text, None)) == ["<think>\nHm.\n</think>\n\nIt is sunny.<|im_end|>"]
+    thinking = "{%- if m.content and '</think>' in m.content %}{{ '' }}{% endif %}"
+    text = PRINTS.replace("{%- for call", f"{thinking}{{%- for call", 1)
+    (said,) = trained_by_text(text, [ASK, calls("Paris", reasoning_content="Hm.")])
+    assert said == '<think>\nHm.\n</think>\n\nweather {"city": "Paris"}<|im_end|>'
 
 
 SWITCHED = """{%- if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif -%}
@@ -512,10 +516,3 @@ def test_all_rows_of_a_run_have_the_same_date_and_another_day_is_another_cache(t
     assert spelt.on(date(2026, 11, 28)).content != spelt.on(date(2026, 11, 29)).content  # for its own cache
     plain = choose_template(None, tokenizer_of("smollm"))
     assert plain is not None and plain == plain.on(date(2026, 11, 28))
-
-
-def test_a_thought_beside_a_call_stays_where_arguments_are_text():
-    thinking = "{%- if m.content and '</think>' in m.content %}{{ '' }}{% endif %}"
-    text = PRINTS.replace("{%- for call", f"{thinking}{{%- for call", 1)
-    (said,) = trained_by_text(text, [ASK, calls("Paris", reasoning_content="Hm.")])
-    assert said == '<think>\nHm.\n</think>\n\nweather {"city": "Paris"}<|im_end|>'

@@ -7,15 +7,15 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
+import prepared
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_tokenizers import shipped, tokenizer_for
+from prepared import trained_runs
 
-from packtrain.config.schema import Data, Format
+from packtrain.config.schema import Format
 from packtrain.data.formats.messages import WEIGHTS
-from packtrain.data.prepare import prepare
 from packtrain.errors import UserError
 
 TOKENIZER = tokenizer_for(shipped("qwen3_training"))
@@ -34,19 +34,16 @@ SUNNY = "It is sunny.<|im_end|>"
 def trained(path: str, **keys: Any) -> list[str]:
     """The text of each run of trained tokens of the only row."""
     (document,) = (lambda train: map(train.__getitem__, range(len(train))))(made(path, **keys))
-    borders = np.flatnonzero(np.diff(np.concatenate([[0], document.loss_mask.astype(int), [0]]))).reshape(-1, 2)
-    return [TOKENIZER.decode(document.input_ids[start:end]) for start, end in borders]
+    return trained_runs(TOKENIZER, document.input_ids, document.loss_mask)
 
 
 def write(folder: Path, *rows: Any) -> str:
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder / "train.jsonl")
+    return prepared.write(folder / "train.jsonl", *rows)
 
 
 def made(path: str, kind: Any = "sft", tokenizer: Any = TOKENIZER, **keys: Any) -> Any:
     """The rows to train, tokenised."""
-    data = Data(train=path, cache_dir=str(Path(path).parent / "cache"), **keys)
-    return prepare(data, tokenizer, kind, seed=0).train
+    return prepared.ready(Path(path).parent, path, kind, tokenizer, **keys).train
 
 
 def text_of(path: str) -> str:

@@ -197,14 +197,11 @@ def test_all_machines_end_with_one_code_and_machine_0_says_what_differs(config, 
     assert found["all_reduce"]["status"] == "skipped" and "No module named 'torch'" in found["all_reduce"]["found"]
 
 
-def test_a_missing_machine_is_listed_and_the_others_are_compared(config, monkeypatch, capsys):
+def test_a_missing_machine_is_listed_by_machine_0_and_machine_0_by_the_others(config, monkeypatch, capsys):
     monkeypatch.setattr(gather, "GATHER_S", 5)
     assert together(config, 0, 1, as_json=False) == [4, 4]
     said = capsys.readouterr()
     assert "machine 2: did not connect to" in said.out and "2 of 3 machines" in said.out
-
-
-def test_each_machine_says_that_machine_0_is_missing(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "GATHER_S", SHORT_S)
     monkeypatch.setattr(rendezvous, "is_own", lambda address: False)  # 127.0.0.1 is not
     for end in together(config, 1, 2):

@@ -31,6 +31,7 @@ from packtrain.monitor.channel import Client, Server
 from packtrain.monitor.heartbeat import ProcessState, TimeLimits
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.run_folder import RunFolder, as_type
+from tests.waiting import until
 
 LONG_S = 60
 Work = Callable[[Reporter], Verdict]
@@ -94,13 +95,6 @@ def finish(reporter: Reporter, **facts: Any) -> Verdict:
 
 def good(reporter: Reporter) -> Verdict:
     return finish(reporter, codes={2 * reporter.report.node: 0, 2 * reporter.report.node + 1: 0})
-
-
-def until(reached: Callable[[], object]) -> None:
-    end = time.monotonic() + LONG_S
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("failing", [0, 2])

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import yaml
 
 from packtrain.errors import UserError
 from packtrain.launch.execute import LOCK, RunLock, check_free, is_locked, locked
@@ -63,6 +62,12 @@ def test_machines_that_look_together_find_no_run_and_a_file_of_others_is_not_tou
 
 LAUNCHED = ("topology.kind=local", "topology.gpus_per_node=2")
 MINE = "the user's\n"
+CONFIG = """
+model: {init: random, config: {model_type: llama}, tokenizer: quickstart}
+data: {train: data.jsonl, cache_dir: cache}
+batch: {examples_per_step: 1}
+trainer: {max_steps: 1, output_dir: exp}
+"""
 
 
 @pytest.fixture
@@ -71,13 +76,7 @@ def home(tmp_path: Path) -> Path:
     (tmp_path / "exp").mkdir()
     for name in ("data.jsonl", "exp/data.jsonl"):
         (tmp_path / name).write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    config = {
-        "model": {"init": "random", "config": {"model_type": "llama"}, "tokenizer": "quickstart"},
-        "data": {"train": "data.jsonl", "cache_dir": "cache"},
-        "batch": {"examples_per_step": 1},
-        "trainer": {"max_steps": 1, "output_dir": "exp"},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "run.yaml").write_text(CONFIG)
     return tmp_path
 
 
@@ -106,10 +105,8 @@ def test_files_under_names_of_a_run_are_refused(home: Path, name: str, more: tup
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(MINE)
     said = refused(home, *more, verb="dpo" if "objective=dpo" in more else "sft")
-    assert (
-        f"trainer.output_dir (exp): packtrain did not make exp/{name.partition('/')[0]} and will not overwrite it"
-        in said
-    )
+    what = f"packtrain did not make exp/{name.partition('/')[0]} and will not overwrite it"
+    assert f"trainer.output_dir (exp): {what}" in said
     assert "→ Name another folder, or move it away. If an earlier packtrain made this one: touch exp/.packtrain" in said
 
 

@@ -203,7 +203,7 @@ def test_the_code_of_a_lost_machine_is_not_that_of_a_run_that_went_on_without_it
 SWEEP = ["optim.learning_rate=1e-5,2e-5", "trainer.seed=range(0,2)", "-m"]
 
 
-def test_a_sweep_is_an_array_with_a_run_folder_for_each_point(tmp_path: Path) -> None:
+def test_an_array_has_a_run_folder_for_each_point_and_a_task_of_it_comes_back_alone(tmp_path: Path) -> None:
     text = script(*SWEEP, "topology.requeue=true")
     assert "--array=0-3" in directives(text) and "4 runs, each on 2 machines × 4 GPUs" in text
     assert f"--output={tmp_path}/home/runs/x/logs/slurm-%A_%a.log" in directives(text)
@@ -217,9 +217,6 @@ def test_a_sweep_is_an_array_with_a_run_folder_for_each_point(tmp_path: Path) ->
         folders.add(config.trainer.output_dir)
     assert len(folders) == 4
     assert run(text, tmp_path / "home", SLURM_ARRAY_TASK_ID="4") == (2, [])
-
-
-def test_a_task_of_an_array_comes_back_alone(tmp_path: Path) -> None:
     made = str(tmp_path / "home/runs/x/trainer.seed=2/checkpoints/step-000001")
     text = script("trainer.seed=1,2", "-m", "topology.requeue=true")
     run(text, tmp_path / "home", CODE="143", CHECKPOINT=made, SLURM_ARRAY_TASK_ID="1", SLURM_ARRAY_JOB_ID="5")

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from packtrain.launch.coordinator import Coordinator, Reporter, Verdict, tail_of
 from packtrain.launch.supervisor import Supervisor
 from packtrain.monitor.heartbeat import TimeLimits, read_exits
 from packtrain.monitor.watchdog import Watchdog
+from tests.waiting import until
 
 LEAVE = """
 import os, pathlib, signal, subprocess, sys, time
@@ -92,10 +92,7 @@ def test_the_rank_that_failed_is_named_with_its_signal_or_last_lines_and_no_othe
 def test_what_does_not_end_when_all_are_at_their_end_is_ended_and_the_run_is_done(code, tmp_path, capsys):
     assert run(tmp_path, code).code == 0
     assert "n1 have finished but did not exit: they are killed now" in capsys.readouterr().err
-    limit = time.monotonic() + 60
-    while psutil.pid_exists(read_exits(tmp_path / "exits")[0]["pid"]) and time.monotonic() < limit:
-        time.sleep(0.05)
-    assert time.monotonic() < limit
+    until(lambda: not psutil.pid_exists(read_exits(tmp_path / "exits")[0]["pid"]), 60)
 
 
 def test_the_last_words_of_a_process_are_those_after_its_last_step() -> None:

@@ -97,11 +97,14 @@ def test_micro_batches_are_as_few_as_the_limits_allow(step: dict):
         assert fewest <= micro_batches <= math.ceil(fitted / world_size)
 
 
-def test_rows_that_only_best_fit_can_fill_are_still_filled():
+def test_rows_that_only_best_fit_can_fill_are_filled_and_parts_of_similar_cost_dealt_side_by_side():
     """Longest-first by cost fails here; 4 rows of exactly 10 exist."""
     lengths = np.array([8, 7, 6, 5, 5, 4, 3, 2])
     layout = lay_out(lengths, mode="packed", world_size=2, limits=MicroBatchLimits(tokens=10), attention_cost=1.0)
     assert [[int(lengths[part].sum()) for part in parts] for parts in layout] == [[10, 10], [10, 10]]
+    parts = [np.array([part]) for part in range(6)]
+    layout = deal(parts, np.array([9.0, 5.0, 1.0, 4.0, 8.0, 2.0]), world_size=2)
+    assert [[int(part[0]) for part in rank] for rank in layout] == [[0, 3, 5], [4, 1, 2]]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -128,12 +131,6 @@ def test_ranks_with_many_lognormal_documents_work_equally_long(mode, world_size:
         assert lengths.sum() / sum(slots(part, lengths, mode) for part in in_reading_order(layout)) > 0.88
     else:  # what ranks wait for the slowest in every micro-batch
         assert work.max(axis=0).sum() / work.mean(axis=0).sum() - 1 < 0.03
-
-
-def test_deal_puts_parts_of_similar_cost_side_by_side_and_evens_out_the_ranks():
-    parts = [np.array([part]) for part in range(6)]
-    layout = deal(parts, np.array([9.0, 5.0, 1.0, 4.0, 8.0, 2.0]), world_size=2)
-    assert [[int(part[0]) for part in rank] for rank in layout] == [[0, 3, 5], [4, 1, 2]]
 
 
 def test_imbalance_is_the_excess_of_the_busiest_rank_over_the_mean():

@@ -120,11 +120,13 @@ def test_processes_get_their_share_of_the_machine(topology, surroundings, enviro
     assert dict(plan(topology, **surroundings).commands[0].env) == environment
 
 
-def test_the_json_has_the_promised_keys_and_survives_json() -> None:
+def test_the_json_has_the_promised_keys_and_rows_that_do_not_divide_over_the_processes_are_refused() -> None:
     document = json.loads(json.dumps(plan({"gpus_per_node": 2}).to_json()))
     assert list(document) == ["num_processes", "nodes", "gpus_per_node", "commands", "accelerate", "deepspeed", "batch"]
     assert list(document["commands"][0]) == ["node", "argv", "env"]
     assert document["deepspeed"] is None
+    with pytest.raises(UserError, match="49152 or 73728"):
+        plan({"gpus_per_node": 3}, {"tokens_per_step": 65536})
 
 
 @pytest.mark.parametrize(
@@ -197,11 +199,6 @@ def test_accelerate_is_told_the_same_in_its_yaml_and_on_its_command_line(name: s
         assert {"--use_fsdp", "--fsdp_version"} <= set(flags)
     if kind == "MULTI_GPU":
         assert "--multi_gpu" in flags
-
-
-def test_rows_that_do_not_divide_over_the_processes_are_refused_with_the_nearest_that_do() -> None:
-    with pytest.raises(UserError, match="49152 or 73728"):
-        plan({"gpus_per_node": 3}, {"tokens_per_step": 65536})
 
 
 def test_a_step_that_a_loss_has_to_see_as_a_whole_is_not_planned_in_parts() -> None:

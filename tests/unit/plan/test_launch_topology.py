@@ -235,10 +235,16 @@ def test_mpirun_s_processes_join_each_other(env: dict[str, str], topology: dict[
     assert made.command.env["MASTER_ADDR"] == address
 
 
-def test_deepspeed_s_launcher_is_joined_on_as_many_machines_as_it_has() -> None:
+def test_deepspeed_s_launcher_is_joined_and_a_task_that_lacks_some_of_slurm_s_variables_does_not_train_alone() -> None:
     env = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}
     made = plan({"nodes": 2, "gpus_per_node": 1}, {**env, "LOCAL_SIZE": "1", "CROSS_RANK": "1", "CROSS_SIZE": "2"})
     assert (made.num_processes, made.nodes, made.gpus_per_node) == (2, 2, 1)
+    env = {"SLURM_JOB_ID": "3", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    with pytest.raises(UserError, match="SLURM_JOB_NODELIST must be set too"):
+        plan(env=env)
+    assert plan({"kind": "local"}, env).num_processes == 1
+    # a service of Kubernetes called "master" is no launch
+    assert plan(env={"KUBERNETES_SERVICE_HOST": "10.0.0.1", "MASTER_PORT": "tcp://10.0.0.1:80"}).num_processes == 1
 
 
 @pytest.mark.parametrize(
@@ -269,12 +275,3 @@ def test_slurm_s_lists_of_hosts() -> None:
         assert list(expand(listed)) == hosts.split()
     with pytest.raises(UserError, match="cannot read"):
         expand("n[b]")
-
-
-def test_a_task_of_several_that_lacks_some_of_slurm_s_variables_does_not_train_alone() -> None:
-    env = {"SLURM_JOB_ID": "3", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
-    with pytest.raises(UserError, match="SLURM_JOB_NODELIST must be set too"):
-        plan(env=env)
-    assert plan({"kind": "local"}, env).num_processes == 1
-    # a service of Kubernetes called "master" is no launch
-    assert plan(env={"KUBERNETES_SERVICE_HOST": "10.0.0.1", "MASTER_PORT": "tcp://10.0.0.1:80"}).num_processes == 1

@@ -283,12 +283,15 @@ def test_each_strategy_holds_what_its_framework_keeps(strategy, dtype, bytes_eac
         assert part == -(-int(whole) * found.parameters // (processes if spread else 1))
 
 
-def test_a_step_in_float32_takes_memory_for_a_part_of_the_weights_at_a_time() -> None:
+def test_a_step_in_float32_takes_memory_for_a_part_of_the_weights_and_processes_on_a_cpu_are_told_of_all() -> None:
     large = [*sized("qwen3", **QWEN3_8B), "model.dtype=bfloat16", "batch.examples_per_step=1", "data.max_length=2"]
     head = QWEN3_8B["vocab_size"] * QWEN3_8B["hidden_size"]  # the largest tensor is stepped by itself
     for how, each in (("", 4), ("optim.bf16_rounding=stochastic", 20)):
         found = known([*large, *how.split(), "trainer.gradient_checkpointing=full"])
         assert found.buffers == max(each * head - (found.activations or 0), 0), how
+    one = Memory(parameters=1, trained=1, weights=GIB, gradients=GIB, optimizer=0, buffers=0, activations=0)
+    assert "(8.00 GiB for all 4 processes" in replace(one, processes=4).sentence() and "for all" not in one.sentence()
+    assert "for all" not in replace(one, processes=4, device=80 * GIB).sentence()
 
 
 def test_offloading_moves_everything_that_lasts_to_the_machines_own_memory() -> None:
@@ -315,12 +318,17 @@ def test_copies_on_every_machine_take_more_memory_and_less_of_the_network() -> N
     assert "leave each machine" in copies.sentence()
 
 
-def test_ddp_has_a_copy_of_the_gradients_and_autocast_one_of_the_weights() -> None:
+def test_ddp_copies_gradients_autocast_weights_and_adapters_are_in_the_models_format_under_deepspeed() -> None:
     alone, two = known([*sized("llama"), UNCHECKED]), known([*sized("llama"), UNCHECKED], 2)
     assert (alone.buffers, two.buffers) == (0, two.gradients)
     linear = alone.parameters - 2 * 97 * 64 - 7 * 64  # without the embeddings, the output head and the norms
     assert known([*sized("llama"), UNCHECKED, "trainer.mixed_precision=bf16"]).buffers == 2 * linear
     assert known([*sized("llama"), UNCHECKED, "trainer.mixed_precision=bf16", "model.dtype=bfloat16"]).buffers == 0
+    lora = [*sized("llama"), "model.dtype=bfloat16", "peft=lora"]
+    ddp, zero2 = known(lora), known(lora, strategy="zero2")
+    assert (ddp.gradients, ddp.optimizer) == (4 * ddp.trained, 8 * ddp.trained)
+    assert (zero2.gradients, zero2.optimizer) == (4 * ddp.trained, 12 * ddp.trained)
+    assert ddp.weights == 2 * ddp.parameters + 4 * ddp.trained
 
 
 def test_fsdp2_gathers_layers_beside_what_is_in_no_layer_in_the_precision_that_is_asked_for() -> None:
@@ -377,14 +385,6 @@ def test_mixed_precision_auto_is_bfloat16_where_the_plan_knows_of_a_gpu() -> Non
     for asked in ("auto", "fast"):
         assert planned(asked, 40 * GIB) == planned("bf16", 40 * GIB) != planned("no", 40 * GIB)
         assert planned(asked) == planned("no") != planned("bf16")
-
-
-def test_adapters_are_float32_under_ddp_and_in_the_models_format_under_deepspeed() -> None:
-    lora = [*sized("llama"), "model.dtype=bfloat16", "peft=lora"]
-    ddp, zero2 = known(lora), known(lora, strategy="zero2")
-    assert (ddp.gradients, ddp.optimizer) == (4 * ddp.trained, 8 * ddp.trained)
-    assert (zero2.gradients, zero2.optimizer) == (4 * ddp.trained, 12 * ddp.trained)
-    assert ddp.weights == 2 * ddp.parameters + 4 * ddp.trained
 
 
 def test_activations_grow_with_a_micro_batch_and_shrink_by_checkpointing() -> None:
@@ -495,9 +495,3 @@ def test_documents_that_fit_no_device_are_split_over_as_few_as_are_enough() -> N
     assert advice == f"try {over}, which splits documents of 262,144 tokens over 4 processes"
     assert planned(65536, 8).fits and planned(131072, 8).fits is False  # what it advises fits, and no fewer do
     assert "sequence_parallel" not in planned(262144, 1).advice
-
-
-def test_processes_on_a_cpu_are_told_what_all_of_them_take() -> None:
-    one = Memory(parameters=1, trained=1, weights=GIB, gradients=GIB, optimizer=0, buffers=0, activations=0)
-    assert "(8.00 GiB for all 4 processes" in replace(one, processes=4).sentence() and "for all" not in one.sentence()
-    assert "for all" not in replace(one, processes=4, device=80 * GIB).sentence()

@@ -114,7 +114,7 @@ def by_hand(**keys: Any) -> Topology:
     return Topology(kind="manual", nodes=2, gpus_per_node=2, main_address="n1", **keys)
 
 
-def test_the_plan_tells_this_machines_processes_and_shows_the_reason() -> None:
+def test_the_plan_tells_this_machines_processes_the_reason_and_a_process_of_another_launch_too() -> None:
     plan = planned(by_hand(node_rank=1))
     assert "GLOO_SOCKET_IFNAME" not in plan.commands[0].env  # it looks at its own network
     assert plan.command.env["GLOO_SOCKET_IFNAME"] == "eth0"
@@ -123,6 +123,9 @@ def test_the_plan_tells_this_machines_processes_and_shows_the_reason() -> None:
     ]
     with_gpus = planned(by_hand(node_rank=0), gpus=2)
     assert with_gpus.command.env["NCCL_SOCKET_IFNAME"] == "=eth0"
+    env = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    plan = planned(Topology(), {**env, "MASTER_ADDR": "n1"})
+    assert plan.in_process and plan.command.env["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 def test_the_plan_leaves_the_network_alone_where_the_user_has_set_it_or_nothing_starts_here() -> None:
@@ -134,9 +137,3 @@ def test_the_plan_leaves_the_network_alone_where_the_user_has_set_it_or_nothing_
     assert planned(Topology(gpus_per_node=2)).network == ()
     with pytest.raises(CheckFailed, match="ib0 is not there"):
         planned(by_hand(node_rank=0), {"GLOO_SOCKET_IFNAME": "ib0"})
-
-
-def test_a_process_of_another_launch_over_several_machines_gets_them_too() -> None:
-    env = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
-    plan = planned(Topology(), {**env, "MASTER_ADDR": "n1"})
-    assert plan.in_process and plan.command.env["GLOO_SOCKET_IFNAME"] == "eth0"
