@@ -219,7 +219,8 @@ def verify(
 
     if collator is None and (attached or attention is not None):
         name = "--attach" if attached else "--attention"
-        raise UserError("it says how the model of --collator runs", where=name, fix="Give --collator, too.")
+        what = "it says how the model of --collator runs"
+        raise UserError(what, where=name, fix="Give --collator, too.", code="no-collator")
     run, _ = _config_and_plan(arguments)
     if collator is None:
         return run_verification(run, partial(_execute, "verify"), as_json=as_json)
@@ -248,10 +249,10 @@ def bench(
 @_config_verb()
 def env(
     arguments: Arguments = None,
-    cluster: Annotated[bool, Option("--cluster", help="Of all machines of the run, and what differs.")] = False,
+    cluster: Annotated[bool, Option("--cluster", help="Compare all machines of the run.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Show what this machine is and has, for bug reports, and check whether it (and a run) is fit to train."""
+    """Show this machine's facts for bug reports, and check whether a run can train here."""
 
     def load() -> RunConfig | None:
         from packtrain.config.compose import load_config
@@ -288,7 +289,9 @@ def sbatch(
 def deploy(
     verb: Training,
     arguments: Arguments = None,
-    on: Annotated[Literal["kubeflow", "skypilot", "dstack"], Option("--on", help="What places the run.")] = "skypilot",
+    on: Annotated[
+        Literal["kubeflow", "skypilot", "dstack"], Option("--on", help="The engine that places it.")
+    ] = "skypilot",
     image: Annotated[str | None, Option("--image", metavar="IMAGE", help="The container it runs in.")] = None,
     gpu: Annotated[
         str | None, Option("--gpu", metavar="NAME", help="By the engine's name, such as H100; none: on CPUs.")
@@ -433,7 +436,8 @@ def chat(
 _own_verbs = {one.name or getattr(one.callback, "__name__", "") for one in app.registered_commands[len(_objectives) :]}
 for _name in _own_verbs & {*_objectives}:
     _what = f"an objective of another package is called {_name}, which is a verb of packtrain itself"
-    sys.exit(report_error(UserError(_what, where="packtrain.objectives", fix="Rename it, or uninstall the package.")))
+    _fix = "Rename it, or uninstall the package."
+    sys.exit(report_error(UserError(_what, where="packtrain.objectives", fix=_fix, code="verb-taken")))
 
 
 def _execute(verb: str, launch: LaunchPlan, run: RunConfig, *more: Any) -> int:
@@ -524,14 +528,15 @@ def _check_verb(run: RunConfig, verb: str) -> None:
 
     if verb != run.objective.kind:
         what = f"this config is for packtrain {run.objective.kind}, not {verb}"
-        raise UserError(what, where="objective.kind", fix=f"Use packtrain {run.objective.kind}.")
+        raise UserError(what, where="objective.kind", fix=f"Use packtrain {run.objective.kind}.", code="wrong-verb")
     check_model_config(run.model)
 
 
 def split_arguments(arguments: list[str] | None) -> tuple[str | None, list[str]]:
     """Return the config's path (the first argument, unless it is an override) and the overrides. Raises UserError without arguments."""
     if not arguments:
-        raise UserError("no config", fix="Name a YAML file, e.g. packtrain sft recipes/quickstart-sft.yaml.")
+        fix = "Name a YAML file, e.g. packtrain sft recipes/quickstart-sft.yaml."
+        raise UserError("no config", fix=fix, code="no-config")
     first = arguments[0]
     if os.path.isfile(first) or not ("=" in first or first.startswith(("~", "+", "-"))):
         return first, arguments[1:]

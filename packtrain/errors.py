@@ -126,7 +126,7 @@ def read_json(path: Path) -> Json:
             return content
     except (OSError, ValueError, RecursionError) as error:
         what = f"not valid JSON: {error}"
-    raise UserError(what, where=str(path), fix="Correct it, or download it again.")
+    raise UserError(what, where=str(path), fix="Correct it, or download it again.", code="json-unreadable")
 
 
 def error_from_json(content: Json) -> PacktrainError:
@@ -171,26 +171,28 @@ def explain(error: BaseException) -> PacktrainError | None:
     if isinstance(error, BrokenPipeError):
         return None
     if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)):
-        return PeerFailed(f"the other side does not answer: {error}", fix="Check whether it is up, and try again.")
+        what = f"the other side does not answer: {error}"
+        return PeerFailed(what, fix="Check whether it is up, and try again.", code="no-answer")
     if isinstance(error, MemoryError) or "can't start new thread" in str(error):
-        return UserError("there is not enough memory", fix=_LIMIT_REACHED)
+        return UserError("there is not enough memory", fix=_LIMIT_REACHED, code="host-memory")
     place = raised_in(error)
     ours = place.startswith(_OURS)
     if isinstance(error, ImportError) and not (error.name.startswith("packtrain") if error.name else ours):
         cause = f" ({first_line(error.__cause__)})" if error.__cause__ else ""  # transformers imports lazily
         fix = f"Reinstall it, in a version that packtrain supports: pip check. {_SHOW_TRACEBACK}"
-        return UserError(f"a package cannot be used: {first_line(error)}{cause}", fix=fix)
+        return UserError(f"a package cannot be used: {first_line(error)}{cause}", fix=fix, code="package-unusable")
     if isinstance(error, OSError) and (not ours or error.errno in _FIXES):
         names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
         fix = _FIXES.get(error.errno or 0, f"Check the path and its contents. {_SHOW_TRACEBACK}")
-        return UserError(error.strerror or str(error) or type(error).__name__, where=" → ".join(names), fix=fix)
+        what = error.strerror or str(error) or type(error).__name__
+        return UserError(what, where=" → ".join(names), fix=fix, code="system-refused")
     if isinstance(error, FileNotFoundError) and error.filename is None:  # raised by os.getcwd
-        return UserError("the current folder is gone", fix="Go to one that exists: cd.")
+        return UserError("the current folder is gone", fix="Go to one that exists: cd.", code="folder-gone")
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     imported = any(code.co_name == "<module>" and code.co_filename == place for code in frames)
     if "surrogates" in str(error) or (not ours and (imported or isinstance(error, (UnicodeError, RecursionError)))):
         fix = f"Correct the file, name or environment variable that it reads. {_SHOW_TRACEBACK}"
-        return UserError(f"a library failed: {first_line(error)}", where=place, fix=fix)
+        return UserError(f"a library failed: {first_line(error)}", where=place, fix=fix, code="library-failed")
     return None
 
 
@@ -213,7 +215,8 @@ def staying() -> Iterator[None]:
         caller = sys._getframe(1).f_code.co_filename
         if caller.startswith(_OURS) or (os.getpid(), threading.get_ident()) != (process, thread):
             leave(code)
-        raise UserError(f"it ended the process by os._exit({code})", where=caller, fix="Make it return or raise.")
+        what = f"it ended the process by os._exit({code})"
+        raise UserError(what, where=caller, fix="Make it return or raise.", code="ends-process")
 
     with holding(os, _exit=stay):
         yield

@@ -71,10 +71,11 @@ class Mirror:
             except Exception as error:
                 what = f"{self.url} cannot be read and written: {_shortly(error)}"
                 if isinstance(error, (PermissionError, FileNotFoundError)) or "credentials" in what:
-                    fix = "Check the URL, and the credentials by which its package gets there."
-                    raise UserError(what, where=KEY, fix=fix) from error
+                    fix = "Check the URL, and the credentials that its package finds."
+                    raise UserError(what, where=KEY, fix=fix, code="mirror-refused") from error
                 if not left:
-                    raise PeerFailed(what, where=KEY, fix="Try again, or leave the key out.") from error
+                    fix = "Try again, or leave the key out."
+                    raise PeerFailed(what, where=KEY, fix=fix, code="mirror-unreachable") from error
                 time.sleep(_PAUSES_S[0])
 
     def _fetch(self, resume: str) -> None:
@@ -86,15 +87,17 @@ class Mirror:
         fetches = resume == "auto" and not (done or other or self._folder.status() == "done")
         newer = sorted((step for step in self._manifests if step > max(mine, default=-1) and fetches), reverse=True)
         if newer and not any(self._download(step) for step in newer) and not mine:
-            what = f"no checkpoint in {self.url} is what its manifest says"
-            raise UserError(what, where=KEY, fix="Name another place, or an intact checkpoint in trainer.resume.")
+            what = f"no checkpoint in {self.url} agrees with its manifest"
+            fix = "Name another place, or an intact checkpoint in trainer.resume."
+            raise UserError(what, where=KEY, fix=fix, code="mirror-damaged")
         behind = resume == "auto" and not newer and newest > max(mine, default=-1)
         mine = list_checkpoints(self._folder.checkpoints)
         self._older = {step for step in self._manifests if step < max(mine, default=-1)} - mine.keys()
         if (done or self._manifests) and (behind or other or not mine or self._folder.gives_way(resume)):
             has = "a finished run" if done else "checkpoints of a run"
             fix = "Name another place, or remove what is there."
-            raise UserError(f"{self.url} has {has}, which this one does not continue", where=KEY, fix=fix)
+            what = f"{self.url} has {has}, which this one does not continue"
+            raise UserError(what, where=KEY, fix=fix, code="mirror-of-another-run")
 
     def start(self) -> None:
         """Begin to copy."""
@@ -133,7 +136,7 @@ class Mirror:
                 (staging / name).parent.mkdir(parents=True, exist_ok=True)
                 self._system.get_file(self._at(f"{there}/{name}"), str(staging / name))
                 if hash_of(staging / name) != digest:
-                    raise ValueError(f"{name} is not as it was written")
+                    raise ValueError(f"{name} is damaged")
             if not written:
                 raise ValueError(f"{MANIFEST} is none")
         except (FileNotFoundError, ValueError) as error:
@@ -275,8 +278,9 @@ def fetch_record(url: str, folder: Path) -> None:
         for path in files:
             system.get_file(path, str(folder / path.rpartition("/")[2]))
     except Exception as error:
-        fix = "Check the URL, and the credentials by which its package gets there."
-        raise UserError(f"{url} cannot be read: {_shortly(error)}", where=url, fix=fix) from error
+        fix = "Check the URL, and the credentials that its package finds."
+        what = f"{url} cannot be read: {_shortly(error)}"
+        raise UserError(what, where=url, fix=fix, code="url-unreadable") from error
 
 
 def _shortly(error: BaseException) -> str:

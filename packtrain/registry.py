@@ -73,7 +73,8 @@ class Registry(Generic[Thing]):
 
     def refusal(self, name: str, what: str) -> UserError:
         """Return the error that the thing is not usable. It says where the thing is declared."""
-        return UserError(f"the {self.word} {name} {what}", where=_find(self)[1].get(name, self.package), fix=_FIX)
+        what = f"the {self.word} {name} {what}"
+        return UserError(what, where=_find(self)[1].get(name, self.package), fix=_FIX, code="plugin-unusable")
 
 
 @cache
@@ -83,7 +84,8 @@ def _find(registry: Registry[Thing]) -> tuple[dict[str, Thing], dict[str, str]]:
     places = dict[str, str]()
     for thing, where in _of_others(registry):
         if thing.name in by_name:
-            raise UserError(f"there is another {registry.word} called {thing.name}", where=where, fix=_FIX)
+            what = f"there is another {registry.word} called {thing.name}"
+            raise UserError(what, where=where, fix=_FIX, code="plugin-name-taken")
         by_name[thing.name], places[thing.name] = thing, where
     return dict(sorted(by_name.items(), key=lambda item: (item[1].order, item[0]))), places
 
@@ -124,7 +126,8 @@ def _of_others(registry: Registry[Thing]) -> Iterator[tuple[Thing, str]]:
             thing = entry.load()
         except Exception as error:  # its code may raise anything
             what = f"this {registry.word} cannot be imported: {type(error).__name__}: {error}"
-            raise UserError(what, where=where, fix=_FIX) from error
+            raise UserError(what, where=where, fix=_FIX, code="plugin-unusable") from error
         if not isinstance(thing, registry.kind) or thing.name != entry.name:
-            raise UserError(f"it is no {registry.kind.__name__} called {entry.name}", where=where, fix=_FIX)
+            what = f"it is no {registry.kind.__name__} called {entry.name}"
+            raise UserError(what, where=where, fix=_FIX, code="plugin-misdeclared")
         yield thing, where

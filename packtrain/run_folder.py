@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from packtrain.config.schema import Trainer
 from packtrain.errors import Problem, UserError
+from packtrain.strategies.spec import packages_of_strategies
 from packtrain.system import sync, write_text
 
 if TYPE_CHECKING:
@@ -35,10 +36,11 @@ if TYPE_CHECKING:
 
 REPLACED_LOGS = ("attempt", "lock", "channel.json", "ranks.json", "diagnosis.txt", "restarts.json", "stacks-rank-*")
 """Files in logs/ that a run replaces; it appends to all others."""
-_REPORTED = (
-    *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "tokenizers", "deepspeed"),
+DECISIVE_PACKAGES = (
+    *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "tokenizers"),
     *("flash-attn", "flash-attn-4", "kernels", "liger-kernel"),
 )
+"""Packages that results depend on, beside those of strategies."""
 
 
 _Kind = TypeVar("_Kind")
@@ -63,7 +65,7 @@ class RunFolder:
     config = _Entry("config.yaml")  # resolved
     plan = _Entry("plan.json")
     accelerate = _Entry("accelerate.yaml")  # if several processes are launched
-    deepspeed = _Entry("deepspeed.json")  # if the strategy is one of DeepSpeed's
+    engine = _Entry("deepspeed.json")  # if the strategy has an engine with settings
     environment = _Entry("env.json")  # versions and platform
     metrics = _Entry("metrics.jsonl", result=True)  # a line per logged step
     spikes = _Entry("spikes.jsonl", result=True)  # a line for each step that was a spike, with its documents
@@ -129,7 +131,8 @@ class RunFolder:
         for key, path in inputs:
             real = Path(os.path.realpath(os.path.expanduser(path)))
             if own := next((places[str(place)] for place in (real, *real.parents) if str(place) in places), None):
-                taken.append(Problem(f"{key} ({path}) lies where the run writes its own {own}", where, fix))
+                what = f"{key} ({path}) lies where the run writes its own {own}"
+                taken.append(Problem(what, where, fix, code="input-in-run-folder"))
         if taken:
             raise UserError(taken)
         # in a foreign logs/ only files that a run would replace count
@@ -140,7 +143,7 @@ class RunFolder:
             touch = f"If an earlier packtrain made this one: touch {shlex.quote(str(self.mark))}"
             fix = f"Name another folder, or move it away. {touch}"
             what = f"packtrain did not make {foreign[0]}{more} and will not overwrite it"
-            raise UserError(what, where=where, fix=fix)
+            raise UserError(what, where=where, fix=fix, code="not-made-by-packtrain")
 
     def gives_way(self, resume: str) -> bool:
         """Return whether the new run will move an earlier one away instead of resuming it.
@@ -253,7 +256,8 @@ def read_as(file: Path, content: object, kind: type[_Kind]) -> _Kind:
         first = error.errors()[0]
         what = ": ".join([*map(str, first["loc"]), first["msg"]])
         fix = "It was edited, or another version of packtrain wrote it; move it away, and it is not read."
-        raise UserError(f"this is not what packtrain writes: {what}", where=str(file), fix=fix) from error
+        what = f"this is not what packtrain writes: {what}"
+        raise UserError(what, where=str(file), fix=fix, code="record-unreadable") from error
 
 
 def text_of(file: Path) -> str:
@@ -291,7 +295,7 @@ def write_json(path: Path, content: object) -> None:
 
 def environment() -> dict[str, Any]:
     """Return versions of the packages that results depend on. They have no host name, path or environment variable."""
-    versions = {name: installed_version(name) for name in _REPORTED}
+    versions = {name: installed_version(name) for name in (*DECISIVE_PACKAGES, *packages_of_strategies())}
     return {"python": platform.python_version(), "platform": platform.platform(), "versions": versions}
 
 

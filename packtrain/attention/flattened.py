@@ -76,16 +76,17 @@ def row_of(
     Refuses keys of other tokens than the row's (deepseek_v4 compresses them), and a layer's own mask or bias of the whole row (doge has one).
     """
     if segments is None or segments.tokens != query.shape[2] or query.shape[0] != 1:
+        code = "segments-not-passed-on"
         what = "ran on a flattened row without knowing its documents (does its model pass on keyword arguments?)"
     elif key.shape[2] != query.shape[2]:
-        what = "attends to keys of other tokens"
+        code, what = "keys-of-other-tokens", "attends to keys of other tokens"
     elif attention_mask is not None:
-        what = "brings a mask of its own"
+        code, what = "layer-has-mask", "brings a mask of its own"
     elif kwargs.get("position_bias") is not None:
-        what = "adds a bias by position in the row"
+        code, what = "layer-has-bias", "adds a bias by position in the row"
     else:
         return local_segments(module, segments, sliding_window)
-    raise CheckFailed(f"{type(module).__name__} {what}", fix="set model.attention=per_document")
+    raise CheckFailed(f"{type(module).__name__} {what}", fix="set model.attention=per_document", code=code)
 
 
 def attention_function(module: torch.nn.Module, kwargs: Mapping[str, object]) -> AttentionOf:
@@ -139,6 +140,7 @@ def local_segments(
         raise CheckFailed(
             f"{type(module).__name__} may see only {window or chunk} tokens back by its config, but does not say so",
             fix=_UNSURE,
+            code="window-unknown",
         )
     return segments, None
 

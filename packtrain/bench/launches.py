@@ -57,7 +57,8 @@ def run_bench(
     """
     if not MIN_S <= seconds <= MAX_S:  # nan is neither
         fix = f"Give {MIN_S} to {MAX_S}."
-        raise UserError(f"bench cannot measure in {seconds:g} s", where="--seconds", fix=fix)
+        what = f"bench cannot measure in {seconds:g} s"
+        raise UserError(what, where="--seconds", fix=fix, code="seconds-out-of-range")
     with tempfile.TemporaryDirectory(prefix="packtrain-bench-", ignore_cleanup_errors=True) as folder:
         runs = ShortRuns(_keep_nothing(config, Path(folder)), execute, Path(folder))
         print(f"measuring for about {seconds:g} s after loading; nothing is kept", file=sys.stderr)
@@ -74,7 +75,9 @@ def run_bench(
             pairs=config.objective.spec.pairs,
         )
         if fastest_of(trials) is None:
-            raise (CheckFailed if failure else UserError)(trials[0].why, where="packtrain bench")
+            raise (CheckFailed if failure else UserError)(
+                trials[0].why, where="packtrain bench", code="nothing-measured"
+            )
         print_report(runs.report(trials), given, as_json=as_json)
         return 0
 
@@ -106,7 +109,8 @@ class ShortRuns:
             return
         if self.launch.num_processes > 1:
             fix = "Start packtrain bench alone: it starts the processes."
-            raise UserError("bench cannot measure in the processes of another launcher", where="topology", fix=fix)
+            what = "bench cannot measure in the processes of another launcher"
+            raise UserError(what, where="topology", fix=fix, code="launch-in-launch")
         if not self.launch.gpus:  # forks of this process need not import it again
             os.environ.update(self.launch.command.env)
             with fast_imports():

@@ -90,7 +90,8 @@ def measure_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> i
     """Train, and write the figures into summary.json. The run logs its first step, and all others in one line."""
     if config.data.streaming:
         fix = "Set data.streaming=false, and data.train to a part of the data."
-        raise UserError("modes are compared on data that is there as a whole", where="data.streaming", fix=fix)
+        what = "modes are compared on data that is there as a whole"
+        raise UserError(what, where="data.streaming", fix=fix, code="streaming-not-measured")
     return train_in(config, ranks, peers, finish=_write_figures)
 
 

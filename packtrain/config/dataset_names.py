@@ -45,10 +45,11 @@ def read_info(file: Path) -> dict[str, dict[str, Any]]:
         entries = json.loads(file.expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         fix = "Write lf:NAME, or lf:FOLDER/dataset_info.json#NAME."
-        raise UserError(f"cannot read the list of data sets: {error}", where=str(file), fix=fix) from error
+        what = f"cannot read the list of data sets: {error}"
+        raise UserError(what, where=str(file), fix=fix, code="unreadable-data-set-list") from error
     if not is_mapping(entries) or not all(map(is_mapping, entries.values())):
         what = "this is no list of data sets as LLaMA-Factory has it, an object for each name"
-        raise UserError(what, where=str(file), fix="Name another file.")
+        raise UserError(what, where=str(file), fix="Name another file.", code="not-a-data-set-list")
     return dict(entries)
 
 
@@ -71,9 +72,12 @@ def _file_of(name: str, folders: Sequence[Path], key: str) -> Path:
         return having[0]
     fix = f"Write {LISTED}FOLDER/{FILE}#{name}."
     if having:
-        raise UserError(f"{' and '.join(map(str, having))} both have {name!r}", where=key, fix=fix)
+        what = f"{' and '.join(map(str, having))} both have {name!r}"
+        raise UserError(what, where=key, fix=fix, code="name-in-two-lists")
     if not lists:
-        raise UserError(f"no {FILE} is beside this config or below its folder", where=key, fix=fix)
+        what = f"no {FILE} is beside this config or below its folder"
+        raise UserError(what, where=key, fix=fix, code="no-data-set-list")
     known = [entry for entries in lists.values() for entry in entries]
     what = f"{' and '.join(str(file) for file in dict.fromkeys(files))} has no data set {name!r}"
-    raise UserError(what, where=key, fix=suggest(name, known, f"It has {', '.join(known[:8])} …", 3))
+    fix = suggest(name, known, f"It has {', '.join(known[:8])} …", 3)
+    raise UserError(what, where=key, fix=fix, code="no-such-data-set")

@@ -17,7 +17,7 @@ from packtrain.attention.spec import BACKENDS, Backend
 from packtrain.config import is_list, is_mapping
 from packtrain.config.objective import Objective, advanced, key
 from packtrain.config.place import Topology, Tracking, Verify
-from packtrain.optimizers.spec import OPTIMIZERS, OptimizerSpec
+from packtrain.optimizers import OPTIMIZERS, OptimizerSpec
 from packtrain.registry import names_of_others
 from packtrain.strategies.spec import DEFAULT, STRATEGIES, StrategySpec
 
@@ -98,9 +98,8 @@ class DataSource:
     split: str = key("train", "Split of a hub data set, of a saved DatasetDict, or in file names of a folder.")
     subset: str | None = advanced(None, "Configuration name of a hub data set.")
     weight: float = key(1.0, "Times that a document appears in an epoch; 0.5: a random half.", above=0, maximum=10**4)
-    repeat: bool = advanced(False, "With data.streaming: begin it again at its end, so that it never ends.")
     samples: int | None = advanced(
-        None, "In place of weight: number of its documents (pairs) in an epoch; they may repeat.", minimum=1
+        None, "In place of weight: exact number of its documents (pairs) in an epoch; they may repeat.", minimum=1
     )
     columns: dict[str, str] = advanced({}, "Its own column names, in place of data.columns.")
 
@@ -155,9 +154,6 @@ class Data:
         "are then in the same step (sft; docs/modes.md).",
         resume="decisive",
     )
-    temperature: float = advanced(
-        1.0, "Sources share an epoch by (documents × weight)^(1 / temperature) (docs/data.md).", minimum=1, maximum=1000
-    )
     streaming: bool = advanced(
         False,
         "Read and tokenise data.train while the run trains on it, in order, for data larger than memory and disk; files may be in a "
@@ -168,7 +164,9 @@ class Data:
         10_000, "With data.streaming: rows that are shuffled together.", resume=None, minimum=1, maximum=10**7
     )
     stages: list[Stage] = advanced(
-        [], "Shares of the sources over the steps ([{until: 1000, weights: {a: 1}}, …]).", resume="decisive"
+        [],
+        "Weights of the sources by step, as shares ([{until: 1000, weights: {a: 1}}, …]; docs/data.md).",
+        resume="decisive",
     )
     cache_dir: str | None = advanced(None, "Folder of tokenised data; none: ~/.cache/packtrain (or $PACKTRAIN_CACHE).")
 

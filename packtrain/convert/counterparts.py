@@ -107,7 +107,8 @@ def names(value: Value) -> list[Value]:
 def refuse(what: object, file: Foreign) -> Value:
     """Raise UserError: packtrain does not train this."""
     fix = "Keep that trainer for it: packtrain trains sft, dpo, kto and reward on text."
-    raise UserError(f"it is for {what}, which packtrain does not train", where=str(file.path), fix=fix)
+    what = f"it is for {what}, which packtrain does not train"
+    raise UserError(what, where=str(file.path), fix=fix, code="not-trained-here")
 
 
 def refused(what: str, value: Value, theirs: Theirs) -> Outcome:

@@ -233,7 +233,7 @@ def hold_out(parts: Sequence[Tokenised], fraction: float) -> list[np.ndarray]:
         rows = f"{len(content)} rows ({len(different)} different)"
         what = f"cannot hold out {fraction:g} of {rows}: one side would be empty"
         fix = "Give data.eval a source of its own, or more rows (of .txt files with data.split_text=line or paragraph)."
-        raise UserError(what, where="data.eval", fix=fix)
+        raise UserError(what, where="data.eval", fix=fix, code="empty-side")
     return np.split(held, np.cumsum([len(part.store.fates) for part in parts])[:-1])
 
 
@@ -245,24 +245,19 @@ def mix_sources(
     together: int = 1,
     kept: Sequence[np.ndarray] | None = None,
     weigh: bool = True,
-    temperature: float = 1.0,
 ) -> TokenDataset:
     """Return all parts with their report, each part repeated by its weight (once, unless `weigh`).
 
     `key` is the config key that errors name. `together` consecutive documents are drawn as one (2 for preference pairs).
-    `kept` selects rows, a bool[rows] for each part; None takes all of them. `temperature` is data.temperature.
+    `kept` selects rows, a bool[rows] for each part; None takes all of them.
     """
     stores = [part.store for part in parts]
     kept = [np.ones(len(store.fates), bool) for store in stores] if kept is None else kept
     rows, sums, dropped, first = [], Counter[str](), Counter[str](), 0
-    sizes = np.array([int(store.fates["documents"][here].sum()) for store, here in zip(stores, kept, strict=True)])
-    samples = [part.source.samples for part in parts]
-    asked = [one and one * together / max(size, 1) for one, size in zip(samples, sizes.tolist(), strict=True)]
-    weights = np.array([part.source.weight if one is None else one for part, one in zip(parts, asked, strict=True)])
-    weights = temper(weights, sizes, temperature) if temperature > 1 else weights
     for number, (part, here) in enumerate(zip(parts, kept, strict=True)):
-        store, weight = part.store, float(weights[number])
+        store, weight, samples = part.store, part.source.weight, part.source.samples
         own = first + np.flatnonzero(np.repeat(here, store.fates["documents"]))
+        weight = weight if samples is None else samples * together / max(len(own), 1)
         first += len(store)
         sums["held_out"] += len(store) - len(own)
         if len(own):
@@ -304,22 +299,11 @@ def _repeat_by_weight(
     taken = np.concatenate([*[rows] * whole, rows[np.sort(extra)]])
     if not len(taken):
         what = f"weight={weight:g} selects none of the {len(rows):,} documents of {source.path}"
-        raise UserError(what, where=key, fix="Raise its weight, or remove the source.")
+        raise UserError(what, where=key, fix="Raise its weight, or remove the source.", code="weight-too-small")
     return (taken[:, None] + np.arange(together)).ravel()
 
 
 BLOCK = 1 << 14
-
-
-def temper(weights: np.ndarray, sizes: np.ndarray, temperature: float) -> np.ndarray:
-    """Return how often each example of a source appears, instead of its weight: float64 [sources].
-
-    `sizes` are the examples of the sources. The new shares of an epoch are proportional to the old shares to the power of 1 / temperature.
-    The source with the smallest increase keeps its weight; the others are repeated to match. No example kept by the weights is lost.
-    """
-    held = weights * sizes
-    more = np.where(held > 0, held, 1.0) ** (1 / temperature - 1)
-    return weights * more / more[held > 0].min(initial=np.inf) if held.any() else weights
 
 
 @dataclass(frozen=True, slots=True)

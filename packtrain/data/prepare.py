@@ -93,7 +93,6 @@ def prepare(
     """
     encoder = make_encoder(data, tokenizer, objective, day)
     mix = partial(mix_sources, seed=seed, together=OBJECTIVES[objective].documents)
-    how: Any = {"weigh": not data.stages, "temperature": data.temperature}
     held_out: TokenDataset | None = None
     with ExitStack() as stack:
         console = Console(stderr=True, quiet=not progress)
@@ -102,7 +101,7 @@ def prepare(
         parts = [tokeniser.tokenise(source, "train") for source in trained]
         if isinstance(data.eval, (int, float)) and data.eval:
             held = hold_out(parts, data.eval)
-            train = mix(parts, "data.train", kept=[~rows for rows in held], **how)
+            train = mix(parts, "data.train", kept=[~rows for rows in held], weigh=not data.stages)
             held_out = mix(parts, "data.eval", kept=held, weigh=False)
         else:
             if data.eval:
@@ -110,7 +109,7 @@ def prepare(
                 held_out = mix(eval_parts, "data.eval")
                 if parts and (remark := _remark_overlap(parts, eval_parts)):
                     held_out.report = replace(held_out.report, remarks=(*held_out.report.remarks, remark))
-            train = mix(parts, "data.train", **how) if parts else None
+            train = mix(parts, "data.train", weigh=not data.stages) if parts else None
     made = partial(dataset_of, OBJECTIVES[objective])
     prepared = PreparedData(None if train is None else made(train), None if held_out is None else made(held_out))
     if held_out is None or not isinstance(data.eval, dict):
@@ -164,7 +163,8 @@ class Tokeniser:
             identity = source.identity(partial(hash_file, memory=self.folder / "hashes"))
         except OSError as error:
             where = str(error.filename or given.path)
-            raise UserError(f"cannot be used: {error.strerror or error}", where=where) from error
+            what = f"cannot be used: {error.strerror or error}"
+            raise UserError(what, where=where, code="unusable-source") from error
         parts = (VERSION, identity, encoder.objective, encoder.tokenizer.content, *self.settings)
         key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
@@ -195,7 +195,7 @@ class Tokeniser:
                 reasons = ", ".join(f"{number} {reason}" for reason, number in writer.dropped.most_common())
                 what = f"no document remains of {counted(rows, 'rows')}; dropped: {reasons}"
                 fix = "See data.format, data.loss_on, data.max_length, data.overlong."
-                raise UserError(what, where=source.name, fix=fix)
+                raise UserError(what, where=source.name, fix=fix, code="no-document-remains")
             writer.finish(format, time.monotonic() - started)
 
     def detect(self, source: Source, chunks: Iterator[Chunk]) -> tuple[Format, list[Chunk]]:
@@ -214,7 +214,7 @@ class Tokeniser:
                 return detect_format(columns[0], names, data.format, own, source.name, objective), seen
         if problems:
             raise refuse_rows(problems)
-        raise UserError("there are no rows", where=source.name, fix="Give a source that is not empty.")
+        raise UserError("there are no rows", where=source.name, fix="Give a source that is not empty.", code="no-rows")
 
     def encode(
         self, chunks: Iterator[Chunk], format: Format, *, ahead: bool = False
@@ -242,7 +242,8 @@ class Tokeniser:
                 yield chunk, future.result()
         except BrokenProcessPool as error:
             fix = "Out of memory, most likely: use fewer cores (taskset -c 0-3 packtrain …), and data.split_text=line for long texts."
-            raise PacktrainError("a tokenising process died", where="data.train", fix=fix) from error
+            what = "a tokenising process died"
+            raise PacktrainError(what, where="data.train", fix=fix, code="tokenising-process-died") from error
 
     def _start(self, processes: int) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("forkserver")

@@ -5,7 +5,8 @@ taken, the next block is tokenised at the same rate: two blocks are in memory. O
 begins (file, chunk of rows), and how many of its examples were taken. A checkpoint holds just these; a resumed run tokenises
 one block again. A sliding window would mix a little better, but a checkpoint would hold its rows.
 
-The number of an example decides its source (Mixture). When a source has ended, the others take its share.
+The number of an example decides its source (Mixture). When a source has ended, the others take its share. With data.stages no source
+ends: each begins again in another order, as without streaming.
 
 Every rank reads and tokenises the whole stream. All ranks then compute the same documents: they exchange
 nothing, and no rank waits for another one's disk. The price is that every rank tokenises.
@@ -126,7 +127,7 @@ class SourceStream:
                 before, number, taken = before + block.figures, number + 1, 0
                 block = self._fill(following, encoded, 1)
             self.place = {**self.place, "figures": dict(before)}  # add the rows after the last example
-            if not self.given.repeat or not (found or first["taken"]):  # a pass without an example would have no end
+            if not data.stages or not (found or first["taken"]):  # a pass without an example would have no end
                 return
             self.place = {**_START, "pass": first["pass"] + 1, "before": dict(before), "figures": dict(before)}
 
@@ -149,7 +150,7 @@ class SourceStream:
         if (came := self.place["name"]) and Path(came).name != Path(parts[file][0] if file < len(parts) else "").name:
             what = f"the run had come to {came}, and other files are there now"
             fix = "Put the files back, or start over with trainer.resume=never."
-            raise UserError(what, where="data.train", fix=fix)
+            raise UserError(what, where="data.train", fix=fix, code="files-changed")
 
         def chunks() -> Iterator[Chunk]:
             for number, (name, read) in enumerate(parts[file:], file):
@@ -204,8 +205,7 @@ class Stream:
                     return source, example
                 stream.place = {**stream.place, "ended": True}
             goes_on = [not stream.place.get("ended") for stream in self.streams]
-            stages = np.array(self.mixture.shares[self.mixture.stage_of(number) :]) * goes_on
-            if (shares := next(filter(np.any, stages), None)) is None:  # skip stages without sources left
+            if not (shares := np.array(self.mixture.shares[self.mixture.stage_of(number)]) * goes_on).any():
                 return None
             drawn = np.random.default_rng([self.mixture.seed, 6, number, sum(goes_on)])
             source = int(drawn.choice(len(shares), p=shares / shares.sum()))
@@ -246,7 +246,8 @@ def open_stream(
         source = locate(named, "train", seed, objective, data.split_text, streaming=True)
         if source.samples is not None:
             what = "num_samples are those of an epoch, which a stream has not"
-            raise UserError(what, where=f"data.train, {named.path}", fix="Name the entry's files in its place.")
+            fix = "Name the entry's files in its place."
+            raise UserError(what, where=f"data.train, {named.path}", fix=fix, code="samples-of-stream")
         chunks = source.chunks()
         format, seen = tokeniser.detect(source, chunks)
         encoder.check(format, source.name)
@@ -258,10 +259,10 @@ def open_stream(
                 break
         else:
             fix = "See data.format, data.max_length."
-            raise UserError("no document remains of any row", where=source.name, fix=fix)
+            raise UserError("no document remains of any row", where=source.name, fix=fix, code="no-document-remains")
         first_rows.append(Tokenised(named, MemoryStore.of(outcome, format), False, source.remark))
         files = [source.key, source.size, *(name for name, _ in source.files)]
-        identity.append([named.weight, named.repeat, *files, *tokeniser.settings])
+        identity.append([named.weight, bool(data.stages), *files, *tokeniser.settings])
         streams.append(SourceStream(source, named, number, format, together, tokeniser))
     sample = mix_sources(first_rows, "data.train", seed, together=together, weigh=False)
     sample.fingerprint = hashlib.blake2b(

@@ -59,7 +59,8 @@ def show_cluster(load: Load, arguments: Sequence[str], *, as_json: bool) -> int:
     """
     config = load()
     if config is None:
-        raise UserError("no config", where="--cluster", fix="Name the config whose machines are to be compared.")
+        fix = "Name the config whose machines are to be compared."
+        raise UserError("no config", where="--cluster", fix=fix, code="no-config")
     # without querying GPUs: a machine that has lost one must be compared, too
     around = replace(detect_surroundings([]), driver=False)
     processes = choose_processes(config.topology, around)
@@ -67,7 +68,8 @@ def show_cluster(load: Load, arguments: Sequence[str], *, as_json: bool) -> int:
         raise UserError(obstacles)
     if processes.nodes == 1:
         fix = "Set topology (docs/multi-node.md), or omit --cluster."
-        raise UserError("the run has one machine: there is nothing to compare", where="--cluster", fix=fix)
+        what = "the run has one machine: there is nothing to compare"
+        raise UserError(what, where="--cluster", fix=fix, code="one-machine")
     if processes.role == "srun":
         return run_srun(plan_launch(config, around, "env", arguments).srun)
     report = start(lambda: own_report(*gather(lambda: config), asdict(config)))
@@ -123,7 +125,8 @@ def _send(client: Client, main: str, own: Json) -> int:
         except OSError as error:
             if not (isinstance(error, Rejected) and error.unknown):  # otherwise machine 0 registers this handler soon
                 what = f"machine 0 ended before the comparison was done: {error}"
-                raise PeerFailed(what, where="--cluster", fix="Its terminal or log says why.") from error
+                fix = "Its terminal or log says why."
+                raise PeerFailed(what, where="--cluster", fix=fix, code="machine-0-left") from error
             time.sleep(0.1)
 
 

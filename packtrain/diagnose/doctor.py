@@ -68,7 +68,7 @@ def examine(folder: RunFolder, *, ask: bool = False, over: bool = False) -> Find
     begun = [folder.summary, folder.config, folder.attempt.config, *logs]
     if not any(map(os.path.lexists, begun)) and not is_locked(folder.root):
         fix = "Name the folder that trainer.output_dir is; a job may wait in a queue (squeue)."
-        raise UserError("no run has begun here", where=str(folder.root), fix=fix)
+        raise UserError("no run has begun here", where=str(folder.root), fix=fix, code="no-run")
     if not over and (published := object_of(channel)):
         return _examine_live(folder, read_as(channel, published, Channel), ask)
     return _examine_ended(folder) if over or not is_locked(folder.root) else Finding("running", [_START])

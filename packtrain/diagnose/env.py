@@ -34,10 +34,11 @@ from packtrain.wording import Redactor, size
 TORCH_S, DRIVER_S, FOLDER_S = 8.0, 5.0, 5.0
 """Seconds for the answers, from the start on."""
 _TRL_BLOCK = (
-    *(("TRL", "trl"), ("PyTorch", "torch"), ("Transformers", "transformers"), ("Accelerate", "accelerate")),
-    *(("Datasets", "datasets"), ("HF Hub", "huggingface_hub"), ("bitsandbytes", "bitsandbytes")),
-    *(("DeepSpeed", "deepspeed"), ("Liger-Kernel", "liger-kernel"), ("PEFT", "peft"), ("vLLM", "vllm")),
+    *("TRL", "PyTorch", "Transformers", "Accelerate", "Datasets", "HF Hub"),
+    *("bitsandbytes", "DeepSpeed", "Liger-Kernel", "PEFT", "vLLM"),
 )
+_OTHER_NAMES = {"PyTorch": "torch", "HF Hub": "huggingface_hub"}
+"""Packages whose name is not the title in lower case."""
 _COLOURS: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -123,7 +124,8 @@ def trl_block(facts: Facts) -> str:
     """Return the lines of `trl env` without importing its libraries, which takes seconds."""
     torch, host = facts.torch, facts.host
     lines = [f"- Platform: {host.platform}", f"- Python version: {host.python}"]
-    lines += [f"- {name} version: {host.packages[package] or 'not installed'}" for name, package in _TRL_BLOCK]
+    versions = {title: host.packages[_OTHER_NAMES.get(title, title.lower())] for title in _TRL_BLOCK}
+    lines += [f"- {title} version: {version or 'not installed'}" for title, version in versions.items()]
     config = "".join(f"\n  - {name}: {value}" for name, value in (torch.accelerate or {}).items())
     lines.insert(6, f"- Accelerate config: {config or 'not found'}")
     devices = ", ".join(torch.accelerators) or (torch.available is None and torch.error) or "cpu"

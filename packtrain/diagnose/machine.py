@@ -37,7 +37,8 @@ from packtrain.monitor.heartbeat import free_memory
 from packtrain.plan.known_model import plan_precision
 from packtrain.plan.network_settings import FIX, LOOPBACK, HostNetwork, NetworkSetting, silence_for
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
-from packtrain.run_folder import installed_version
+from packtrain.run_folder import DECISIVE_PACKAGES, installed_version
+from packtrain.strategies.spec import packages_of_strategies
 from packtrain.wording import counted, first_line, size, whole
 
 Status = Literal["ok", "warn", "fail"]
@@ -185,10 +186,9 @@ def ask_python(module: str, *arguments: str, limit_s: float, env: Mapping[str, s
 
 
 PACKAGES = (
-    *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "huggingface_hub", "peft"),
-    *("tokenizers", "deepspeed", "bitsandbytes", "liger-kernel", "vllm", "flash-attn", "flash-attn-3"),
-    *("flash-attn-4", "kernels", "triton", "torchao", "safetensors", "numpy", "pyarrow", "hydra-core"),
-    *("omegaconf", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
+    *(*DECISIVE_PACKAGES, "huggingface_hub", "bitsandbytes", "vllm", "flash-attn-3", "triton", "torchao"),
+    *("safetensors", "numpy", "pyarrow", "hydra-core", "omegaconf"),
+    *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
 )
 _FOLDERS = {"trainer.output_dir": "output-folder", "data.cache_dir": "cache-folder", "HF_HOME": "hub-cache"}
 _REPORTED = (
@@ -204,7 +204,7 @@ def read_host() -> Host:
     return Host(
         platform=platform.platform(),
         python=platform.python_version(),
-        packages={name: installed_version(name) for name in PACKAGES},
+        packages={name: installed_version(name) for name in (*PACKAGES, *packages_of_strategies())},
         conflicts=tuple(conflicts()),
         nofile=-1 if files == resource.RLIM_INFINITY else files,
         shm=psutil.disk_usage(str(shm)).total if shm.is_dir() else None,
@@ -258,14 +258,15 @@ def check_run(facts: Facts, run: PlannedRun) -> Iterator[Check]:
 
 
 def check_packages(facts: Facts, run: PlannedRun) -> Iterator[Check]:
-    """Check that packtrain's requirements are met, and DeepSpeed is there if needed."""
-    host, deepspeed, strategy = facts.host, facts.host.packages.get("deepspeed"), run.config.strategy.spec
+    """Check that packtrain's requirements are met, and the package of the strategy is there."""
+    host, strategy = facts.host, run.config.strategy.spec
     words = "; ".join(f"packtrain needs {wanted}, found {version}" for wanted, version in host.conflicts)
     fix = "pip install " + " ".join(f"'{wanted}'" for wanted, _ in host.conflicts)
     yield Check("packages", "fail" if words else "ok", words or "packtrain's requirements are met", fix)
-    missing = strategy.package == "deepspeed" and deepspeed is None
-    what = deepspeed or f"not installed, {'but needed by strategy=' + strategy.name if missing else 'and not needed'}"
-    yield Check("deepspeed", "fail" if missing else "ok", what, "pip install 'packtrain[deepspeed]'")
+    for package in packages_of_strategies():
+        version, needed = host.packages.get(package), strategy.package == package
+        what = version or f"not installed, {f'but needed by strategy={strategy.name}' if needed else 'and not needed'}"
+        yield Check(package, "ok" if version or not needed else "fail", what, f"pip install 'packtrain[{package}]'")
 
 
 def check_limits(facts: Facts, run: PlannedRun) -> Iterator[Check]:

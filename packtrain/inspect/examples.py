@@ -26,7 +26,7 @@ def show_first(corpus: Corpus, number: int) -> list[Shown]:
     documents = np.flatnonzero(corpus.in_train)[:: corpus.spec.documents]
     if not 0 <= number <= len(documents):
         what = f"{number:,}, but there are {counted(len(documents), corpus.spec.examples)}"
-        raise UserError(what, where="--rows", fix=f"Give a number from 0 to {len(documents)}.")
+        raise UserError(what, where="--rows", fix=f"Give a number from 0 to {len(documents)}.", code="no-such-rows")
     chosen = documents[:number].tolist()
     places = find_places(corpus, set(corpus.row_of[chosen].tolist()))
     return [show_example(corpus, document, places) for document in chosen]
@@ -48,7 +48,8 @@ def _find_row(corpus: Corpus, place: str) -> int:
     file, colon, line = place.rpartition(":")
     if not colon or whole(line) is None or not file:
         what = f"{shortened(place)} is not of the form FILE:LINE"
-        raise UserError(what, where="--source", fix="Write it as in chats.jsonl:12 (FILE:ROW for a table or a list).")
+        fix = "Write it as in chats.jsonl:12 (FILE:ROW for a table or a list)."
+        raise UserError(what, where="--source", fix=fix, code="not-file-and-line")
     given, files = os.path.realpath(os.path.expanduser(file)), dict[str, None]()
     for store, row in enumerate(corpus.first_rows[:-1].tolist()):
         for chunk in corpus.source(store).chunks():
@@ -61,7 +62,7 @@ def _find_row(corpus: Corpus, place: str) -> int:
             files[name] = None
     names = f"{', '.join([*files][:4])}{' …' if len(files) > 4 else ''}"
     fix = f"Lines count from 1, blank ones too; in a table or a .json list, rows do. Files of the data: {names}."
-    raise UserError(f"{shortened(file)} has no row on line {line}", where="--source", fix=fix)
+    raise UserError(f"{shortened(file)} has no row on line {line}", where="--source", fix=fix, code="no-such-row")
 
 
 def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = None) -> Shown:
@@ -73,7 +74,8 @@ def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = N
     schedule = schedule_of(corpus, packing, processes, cost or 0.0)
     if not 1 <= step <= schedule.total_steps:
         what = f"step {step}, but the run has {counted(schedule.total_steps, 'steps')}"
-        raise UserError(what, where="--step", fix=f"Give a number from 1 to {schedule.total_steps}.")
+        fix = f"Give a number from 1 to {schedule.total_steps}."
+        raise UserError(what, where="--step", fix=fix, code="no-such-step")
     layout = schedule.layout(step - 1, processes)
     firsts = corpus.train.rows.reshape(-1, corpus.spec.documents)[:, 0]  # the first document of each example
     numbers = {int(number) for parts in layout for part in parts for number in part[:most]}

@@ -181,7 +181,8 @@ def show_data(
     Returns the exit code. Examples that are asked for are shown on the terminal at once, without the summary. Only the summary reads all
     tokens."""
     if source is not None and (step is not None or rows is not None):
-        raise UserError("it shows one row, so it does not go with --rows or --step", where="--source")
+        what = "it shows one row, so it does not go with --rows or --step"
+        raise UserError(what, where="--source", code="source-stands-alone")
     if html is not None:
         _check_page(html)
     corpus = open_corpus(config, progress=os.isatty(2))
@@ -220,7 +221,8 @@ def _check_page(file: Path) -> None:
     """Raise UserError if the page's folder is missing. Also if its name may belong to a config or data."""
     where = f"--html {shown(file)}"
     if not file.parent.is_dir():
-        raise UserError("there is no such folder", where=where, fix="Make it first.")
+        raise UserError("there is no such folder", where=where, fix="Make it first.", code="no-such-folder")
     if os.path.lexists(file) and (file.suffix not in (".html", ".htm") or file.is_dir()):
         fix = "Give a name that ends in .html."
-        raise UserError("this file is not an HTML page, so it is not overwritten", where=where, fix=fix)
+        what = "this file is not an HTML page, so it is not overwritten"
+        raise UserError(what, where=where, fix=fix, code="not-an-html-page")

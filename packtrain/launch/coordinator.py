@@ -1,4 +1,4 @@
-"""Reports of all launchers to machine 0, its orders in answer, and the run's one exit code.
+"""Reports of all launchers to machine 0, its orders, and the run's one exit code.
 
 Every call has the whole state, and every answer all orders, so that a lost call does no harm. Machine 0 decides: whether all
 stop for a signal, which machine failed first, which one is lost (silent for too long), the exit code of all, and whether the run

@@ -55,25 +55,34 @@ def deployment(engine: Engine, job: Job, machines: Machines, folder: Path, secre
     named = [key for key in ("node_rank", "main_address") if getattr(topology, key) is not None]
     if topology.kind != "auto" or named:
         where = f"topology.{named[0] if named else 'kind'}"
-        raise UserError(f"{engine} names and numbers the machines itself", where=where, fix="Remove the key.")
+        what = f"{engine} names and numbers the machines itself"
+        raise UserError(what, where=where, fix="Remove the key.", code="numbered-by-launcher")
     if per_node is None:
         what = "how many GPUs each machine has is not known here"
-        raise UserError(what, where="topology.gpus_per_node", fix="Set it; with --gpu none to processes on CPUs.")
+        fix = "Set it; with --gpu none to processes on CPUs."
+        raise UserError(what, where="topology.gpus_per_node", fix=fix, code="gpus-unknown")
     if engine != "kubeflow" and machines.gpu is None:
         raise UserError(
-            f"{engine} has to know which GPUs to ask for", where="--gpu", fix="Name one: H100, A100-80GB, none."
+            f"{engine} has to know which GPUs to ask for",
+            where="--gpu",
+            fix="Name one: H100, A100-80GB, none.",
+            code="no-gpu-name",
         )
     if engine == "kubeflow" and machines.spot:
         fix = "Leave it out, and add the cluster's own node selector to the file."
         raise UserError(
-            "which machines may be taken away is said by each cluster in its own way", where="--spot", fix=fix
+            "which machines may be taken away is said by each cluster in its own way",
+            where="--spot",
+            fix=fix,
+            code="spot-unsupported",
         )
     if engine == "kubeflow" and not machines.image:
         fix = "Build one by the Dockerfile, and push it to where the cluster finds it."
-        raise UserError("pods need an image with packtrain in it", where="--image", fix=fix)
+        raise UserError("pods need an image with packtrain in it", where="--image", fix=fix, code="no-image")
     if engine != "kubeflow" and job.config and (os.path.isabs(job.config) or ".." in Path(job.config).parts):
         fix = "Copy it into this folder, and name it by its path from here."
-        raise UserError(f"{engine} copies this folder alone to the machines", where=job.config, fix=fix)
+        what = f"{engine} copies this folder alone to the machines"
+        raise UserError(what, where=job.config, fix=fix, code="outside-job-folder")
     first = replace(topology, kind="manual", nodes=nodes, node_rank=0, main_address="first")
     there = Surroundings(gpus=per_node if machines.gpu != "none" else 0)
     plan = plan_launch(replace(config, topology=first), there, job.verb, job.arguments)
@@ -115,7 +124,8 @@ def submit_or_write(engine: Engine, job: Job, machines: Machines, *, submit: boo
         command, install = _SUBMIT[engine]
         if shutil.which(command[0]) is None:
             what = f"{command[0]}, the client of {engine}, is not installed"
-            raise UserError(what, where="--submit", fix=f"{install}; or write the file with -o, and submit it there.")
+            fix = f"{install}; or write the file with -o, and submit it there."
+            raise UserError(what, where="--submit", fix=fix, code="client-missing")
         values = [f"--secret={name}" for name in secrets if engine == "skypilot"]  # it refuses names without them
         with tempfile.NamedTemporaryFile("w", suffix=f"-{engine}.yaml", dir=".") as made:  # dstack copies its folder
             made.write(text)

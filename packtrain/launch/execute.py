@@ -76,7 +76,7 @@ def _in_use_error(folder: Path) -> UserError:
     if host and host != socket.gethostname():
         what, shown = "a run of another machine", f"{folder} ({host})"
     fix = "Wait for its end, or name another folder."
-    return UserError(f"{what} is going on in {shown}", where="trainer.output_dir", fix=fix)
+    return UserError(f"{what} is going on in {shown}", where="trainer.output_dir", fix=fix, code="run-folder-in-use")
 
 
 def check_free(folder: Path) -> None:
@@ -158,8 +158,8 @@ def open_attempt(
         write_json(folder.attempt.environment, environment())
         if not plan.in_process:
             write_text(folder.attempt.accelerate, yaml.safe_dump(dict(plan.accelerate)))
-        if plan.deepspeed is not None:
-            write_json(folder.attempt.deepspeed, plan.deepspeed)
+        if plan.engine_settings is not None:
+            write_json(folder.attempt.engine, plan.engine_settings)
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def writing() -> Iterator[None]:
     except OSError as error:
         what = f"the run folder cannot be written: {error.strerror}"
         where = f"trainer.output_dir ({error.filename})" if error.filename else "trainer.output_dir"
-        raise UserError(what, where=where, fix="Name another folder.") from error
+        raise UserError(what, where=where, fix="Name another folder.", code="run-folder-not-writable") from error
 
 
 LAUNCHER_LOG = "launcher.log"
@@ -384,8 +384,8 @@ def _argv_with_copies(plan: LaunchPlan, config: RunConfig, folder: RunFolder, sc
     It reads copies of the run folder's files in `scratch`, because a machine may not see that folder."""
     settings: Json = {**plan.accelerate, "main_process_port": port}
     copies = {folder.config: to_yaml(config), folder.accelerate: yaml.safe_dump(settings)}
-    if plan.deepspeed is not None:
-        copies[folder.deepspeed] = json.dumps(plan.deepspeed)
+    if plan.engine_settings is not None:
+        copies[folder.engine] = json.dumps(plan.engine_settings)
     for file, text in copies.items():
         (scratch / file.name).write_text(text, encoding="utf-8")
     names = {str(file): str(scratch / file.name) for file in copies}

@@ -125,12 +125,12 @@ def run_on_ray(config: RunConfig, folder: RunFolder, plan: LaunchPlan) -> int:
         ray = import_module("ray")
     except ImportError as error:
         what, fix = f"Ray cannot be imported: {error}", "pip install 'packtrain[ray]'"
-        raise UserError(what, where="topology.kind", fix=fix) from error
+        raise UserError(what, where="topology.kind", fix=fix, code="ray-missing") from error
     root = folder.root.absolute()
     if _JOB_COPIES in root.parts:
         what = f"{folder.root} is in each machine's own copy of the job's folder, which Ray deletes"
         fix = "Write the whole path of a folder that all machines share. Paths of data and config may stay relative."
-        raise UserError(what, where="trainer.output_dir", fix=fix)
+        raise UserError(what, where="trainer.output_dir", fix=fix, code="folder-not-shared")
     topology = replace(config.topology, kind="manual", min_nodes=None)
     inside = to_yaml(replace(config, topology=topology, trainer=replace(config.trainer, restarts=0)))
     variables = {name: value for name, value in os.environ.items() if _PASSED_ON.match(name)}
@@ -163,7 +163,7 @@ def _connect(ray: Any) -> None:
     except Exception as error:  # also an address of another kind, a cluster of another version, a missing token
         what = f"no Ray cluster is found from here ({address}): {first_line(error)}"
         fix = "Start one with ray start --head, name it (RAY_ADDRESS=HOST:6379), or send it the command: ray job submit -- packtrain …"
-        raise UserError(what, where="topology.kind", fix=fix) from error
+        raise UserError(what, where="topology.kind", fix=fix, code="no-ray-cluster") from error
 
 
 def _launch(
@@ -194,8 +194,9 @@ def _launch(
         if isinstance(error, ray.exceptions.RayActorError) and _answers(ray):
             print(f"a worker of Ray was lost: {first_line(error)}", file=sys.stderr, flush=True)
             return PeerFailed.exit_code
+        what = f"the Ray cluster no longer answers: {first_line(error)}"
         fix = "See ray status; the same command goes on from the newest checkpoint."
-        lost = PeerFailed(f"the Ray cluster no longer answers: {first_line(error)}", where="Ray", fix=fix)
+        lost = PeerFailed(what, where="Ray", fix=fix, code="ray-lost")
         leave(report_error(lost))  # not raised: ray.shutdown may hang too
     finally:
         groups.remove_placement_group(group)  # ends the actors in it
@@ -220,7 +221,7 @@ def _is_reserved(ray: Any, group: Any, wanted: str, limit_s: float, received: li
         if now - begun > limit_s:
             fix = "ray status shows the free resources and the requested ones."
             what = f"Ray has not reserved machines of {wanted} after {limit_s} s (it has {has})"
-            raise PeerFailed(what, where="topology.join_timeout", fix=fix)
+            raise PeerFailed(what, where="topology.join_timeout", fix=fix, code="ray-not-reserved")
         if now - reported > PROGRESS_S:
             reported = now
             print(f"waiting for Ray to reserve machines of {wanted}; it has {has}", file=sys.stderr, flush=True)

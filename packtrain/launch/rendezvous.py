@@ -66,7 +66,8 @@ class MeetingPoint:
     def departure_error(self, why: str) -> PeerFailed:
         """Return the error that machine 0 ended before the run began."""
         what = f"{self.describe_machine(0)} left before the run began: {why}"
-        return PeerFailed(what, where="rendezvous", fix="Its terminal or log says why; start all machines again.")
+        fix = "Its terminal or log says why; start all machines again."
+        return PeerFailed(what, where="rendezvous", fix=fix, code="machine-0-left")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,8 @@ def meet(me: Member, place: MeetingPoint, prepare: Prepare = lambda names: "") -
     except OSError as error:
         why = "taken" if error.errno == errno.EADDRINUSE else f"not usable: {error.strerror}"
         fix = f"Set another one on every machine, e.g. topology.main_port={place.port + 10}."
-        raise CheckFailed(f"port {place.port} is {why}", where="topology.main_port", fix=fix) from error
+        what = f"port {place.port} is {why}"
+        raise CheckFailed(what, where="topology.main_port", fix=fix, code="port-unusable") from error
     with closing(server):
         yield _gather(me, place, server, prepare)
 
@@ -184,6 +186,7 @@ class _JoinServer:
                     where="rendezvous",
                     fix=f"Is packtrain started there, with topology.node_rank={missing[0]}? If so, does {place.address}:"
                     f"{place.port} answer there (name, firewall)? topology.join_timeout sets how long machines wait.",
+                    code="machine-missing",
                 )
             if waited_s // PROGRESS_S > printed:
                 printed = waited_s // PROGRESS_S
@@ -237,6 +240,7 @@ def _join_machine_0(me: Member, place: MeetingPoint) -> Group:
                     where="rendezvous",
                     fix="Is packtrain started there, with topology.node_rank=0? Does the name resolve to that machine "
                     "from here (/etc/hosts), and does a firewall let the port through? topology.join_timeout sets how long machines wait.",
+                    code="machine-0-unreachable",
                 ) from error
         if words and time.monotonic() - printed >= PROGRESS_S:
             printed = time.monotonic()
@@ -251,14 +255,14 @@ def _check_address(me: Member, place: MeetingPoint) -> None:
     except OSError as error:
         what = f"the name {place.address!r} is not known here ({error.strerror})"
         fix = "Use an address, or make the name known on this machine (DNS, /etc/hosts)."
-        raise CheckFailed(what, where="topology.main_address", fix=fix) from error
+        raise CheckFailed(what, where="topology.main_address", fix=fix, code="main-address-unknown") from error
     if any(map(is_own, addresses)):
         return
     means = f" ({', '.join(addresses)})" if addresses != [place.address] else ""
     claim = f"this machine ({me.host}) has topology.node_rank=0, but topology.main_address={place.address}{means}"
     what = f"{claim} is not one of its addresses ({', '.join(own_addresses()) or 'none'})"
-    fix = "Number the machines from 0, each once; topology.main_address is that of number 0."
-    raise CheckFailed(what, where="topology.node_rank, topology.main_address", fix=fix)
+    fix = "Number the machines from 0, each once; topology.main_address belongs to number 0."
+    raise CheckFailed(what, where="topology.node_rank, topology.main_address", fix=fix, code="not-machine-0")
 
 
 def resolve(address: str, port: int) -> list[str]:
@@ -289,6 +293,7 @@ def _reject(place: MeetingPoint, what: str) -> Json:
         where="trainer.output_dir, topology.main_address, topology.main_port",
         fix="Give all machines of a run the same packtrain and trainer.output_dir, and use another port for another run or program, "
         f"e.g. topology.main_port={place.port + 10}.",
+        code="not-this-run",
     )
     return {"stop": error.to_json()}
 
@@ -299,5 +304,6 @@ def _too_late(place: MeetingPoint) -> Json:
         where="rendezvous",
         fix="A run that has started cannot be joined. If machine 0 says that it waits for this machine (trainer.restarts without "
         "topology.min_nodes), start the same command here again; otherwise wait until the run ends.",
+        code="run-has-started",
     )
     return {"stop": error.to_json()}

@@ -23,7 +23,7 @@ from packtrain.config.compose import Point
 from packtrain.config.rules.slurm import count_gpus, parse_options
 from packtrain.config.schema import Topology
 from packtrain.config.yaml_files import shipped, shown
-from packtrain.errors import Json, PeerFailed, UserError
+from packtrain.errors import Json, PeerFailed, Problem, UserError
 from packtrain.launch.coordinator import MOST_TELLING
 from packtrain.launch.execute import inputs, writing
 from packtrain.monitor.channel import SECRET, new_secret
@@ -100,17 +100,19 @@ def plan_job(job: Job) -> LaunchPlan:
     )
     addressed = topology.main_address is not None and "nodelist" not in parse_options(topology.sbatch)
     roots = [str(job.run_folder(point).root) for point in job.points]
-    for wrong, key, what in (
-        (topology.kind in ("env", "manual"), "topology.kind", own),
-        (topology.node_rank is not None, "topology.node_rank", own),
-        (addressed, "topology.main_address", own),
-        (topology.nodes is None, "topology.nodes", unknown.format("machines")),
-        (not per_node, GPUS_PER_NODE, unknown.format("GPUs of each machine")),
-        (any(point.config.topology != topology for point in job.points), "topology", alike),
-        ("\n" in "".join(roots), "trainer.output_dir", "its path has a line break, which Slurm's options cannot have"),
+    broken = "its path has a line break, which Slurm's options cannot have"
+    named = {"kind": topology.kind in ("env", "manual"), "node_rank": topology.node_rank is not None}
+    numbered = next((key for key, wrong in {**named, "main_address": addressed}.items() if wrong), "")
+    differ = any(point.config.topology != topology for point in job.points)
+    for wrong, problem in (
+        (numbered, Problem(own, f"topology.{numbered}", code="numbered-by-launcher")),
+        (topology.nodes is None, Problem(unknown.format("machines"), "topology.nodes", code="machines-unknown")),
+        (not per_node, Problem(unknown.format("GPUs of each machine"), GPUS_PER_NODE, code="gpus-unknown")),
+        (differ, Problem(alike, "topology", code="topologies-differ")),
+        ("\n" in "".join(roots), Problem(broken, "trainer.output_dir", code="line-break-in-path")),
     ):
         if wrong:
-            raise UserError(what, where=key)
+            raise UserError(problem)
     there = Surroundings(gpus=0 if asked == 0 else per_node or 1)
     known = replace(topology, gpus_per_node=per_node)
     plans = [plan_launch(replace(point.config, topology=known), there, job.verb, job.arguments) for point in job.points]
@@ -179,14 +181,15 @@ def submit_or_write(job: Job, *, submit: bool, file: Path | None, as_json: bool)
         job.run_folder(point).check_ours(inputs(point.config, job.config))
     if file is not None and file.exists() and not (file.is_file() and _MADE in file.read_text(errors="replace")):
         what = "packtrain did not make this file, and will not overwrite it"
-        raise UserError(what, where=str(file), fix="Name another.")
+        raise UserError(what, where=str(file), fix="Name another.", code="not-made-by-packtrain")
     with writing():
         job.logs.mkdir(parents=True, exist_ok=True)
     if file is not None:
         try:
             write_text(Path(os.path.realpath(file)), text)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise UserError(f"the script cannot be written: {error.strerror}", where=str(file)) from error
+            what = f"the script cannot be written: {error.strerror}"
+            raise UserError(what, where=str(file), code="file-not-writable") from error
     if submit:
         _submit(job, text, f"{summary(job, plan)}; {plan.batch.sentence()}", file, as_json)
     elif as_json:
@@ -208,7 +211,8 @@ def _submit(job: Job, text: str, what: str, file: Path | None, as_json: bool) ->
     _sbatch(["--test-only"], text)  # without this a cluster may accept a job that none of its machines can run
     number = _sbatch(["--parsable"], text).partition(";")[0]  # JOB or JOB;CLUSTER
     if not number.isdecimal():
-        raise UserError(f"sbatch --parsable printed {number[:80]!r} instead of a job number", where="--submit")
+        what = f"sbatch --parsable printed {number[:80]!r} instead of a job number"
+        raise UserError(what, where="--submit", code="no-job-number")
     if file is None:
         file = job.logs / f"slurm-{number}.sbatch"
         write_text(file, text)
@@ -263,11 +267,12 @@ def _sbatch(arguments: list[str], text: str) -> str:
         done = subprocess.run(["sbatch", *arguments], env=env, input=text, **_CAPTURED)
     except (OSError, subprocess.TimeoutExpired) as error:
         fix = "Run this on a login machine of the cluster; without --submit the script is printed, and can be copied there."
-        raise UserError(f"sbatch cannot be called: {error}", where="--submit", fix=fix) from error
+        what = f"sbatch cannot be called: {error}"
+        raise UserError(what, where="--submit", fix=fix, code="sbatch-missing") from error
     if done.returncode:  # its message names the option
         lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines() if line]
         fix = "See what there is: sinfo -o '%P %D %c %m %G %l %f' (partition, machines, cores, MB, GPUs, time limit, features)."
-        raise UserError(f"sbatch refuses the job: {'; '.join(lines)}", where="topology", fix=fix)
+        raise UserError(f"sbatch refuses the job: {'; '.join(lines)}", where="topology", fix=fix, code="sbatch-refused")
     if not done.stdout:
         return done.stderr.strip()
     print(done.stderr, end="", file=sys.stderr)  # a cluster may print notices for submitted jobs
@@ -297,13 +302,14 @@ def run_srun(argv: Sequence[str]) -> int:
             process = subprocess.Popen(command, env=env, start_new_session=True)
         except OSError as error:
             what = f"srun cannot be started, though this is inside a Slurm job: {error.strerror}"
-            raise UserError(what, where="PATH", fix="Load Slurm's module; type -a srun shows what is there.") from error
+            fix = "Load Slurm's module; type -a srun shows what is there."
+            raise UserError(what, where="PATH", fix=fix, code="srun-missing") from error
         pass_on()
         code = process.wait()
     if code == 1 and not received:
         what = "srun could not start packtrain on the machines of the job, or it failed on all of them"
         fix = "The lines above say which; look at sinfo and squeue: is the job there, and are its machines up?"
-        raise PeerFailed(what, where="Slurm", fix=fix)
+        raise PeerFailed(what, where="Slurm", fix=fix, code="srun-failed")
     if received and code not in (0, *MOST_TELLING):
         return 128 + received[0]
     return code if code >= 0 else 128 - code

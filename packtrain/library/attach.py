@@ -244,15 +244,16 @@ def attach(
     limits = tokens_per_row is None or (isinstance(tokens_per_row, int) and tokens_per_row > 0)
     if share_prefix not in ("auto", True, False) or not limits:
         what = f"share_prefix is {share_prefix!r} and tokens_per_row {tokens_per_row}"
-        raise UserError(what, fix='set share_prefix to "auto", True or False, and tokens_per_row to a number or None')
+        fix = 'set share_prefix to "auto", True or False, and tokens_per_row to a number or None'
+        raise UserError(what, fix=fix, code="attach-arguments")
     handle = Attached()
     trainer = None if isinstance(trainer_or_model, nn.Module) else trainer_or_model
     given = [trainer_or_model] if trainer is None else [getattr(trainer, name, None) for name in _MODELS]
     engines = [model for model in given if isinstance(model, nn.Module)]
     models = [base_model(cast(nn.Module, extract_model_from_parallel(engine))) for engine in engines]
     if not models or not all(isinstance(model, PreTrainedModel) for model in models):
-        what = "attach takes a model of transformers or a trainer that has one"
-        raise UserError(f"{what}, not {type(trainer_or_model).__name__}", fix="see docs/library.md")
+        what = f"attach takes a model of transformers or a trainer that has one, not {type(trainer_or_model).__name__}"
+        raise UserError(what, fix="see docs/library.md", code="not-attachable")
     wrapped_later = trainer is not None and _is_wrapped_later(trainer)
     different = {id(model): (model, engine) for model, engine in zip(models, engines, strict=True)}
     try:
@@ -319,11 +320,12 @@ class _PackedModel:
         model = self.model
         if getattr(model.config, "is_encoder_decoder", False):
             what = f"{type(model).__name__} has an encoder, whose tokens see later ones"
-            raise CheckFailed(what, fix="attach serves causal models")
+            raise CheckFailed(what, fix="attach serves causal models", code="model-has-encoder")
         name_backbone(model)
         self._backbone = _backbone_of(model)
         if model in _ATTACHED or self._backbone in _ATTACHED:
-            raise UserError(f"this {type(model).__name__} is attached already", fix="call detach() of its handle first")
+            what = f"this {type(model).__name__} is attached already"
+            raise UserError(what, fix="call detach() of its handle first", code="attached-already")
         _ATTACHED.update((model, self._backbone))
         self._undo.callback(_ATTACHED.difference_update, (model, self._backbone))
 
@@ -336,10 +338,11 @@ class _PackedModel:
             rows = f"{type(self.model).__name__}: rows one after the other"
             what = f"{rows} would have processes gather the sharded weights a different number of times"
             fix = "use DDP or ZeRO-2; with other strategies leave tokens_per_row away, and models that run per document"
-            raise CheckFailed(what, fix=fix)
+            raise CheckFailed(what, fix=fix, code="gathers-unevenly")
         if choice.why_not_shared:
             if self.share is True:
-                raise CheckFailed(f"prefixes cannot be shared: {choice.why_not_shared}", fix="set share_prefix to auto")
+                what = f"prefixes cannot be shared: {choice.why_not_shared}"
+                raise CheckFailed(what, fix="set share_prefix to auto", code="prefixes-not-shared")
             self.share, self.stats.unrolled = False, self.stats.unrolled or choice.why_not_shared
         self._left_padding = self._takes_left_padding()
         zero3 = any(hasattr(weight, "ds_id") for weight in self.model.parameters())
@@ -402,7 +405,7 @@ class _PackedModel:
         inner, signature = self._backbone.forward, inspect.signature(type(self._backbone).forward)
 
         @functools.wraps(type(self._backbone).forward)
-        def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(_: nn.Module, *args: object, **kwargs: object) -> object:
             if not self._packs():
                 return inner(*args, **kwargs)
             call = _by_name(signature, args, kwargs)
@@ -426,7 +429,7 @@ class _PackedModel:
         passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
         @functools.wraps(type(self.model).forward)
-        def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(_: nn.Module, *args: object, **kwargs: object) -> object:
             call = _by_name(signature, args, kwargs)
             if self._packs() and (row := _row_of(call)) is not None:
                 if not passes_on:
@@ -469,7 +472,7 @@ class _PackedModel:
         shares = bool(self.share) and not noise
         return layout_of_call(call, left_padding=self._left_padding, share=shares, tokens_per_row=self.tokens_per_row)
 
-    def _run(self, inner: Forward, call: Call, layout: Layout, places: np.ndarray | None) -> Any:
+    def _run(self, inner: Forward, call: Call, layout: Layout, places: np.ndarray | None) -> object:
         """Return the output of the padded call. With `places` the last hidden states are [1, n, d], at these tokens only."""
         ids, as_tuple = call["input_ids"], call.get("return_dict") is False
         rest = {name: value for name, value in call.items() if name not in TAKEN}
@@ -507,7 +510,8 @@ def _check_row(call: Call, row: Segments) -> Call:
     given = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
     if given.shape[:2] != (1, row.tokens):
         what = f"segments are of a row [1, {row.tokens}], and the tokens of the call {list(given.shape[:2])}"
-        raise UserError(what, fix="call the model with one row at a time, and its own segments")
+        fix = "call the model with one row at a time, and its own segments"
+        raise UserError(what, fix=fix, code="segments-of-another-row")
     positions = call.get("position_ids")
     positions = to_device(row.position_ids(), given.device) if positions is None else positions
     return {**call, "position_ids": positions, "segments": row}

@@ -70,7 +70,7 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return probe.getsockname()[1]
-    raise UserError("no port of this machine is free", where="topology.main_port")
+    raise UserError("no port of this machine is free", where="topology.main_port", code="no-free-port")
 
 
 class Server(ThreadingHTTPServer):

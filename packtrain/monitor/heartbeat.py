@@ -1,4 +1,4 @@
-"""Heartbeat of every rank: its phase, step and micro-batch, and whether it waits for others; and the facts of its process.
+"""Heartbeat of every rank: its phase, step and waits, and the facts of its process.
 
 `enter` sets the phase, `waiting` encloses everything that waits for other ranks (collectives, barriers, the store, joining), and
 `progress` reports that a long operation advances. Each only assigns a few values. A thread sends them to the watchdog once a

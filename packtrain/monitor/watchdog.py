@@ -1,5 +1,6 @@
-"""Watchdog of a run: it collects heartbeats, finds when ranks stand still, and names the culprit, the likely cause, and advice.
+"""Watchdog of a run: it names the culprit of a standstill, its cause, and advice.
 
+It collects heartbeats, and from them finds when ranks stand still.
 When one rank stops, all the others soon wait for it. So the culprit is a rank that stands still WITHOUT waiting for others.
 Every rank reports whether it waits. Inside a forward or backward pass, where a strategy may wait unreported, its progress
 decides, then torch's flight recorder. Causes are tried in this order: a dead or stopped rank; one that finished too early; one
@@ -78,7 +79,7 @@ CAUSES: Mapping[Cause, tuple[str, str]] = {
     ),
     "stuck": (
         "its process runs, but makes no progress",
-        "its stack shows where it is; look at nvidia-smi, at dmesg (Xid errors, disks), and at what else runs on that "
+        "its stack shows where it is; look at nvidia-smi, dmesg (Xid errors, disks), and other programs on that "
         "machine; if it always takes this long, raise topology.step_timeout",
     ),
     "collectives": (

@@ -11,6 +11,8 @@ from packtrain.config.fault import Fault, Option
 from packtrain.registry import Registry
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from packtrain.config.schema import RunConfig
 
 Examples = Literal["documents", "pairs", "answers"]
@@ -55,8 +57,13 @@ class Figure:
         return f"{self.words} {'' if self.unit == 'percent' else f'{self.written(first)} → '}{self.written(last)}{note}"
 
 
-def _no_rules(config: RunConfig, given: Set[str]) -> Iterable[Fault]:
-    return ()
+TokenWeights = Callable[["Tensor"], "Tensor"]
+"""Return the weights of tokens in a loss of documents, from their log-probabilities. A token's loss is its weight times -log p."""
+
+
+def equal_weights(log_probs: Tensor) -> Tensor:
+    """Weigh all tokens equally, as the negative log-likelihood does."""
+    return log_probs.new_ones(log_probs.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +86,15 @@ class Spec:
     """All figures that the loss logs besides its value, in the order of a logged line."""
     losses: tuple[str, ...] = ()
     """Values of objective.loss, the default first."""
+    token_weights: Mapping[str, TokenWeights] = field(default_factory=dict[str, TokenWeights])
+    """How losses of documents weigh their tokens. Others weigh them equally."""
     adds_losses: bool = False
     """Whether objective.loss may be a list of losses, which are added up."""
     sorting_losses: tuple[str, ...] = ()
     """Losses that sort all examples of a step. With them a step is one micro-batch of one process."""
     options: Mapping[str, Option] = field(default_factory=dict[str, Option])
     """Entries of objective.options, by name."""
-    rules: Callable[[RunConfig, Set[str]], Iterable[Fault]] = _no_rules
+    rules: Callable[[RunConfig, Set[str]], Iterable[Fault]] = lambda config, given: ()
     """Return faults of a config. The set has the keys that are not at their defaults, such as "packing.mode"."""
     reference: bool = False
     """Whether the loss compares the model with a reference (objective.beta, objective.reference)."""

@@ -36,7 +36,7 @@ def shifted_labels(document: Document) -> torch.Tensor:
     labels = np.full(len(document.input_ids), IGNORE, dtype=np.int64)
     trained = document.loss_mask[1:]
     labels[:-1][trained] = document.input_ids[1:][trained]
-    return torch.from_numpy(labels)
+    return torch.as_tensor(labels)
 
 
 def collate_padded(documents: Sequence[Document], pad_token_id: int) -> ModelInputs:
@@ -48,7 +48,7 @@ def collate_padded(documents: Sequence[Document], pad_token_id: int) -> ModelInp
 
 def _pad(documents: Sequence[Document], pad_token_id: int) -> dict[str, torch.Tensor]:
     """Return `input_ids` and `attention_mask`, int64 [documents, longest]."""
-    ids = [torch.from_numpy(document.input_ids.astype(np.int64)) for document in documents]
+    ids = [torch.as_tensor(document.input_ids.astype(np.int64)) for document in documents]
     mask = [torch.ones_like(tokens) for tokens in ids]
     return {"input_ids": pad_sequence(ids, True, pad_token_id), "attention_mask": pad_sequence(mask, True)}
 
@@ -58,7 +58,7 @@ def collate_flat(documents: Sequence[Document]) -> ModelInputs:
     documents = documents or [FILLER]
     segments = Segments(tuple(len(document.input_ids) for document in documents))
     return {
-        "input_ids": torch.from_numpy(np.concatenate([d.input_ids for d in documents]).astype(np.int64))[None],
+        "input_ids": torch.as_tensor(np.concatenate([d.input_ids for d in documents]).astype(np.int64))[None],
         "shift_labels": torch.cat([shifted_labels(document) for document in documents])[None],
         **row_arguments(segments),
     }
@@ -71,14 +71,14 @@ def collate_shared(documents: Sequence[Document], row: SharedRow) -> ModelInputs
     """
     ids = np.concatenate([document.input_ids for document in documents])[row.sources].astype(np.int64)
     labels = torch.full((row.segments.tokens,), IGNORE)
-    trained = []
+    trained = list[np.ndarray]()
     for document, places in zip(documents, row.places, strict=True):
         own = shifted_labels(document)
         labelled = label_positions(own)
         labels[places[labelled]] = own[labelled]
         trained.append(places[labelled])
     places = np.sort(np.concatenate(trained))
-    named = {"input_ids": torch.from_numpy(ids)[None], "shift_labels": labels[None], "label_places": places}
+    named = {"input_ids": torch.as_tensor(ids)[None], "shift_labels": labels[None], "label_places": places}
     return {**named, **row_arguments(row.segments)}
 
 
@@ -127,20 +127,20 @@ def collate_answers(
     labels = [shifted_labels(document) for document in documents]
     if rows == "padding":
         batch = collate_padded(documents, pad_token_id)
-        places = list(np.arange(batch["input_ids"].numel()).reshape(batch["input_ids"].shape))
+        places = np.split(np.arange(len(labels) * max(map(len, labels))), len(labels))
     else:
         segments, ids, places = _lay_out(documents, pairs, shared=rows == "shared")
         row_labels = np.full(len(ids), IGNORE, np.int64)
         for own, at in zip(labels, places, strict=True):
             labelled = label_positions(own)
             row_labels[at[labelled]] = own.numpy()[labelled]
-        row = {"input_ids": torch.from_numpy(ids)[None], "shift_labels": torch.from_numpy(row_labels)[None]}
+        row = {"input_ids": torch.as_tensor(ids)[None], "shift_labels": torch.as_tensor(row_labels)[None]}
         batch = {**row, **row_arguments(segments)}
     targets = [at[label_positions(own)] for own, at in zip(labels, places, strict=True)]
     return {
         **batch,
         "label_places": label_positions(batch["shift_labels"]),
-        "target_places": torch.from_numpy(np.concatenate(targets)),
+        "target_places": torch.as_tensor(np.concatenate(targets)),
         "target_counts": torch.tensor([len(own) for own in targets]),
     }
 
@@ -171,8 +171,8 @@ def collate_scored(
     segments, ids, places = _lay_out(documents, [pair.prompt for pair in pairs], shared=rows == "shared")
     lasts = [np.flatnonzero(document.input_ids != pad_token_id)[-1:] for document in documents]
     ends = np.array([at[last[0] if len(last) else 0] for at, last in zip(places, lasts, strict=True)])
-    row = {"input_ids": torch.from_numpy(ids)[None], **row_arguments(segments)}
-    return {**row, "margin": margin, "ends": torch.from_numpy(ends)}
+    row = {"input_ids": torch.as_tensor(ids)[None], **row_arguments(segments)}
+    return {**row, "margin": margin, "ends": torch.as_tensor(ends)}
 
 
 def _list_documents(pairs: Sequence[Preference]) -> list[Document]:

@@ -64,7 +64,7 @@ def list_differences(
         ordered = sorted(groups.items(), key=lambda item: (len(item[1]), -everyone.index(item[1][0])))
         has = [f"{in_words(ours)} {'have' if len(ours) > 1 else 'has'} {value}" for value, ours in ordered]
         if len(has) > 1:
-            problems.append(Problem("; ".join(has), name, fixes.get(name, "")))
+            problems.append(Problem("; ".join(has), name, fixes.get(name, ""), code="peers-differ"))
     following = [*(item.fix for item in problems[1:]), ""]
     return [  # state a fix once, below all neighbouring problems that it mends
         replace(item, fix="" if item.fix == then else item.fix) for item, then in zip(problems, following, strict=False)
@@ -102,7 +102,7 @@ def same_number_error(item: Member, other: Member) -> CheckFailed:
     places = " and ".join(f"{member.host} ({', '.join(member.addresses) or '?'})" for member in (item, other))
     what = f"two machines are number {item.node}: {places}"
     fix = f"Give each machine its own, from 0 (topology.main_address) to {max(item.nodes - 1, 1)}."
-    return CheckFailed(what, where="topology.node_rank", fix=fix)
+    return CheckFailed(what, where="topology.node_rank", fix=fix, code="same-number")
 
 
 def compare_counts(members: Sequence[Member]) -> CheckFailed | None:
@@ -111,7 +111,7 @@ def compare_counts(members: Sequence[Member]) -> CheckFailed | None:
         here = ", ".join(f"{names_of(members)[item.node]}: {item.gpus}" for item in short)
         what = f"{short[0].per_node} GPUs on each machine are needed, but some have fewer ({here})"
         fix = f"Set {GPUS_PER_NODE}={min(item.gpus for item in short)} on every machine, and {_CHECK_GPUS}."
-        return CheckFailed(what, where=GPUS_PER_NODE, fix=fix)
+        return CheckFailed(what, where=GPUS_PER_NODE, fix=fix, code="machines-lack-gpus")
     gpus = {item.node: "some" if item.gpus else "none" for item in members}
     facts_of = {
         item.node: {"topology.nodes": str(item.nodes), GPUS_PER_NODE: str(item.per_node), "GPUs": gpus[item.node]}

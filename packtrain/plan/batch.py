@@ -74,7 +74,7 @@ def plan_batch(
     if sequence_parallel != "auto" and processes % int(sequence_parallel):
         what = f"{counted(processes, 'processes')} cannot make groups of {sequence_parallel}"
         fix = f"Set it to auto or a divisor of {processes}, or start another number of processes."
-        raise UserError(what, where="strategy.sequence_parallel", fix=fix)
+        raise UserError(what, where="strategy.sequence_parallel", fix=fix, code="uneven-groups")
     examples, tokens = batch.limits(mode)
     rows = micro_batches = None
     if batch.tokens_per_step is not None and tokens is not None:
@@ -82,7 +82,7 @@ def plan_batch(
         if rows % processes:
             what = f"{rows} rows of {tokens} tokens do not divide over {processes} processes"
             fix = f"Nearest that do: {nearest_multiples(batch.tokens_per_step, tokens * processes)}."
-            raise UserError(what, where="batch.tokens_per_step", fix=fix)
+            raise UserError(what, where="batch.tokens_per_step", fix=fix, code="rows-not-divisible")
         micro_batches = rows // processes if mode == "packed" else None
     elif batch.examples_per_step is not None and examples is not None and tokens is None:
         micro_batches = math.ceil(math.ceil(batch.examples_per_step / examples) / processes)
@@ -91,7 +91,7 @@ def plan_batch(
         if processes == 1:  # training itself checks micro-batches by tokens
             where, fix = f"{micro_batches} micro-batches", f"Set batch.examples_per_device={batch.examples_per_step}"
         what = f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {where}"
-        raise UserError(what, where="objective.loss", fix=f"{fix}, or choose another loss.")
+        raise UserError(what, where="objective.loss", fix=f"{fix}, or choose another loss.", code="sorted-pairs-split")
     return BatchPlan(
         mode=mode,
         processes=processes,

@@ -106,9 +106,11 @@ def check_model_config(model: Model) -> None:
     for name, value in model.config.items():
         several = value if isinstance(value, list) else [value]  # a list has one width for each layer
         if _COUNT.fullmatch(name) and value is not None and any(type(item) is not int or item < 1 for item in several):
-            problems.append(Problem(f"found {shortened(value)}", f"model.config.{name}", "Allowed: whole number ≥ 1."))
+            what, fix = f"found {shortened(value)}", "Allowed: whole number ≥ 1."
+            problems.append(Problem(what, f"model.config.{name}", fix, code="not-a-size"))
     if not isinstance(kind := known_sizes(model).get("model_type", ""), str):
-        problems.append(Problem(f"found {shortened(kind)}", "model.config.model_type", "Allowed: text, such as llama."))
+        what, fix = f"found {shortened(kind)}", "Allowed: text, such as llama."
+        problems.append(Problem(what, "model.config.model_type", fix, code="not-a-model-type"))
     if problems:
         raise UserError(problems)
 
@@ -122,18 +124,18 @@ def weights_of(model: Model, *, scores: bool = False) -> Weights:
     if model.init == "random":
         weights = Weights(_from_sizes(sizes), 4, sizes)
     elif model.path and model.path.endswith(".gguf"):
-        raise UserError("a .gguf file is read while loading only")
+        raise UserError("a .gguf file is read while loading only", code="gguf-unread")
     elif folder is not None:
         try:
             weights = _stored(folder, sizes)
         except (KeyError, ValueError, TypeError, ArithmeticError, IndexError) as error:
             what = "its files do not have the tensors, or its config not the fields, of their quantization"
-            raise UserError(f"{what} ({first_line(error)})") from error
+            raise UserError(f"{what} ({first_line(error)})", code="quantisation-incomplete") from error
     elif "model_type" in sizes:
         weights = Weights(_from_sizes(sizes), 2, sizes)  # model.dtype=auto: the usual format on the hub is bfloat16
     else:
         how = "its sizes can be given: model.config.model_type=…, model.config.hidden_size=… (docs/planning.md has all)"
-        raise UserError(f"{below_adapters(model).path} is not on this machine yet; {how}")
+        raise UserError(f"{below_adapters(model).path} is not on this machine yet; {how}", code="model-not-local")
     if not scores:
         return weights
     widths = [shape[1] for name, shape in weights.shapes.items() if re.search(r"embed_tokens|\bwte\b|embed_in", name)]
@@ -153,7 +155,7 @@ def known_sizes(model: Model) -> dict[str, Any]:
 
 
 def quantised_by(sizes: Mapping[str, Any], *, gpu: bool) -> str:
-    """Return the method by which a loaded model stays quantised. "" if its weights are whole."""
+    """Return the quantisation method of a loaded model's weights. "" if its weights are whole."""
     settings = sizes.get("quantization_config")
     if not isinstance(settings, Mapping):
         return ""
@@ -174,24 +176,27 @@ def untrainable(method: str, *, takes_adapters: bool) -> UserError:
     """Return the error for weights that stay quantised by `method`."""
     more = ", or train adapters (peft=lora)" if takes_adapters else ""
     fix = f"take the model that they were made of{more}"
-    return UserError(f"weights quantised by {method} cannot be trained", where="model.path", fix=fix)
+    what = f"weights quantised by {method} cannot be trained"
+    return UserError(what, where="model.path", fix=fix, code="quantised-weights")
 
 
 def read_layers(sizes: Mapping[str, Any]) -> Layers:
     """Return the layers of a llama, mistral, qwen2 or qwen3 model. Raises UserError with the sizes that are missing."""
     kind = sizes.get("model_type")
     if kind not in _LLAMA_KIN:
-        raise UserError(f"the layers of model type {kind} are not among those that packtrain knows")
+        what = f"the layers of model type {kind} are not among those that packtrain knows"
+        raise UserError(what, code="unknown-layers")
     needed = list(_SIZES)
     needed += ["num_key_value_heads"] if kind != "llama" else []
     needed += ["head_dim"] if kind == "qwen3" else []
     for name in needed:
         if not isinstance(sizes.get(name), int) or sizes[name] < 1:
             whose = "tokenizer" if name == "vocab_size" else "model type"
-            raise UserError(f"model.config.{name} is left to the {whose}")
+            raise UserError(f"model.config.{name} is left to the {whose}", code="size-unknown")
     hidden, inner, number, heads, vocabulary = (sizes[name] for name in _SIZES)
     if number > _MAX_LAYERS:
-        raise UserError(f"model.config.num_hidden_layers={number:,}: up to {_MAX_LAYERS:,} are counted")
+        what = f"model.config.num_hidden_layers={number:,}: up to {_MAX_LAYERS:,} are counted"
+        raise UserError(what, code="too-many-layers")
     head = sizes.get("head_dim") or hidden // heads
     shared = (sizes.get("num_key_value_heads") or heads) * head
     return Layers(kind, number, heads, hidden, inner, heads * head, shared, head, vocabulary)
@@ -282,13 +287,14 @@ def base_of(path: str | None) -> str | None:
         return None
     base, where = read_json(file).get("base_model_name_or_path"), f"{file}: base_model_name_or_path"
     if not isinstance(base, str) or not base:
-        raise UserError("the adapters do not say of which model they are", where=where)
+        raise UserError("the adapters name no base model", where=where, code="no-base-model")
     if not os.path.isabs(base) or os.path.exists(base):
         return base
     moved = os.path.normpath(file.parent / str(_read(file.with_name(BASE)).get("path", "")))  # moved with their base
     if moved == os.path.normpath(file.parent) or not os.path.exists(moved):
         fix = f"Write where it is on this machine there, in place of {base}."
-        raise UserError(f"the adapters' base model is not here: {base}", where=where, fix=fix)
+        what = f"the adapters' base model is not here: {base}"
+        raise UserError(what, where=where, fix=fix, code="base-model-missing")
     return moved
 
 
@@ -342,7 +348,7 @@ def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
     settings = settings if isinstance(settings, Mapping) else {}
     method = str(settings.get("quant_method", "bitsandbytes"))
     if settings and method not in _BESIDE:
-        raise UserError(f"weights quantised by {method} are counted while loading only")
+        raise UserError(f"weights quantised by {method} are counted while loading only", code="unknown-quantisation")
     tensors, real = _headers(folder)
     shapes, packed = dict[str, tuple[int, ...]](), Counter[str]()
     for name, (_, shape, size) in tensors.items():
@@ -379,7 +385,7 @@ def _headers(folder: Path) -> tuple[dict[str, tuple[str, tuple[int, ...], int]],
     tensors, real = dict[str, tuple[str, tuple[int, ...], int]](), dict[str, tuple[int, ...]]()
     for file in (folder / name for name in names):
         if not file.is_file():
-            raise UserError("there are no weights, or they are no regular file", where=str(file))
+            raise UserError("there are no weights, or they are no regular file", where=str(file), code="no-weights")
         try:
             with open(file, "rb") as stream:
                 size = int.from_bytes(stream.read(8), "little")
@@ -397,7 +403,7 @@ def _headers(folder: Path) -> tuple[dict[str, tuple[str, tuple[int, ...], int]],
                         shape = (int.from_bytes(side, "little") for side in (sides[:half], sides[half:]))
                         real[name.removesuffix("_shape")] = tuple(shape)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{file} cannot be read as safetensors") from error
+            raise UserError(f"{file} cannot be read as safetensors", code="not-safetensors") from error
     return tensors, real
 
 

@@ -19,7 +19,7 @@ from packtrain.plan.network_settings import NetworkSetting, choose_network
 from packtrain.plan.surroundings import Surroundings, visible_gpus
 from packtrain.plan.topology import GPUS_PER_NODE, Processes, choose_processes
 from packtrain.run_folder import RunFolder
-from packtrain.strategies.spec import Launcher
+from packtrain.strategies.spec import Launcher, engine_sections
 from packtrain.wording import counted
 
 _WORKER = ("packtrain", "worker")  # python -m …
@@ -45,12 +45,12 @@ class LaunchPlan(Processes):
 
     `srun` starts packtrain on every machine of a Slurm job; it is empty elsewhere. packtrain then runs `commands`, one for each machine.
     This machine is called `host` and shows `gpus`; the smallest of them has `gpu_memory` bytes. `network` holds the network settings of
-    its processes, with reasons. The run may restart `restarts` times, with at least `least_nodes` machines.
+    its processes, with reasons. `engines` are the settings of each engine, None without it. The run may restart `restarts` times, with at least `least_nodes` machines.
     """
 
     commands: tuple[NodeCommand, ...]
     accelerate: Mapping[str, Any]
-    deepspeed: Mapping[str, Any] | None
+    engines: Mapping[str, Mapping[str, Any] | None]
     batch: BatchPlan
     host: str
     gpus: int
@@ -75,6 +75,11 @@ class LaunchPlan(Processes):
         return lacking and all(item.where == GPUS_PER_NODE for item in self.obstacles)
 
     @property
+    def engine_settings(self) -> Mapping[str, Any] | None:
+        """The settings of the engine in use, if there is one."""
+        return next((settings for settings in self.engines.values() if settings is not None), None)
+
+    @property
     def ranks(self) -> range:
         """The ranks of this machine."""
         return range(self.node * self.gpus_per_node, (self.node + 1) * self.gpus_per_node)
@@ -92,7 +97,7 @@ class LaunchPlan(Processes):
             "gpus_per_node": self.gpus_per_node,
             "commands": [{"node": item.node, "argv": list(item.argv), "env": dict(item.env)} for item in self.commands],
             "accelerate": dict(self.accelerate),
-            "deepspeed": None if self.deepspeed is None else dict(self.deepspeed),
+            **self.engines,
             "batch": self.batch.to_json(),
         }
 
@@ -120,7 +125,7 @@ def plan_launch(
     no_kill = restarts > 0 and least < processes.nodes
     processes = processes if machines is None else processes.restrict(machines)
     port = processes.main_port or (surroundings.free_port if processes.nodes == 1 else DEFAULT_PORT)
-    launcher, gpus = strategy.launcher(str(folder.deepspeed)), surroundings.gpus > 0
+    launcher, gpus = strategy.launcher(str(folder.engine)), surroundings.gpus > 0
     settings = [_launcher_yaml(processes, node, launcher, port=port, gpus=gpus) for node in range(processes.nodes)]
     worker = ("-m", *_WORKER, verb, str(folder.config))
 
@@ -141,7 +146,7 @@ def plan_launch(
             for node, item in enumerate(settings)
         ),
         accelerate=settings[processes.node],
-        deepspeed=strategy.engine_settings and strategy.engine_settings(config.model.dtype, config.optim.max_grad_norm),
+        engines=engine_sections(strategy, config.model.dtype, config.optim.max_grad_norm),
         batch=plan_batch(
             config.batch,
             config.packing.mode,
@@ -195,10 +200,10 @@ def _why_no_restarts(processes: Processes, topology: Topology) -> list[Problem]:
     if processes.joins:
         what = "processes that another launcher has started can be started again by that alone"
         fix = "Set it to 0 and use the launcher's own (torchrun --max-restarts), or start packtrain without it."
-        return [Problem(what, "trainer.restarts", fix)]
+        return [Problem(what, "trainer.restarts", fix, code="restarts-not-ours")]
     if (topology.min_nodes or 1) > processes.nodes:
         what = f"{topology.min_nodes}, but the run has {counted(processes.nodes, 'machines')}"
-        return [Problem(what, "topology.min_nodes", f"Set it to at most {processes.nodes}.")]
+        return [Problem(what, "topology.min_nodes", f"Set it to at most {processes.nodes}.", code="min-nodes-too-high")]
     return []
 
 

@@ -86,7 +86,8 @@ def expand(hosts: str) -> tuple[str, ...]:
             raise ValueError("no list")
     except ValueError as error:
         what = f"cannot read {shortened(hosts)} as a list of hosts: {error}"
-        raise UserError(what, where="environment variable SLURM_JOB_NODELIST", fix="Slurm sets it.") from error
+        fix = "Slurm sets it."
+        raise UserError(what, where="environment variable SLURM_JOB_NODELIST", fix=fix, code="bad-host-list") from error
     return tuple(names)
 
 
@@ -103,7 +104,7 @@ def _tasks(counts: str) -> int:
     if number is None:
         what = f"the machines of the step have different numbers of tasks ({shortened(counts)})"
         fix = "Start the same number on each: srun --ntasks-per-node=N, or one, which starts the others."
-        raise UserError(what, where="environment variable SLURM_STEP_TASKS_PER_NODE", fix=fix)
+        raise UserError(what, where="environment variable SLURM_STEP_TASKS_PER_NODE", fix=fix, code="uneven-tasks")
     return number
 
 
@@ -129,7 +130,7 @@ def read_process(
         if address is None:
             what = f"mpirun has started {total} processes on several machines, and the first one's name is not known"
             fix = "Set it, or MASTER_ADDR (mpirun -x MASTER_ADDR=HOST)."
-            raise UserError(what, where="topology.main_address", fix=fix)
+            raise UserError(what, where="topology.main_address", fix=fix, code="no-main-address")
         by, port = f"mpirun has started it ({started[0][0]})", port or read_number(env, "MASTER_PORT", DEFAULT_PORT)
     elif allocation is not None and allocation.tasks > 1:
         rank, local = read_number(env, "SLURM_PROCID", 0), read_number(env, "SLURM_LOCALID", 0)
@@ -190,7 +191,7 @@ def require(env: Mapping[str, str], names: Sequence[str]) -> None:
     if missing := [name for name in names if not env.get(name)]:
         what = f"to join a running launch, {', '.join(missing)} must be set too"
         fix = "Start packtrain with torchrun or accelerate launch, or once on each machine with topology=manual."
-        raise UserError(what, where="environment", fix=fix)
+        raise UserError(what, where="environment", fix=fix, code="launch-variables-missing")
 
 
 def read_number(env: Mapping[str, str], name: str, default: int) -> int:
@@ -198,5 +199,6 @@ def read_number(env: Mapping[str, str], name: str, default: int) -> int:
     value = env.get(name) or str(default)
     if (number := whole(value)) is None:
         fix = f"The launcher sets it; by hand: unset {name}."
-        raise UserError(f"{shortened(value)} is no whole number", where=f"environment variable {name}", fix=fix)
+        what = f"{shortened(value)} is no whole number"
+        raise UserError(what, where=f"environment variable {name}", fix=fix, code="not-a-whole-number")
     return number

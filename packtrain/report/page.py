@@ -146,14 +146,16 @@ def write_page(file: Path, text: str) -> None:
     try:
         file = Path(os.path.realpath(file))  # so that a link to it stays a link
         if file.exists() and not file.is_file():
-            raise UserError("this is no regular file", where=str(file), fix=fix)
+            raise UserError("this is no regular file", where=str(file), fix=fix, code="not-a-file")
         with file.open("rb") if file.exists() else open(os.devnull, "rb") as old:
             head = old.read(512)
         if head and GENERATOR.encode() not in head:
-            raise UserError("this file is no report of packtrain, and stays as it is", where=str(file), fix=fix)
+            what = "this file is no report of packtrain, and stays as it is"
+            raise UserError(what, where=str(file), fix=fix, code="not-made-by-packtrain")
         write_text(file, text)
     except OSError as error:
-        raise UserError(f"the report cannot be written: {error.strerror}", where=str(file), fix=fix) from error
+        what = f"the report cannot be written: {error.strerror}"
+        raise UserError(what, where=str(file), fix=fix, code="file-not-writable") from error
 
 
 def _finalize(value: object) -> object:

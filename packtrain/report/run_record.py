@@ -79,7 +79,7 @@ class RunRecord:
 
     @property
     def figures(self) -> list[Figure]:
-        """The figures of its objective, or of all if its config names none that is installed."""
+        """The figures of its objective; of all objectives if its own is not installed."""
         known, kind = OBJECTIVES.all(), self.settings.get("objective.kind", ("",))[0]
         return [figure for spec in ([known[kind]] if kind in known else known.values()) for figure in spec.figures]
 
@@ -91,7 +91,7 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
     """
     if not any(place.exists() for place in (folder.mark, folder.summary, folder.metrics)):
         what = "there is no run of packtrain" if folder.root.is_dir() else "no such folder"
-        raise UserError(what, where=str(folder.root), fix="Name the folder that trainer.output_dir is.")
+        raise UserError(what, where=str(folder.root), fix="Name the folder that trainer.output_dir is.", code="no-run")
     redactor = Redactor(os.environ)
 
     def plain(value: Any) -> Any:

@@ -35,7 +35,8 @@ class Speaker:
 
         text, chats, pieces = messages[-1]["content"], bool(self.tokenizer.chat_template), list[str]()
         if chats:
-            with boundary("the chat template refuses this conversation", self.name, "Leave the system prompt away."):
+            what, fix = "the chat template refuses this conversation", "Leave the system prompt away."
+            with boundary(what, self.name, fix, code="template-refused"):
                 text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         inputs = self.tokenizer(text, add_special_tokens=not chats, return_tensors="pt").to(self.model.device)
 
@@ -47,7 +48,7 @@ class Speaker:
         with (
             _ended_by_ctrl_c(),
             self.model.disable_adapter() if self.adapts is False else nullcontext(),
-            boundary("it cannot answer", self.name, "Ask less at once."),
+            boundary("it cannot answer", self.name, "Ask less at once.", code="answer-failed"),
         ):
             self.model.generate(
                 input_ids=inputs["input_ids"],
@@ -124,7 +125,8 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 def load_speaker(name: str) -> Speaker:
     """Load the model of that name, on a GPU if there is one. Raises UserError for a model that cannot answer."""
     if (trained := find_trained(name)).scores:
-        raise UserError("a reward model scores answers, and gives none", where=name, fix="Name another model.")
+        what = "a reward model scores answers, and gives none"
+        raise UserError(what, where=name, fix="Name another model.", code="scores-not-answers")
     model, tokenizer = load_trained(trained, on_gpu=True)
     if not tokenizer.chat_template:
         print(f"{name} has no chat template: it continues each line as plain text", file=sys.stderr)

@@ -55,16 +55,19 @@ def evaluate(
     """Measure the model of `config` and print the figures; return the exit code. `given`: the config's file and the changes to it. Beside
     held-out figures: answer `rows` documents of data.eval in up to `tokens` tokens each, and run `tasks` of lm_eval."""
     if not config.data.eval:
-        raise UserError("there is nothing to evaluate", where="data.eval", fix="Name held-out documents.")
+        what = "there is nothing to evaluate"
+        raise UserError(what, where="data.eval", fix="Name held-out documents.", code="nothing-to-evaluate")
     run = of_model(config, *given)
     model, more = run.model, bool(rows or tasks)
     if more and (model.path is None or model.init == "random"):
-        raise UserError("new weights have nothing to say", where="model.path", fix="Name a model: model.path=…")
+        what = "new weights have nothing to say"
+        raise UserError(what, where="model.path", fix="Name a model: model.path=…", code="untrained-model")
     if rows and run.objective.spec.scores:
-        raise UserError("a reward model gives no answers", where="--generate", fix="Leave it away.")
+        what = "a reward model gives no answers"
+        raise UserError(what, where="--generate", fix="Leave it away.", code="scores-not-answers")
     if tasks and find_spec("lm_eval") is None:
         what = "tasks need the package lm_eval (lm-evaluation-harness), which is not installed"
-        raise UserError(what, where="--tasks", fix="pip install lm-eval")
+        raise UserError(what, where="--tasks", fix="pip install lm-eval", code="lm-eval-missing")
     judge = score_of(score)
     code, figures = held_out_figures(run, execute)
     if code or not figures:  # under another launcher only the first process has them
@@ -96,9 +99,10 @@ def load_evaluated(
     if path is None or not folder.config.is_file():
         if path and place.is_dir():
             fix = "Name a run folder (trainer.output_dir), or a config: packtrain eval CONFIG.yaml model.path=MODEL."
-            raise UserError("this folder is no run: it has no config.yaml", where=path, fix=fix)
+            raise UserError("this folder is no run: it has no config.yaml", where=path, fix=fix, code="no-run")
         if path and not place.exists() and place.suffix != ".yaml" and is_local(path, ()):
-            raise UserError("there is no such run folder or config file", where=path, fix=nearest(path))
+            what = "there is no such run folder or config file"
+            raise UserError(what, where=path, fix=nearest(path), code="no-run-or-config")
         return (path, changes), load_config(path, changes, note)
     said, root = Path(read_config(folder.config).values.get("trainer", {}).get("output_dir", "")), place.resolve()
     start = root.parents[len(said.parts) - 1] if str(root).endswith(f"/{said}") else Path.cwd()
@@ -149,7 +153,7 @@ def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConf
         if objective.spec.reference and objective.reference in REFERENCES:
             if start.path is None or start.init == "random":
                 what, fix = "the reference is the start of the training, new weights that nobody has", "Name a model."
-                raise UserError(what, where="objective.reference", fix=fix)
+                raise UserError(what, where="objective.reference", fix=fix, code="reference-lost")
             objective = replace(objective, reference=start.path)
     data = config.data
     if not isinstance(data.eval, int | float):
@@ -185,11 +189,12 @@ def score_of(spec: str) -> Score:
         try:
             compiled = re.compile(pattern)
         except re.error as error:
-            raise UserError(f"{pattern!r} is no pattern: {error}", where="--score", fix="See Python's re.") from error
+            what = f"{pattern!r} is no pattern: {error}"
+            raise UserError(what, where="--score", fix="See Python's re.", code="bad-pattern") from error
         return lambda answer, wanted, prompt: float(_found(compiled, answer) == _found(compiled, wanted) is not None)
     if ":" not in spec or not kind or kind == "regex":
         fix = "Give exact, regex:PATTERN, or module:function (also FILE.py:function)."
-        raise UserError(f"there is no score {spec!r}", where="--score", fix=fix)
+        raise UserError(f"there is no score {spec!r}", where="--score", fix=fix, code="no-such-score")
     from packtrain.train.verify.foreign_collator import import_named
 
     return import_named(spec, "--score")
@@ -220,11 +225,11 @@ def answer_held_out(
         made = model.generate(**given, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
         texts = [tokenizer.decode(part, skip_special_tokens=True) for part in (made, wanted, prompt)]
         named = dict(zip(("answer", "expected", "prompt"), texts, strict=True))
-        with boundary("the score failed", "--score"):
+        with boundary("the score failed", "--score", code="score-failed"):
             answers.append({**named, "score": float(judge(*texts))})
     if not answers:
         what = "no document of data.eval has a prompt"
-        raise UserError(what, where="--generate", fix="Give conversations or prompts.")
+        raise UserError(what, where="--generate", fix="Give conversations or prompts.", code="no-prompts")
     share = sum(answer["score"] for answer in answers) / len(answers)
     return {"rows": len(answers), "share": share, "answers": answers}
 
@@ -244,7 +249,7 @@ def _questions(documents: Any, rows: int) -> Iterator[tuple[np.ndarray, np.ndarr
 
 def run_tasks(tasks: list[str], model: Any, tokenizer: Any) -> dict[str, Any]:
     """Run tasks of lm-evaluation-harness; return results by name. Raises UserError if it fails, or knows no such task."""
-    with boundary("lm_eval failed", "--tasks", "lm-eval ls tasks shows those that there are."):
+    with boundary("lm_eval failed", "--tasks", "lm-eval ls tasks shows those that there are.", code="lm-eval-failed"):
         from lm_eval import simple_evaluate  # type: ignore[import-not-found]
         from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
 

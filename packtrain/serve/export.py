@@ -50,7 +50,7 @@ def export(
         return [push(trained, name, public=public)]
     if trained.scores:
         what = "a reward model gives scores, and programs that run GGUF want tokens"
-        raise UserError(what, where=named, fix="Export it to the hub: --to hub.")
+        raise UserError(what, where=named, fix="Export it to the hub: --to hub.", code="scores-not-answers")
     own, target = trained.run.root if trained.run else trained.folder, output or beside(trained, "gguf")
     if to == "ollama" and dtype is None and _holds(file := target / "model.gguf", trained.folder):
         return give_to_ollama(str(tokenizer_of(trained.path)), file, name or own.resolve().name.lower())
@@ -76,7 +76,8 @@ def merge(adapters: str, output: Path | None, dtype: str | None) -> Path:
     trained = find_trained(adapters)
     if trained.base is None:
         fix = "from_pretrained loads it as it is; name a folder with an adapter_config.json, or the run that made it."
-        raise UserError("this is a whole model: there is nothing to merge", where=trained.path, fix=fix)
+        what = "this is a whole model: there is nothing to merge"
+        raise UserError(what, where=trained.path, fix=fix, code="nothing-to-merge")
     target = output or beside(trained, "merged")
     check_free_place(target)
     write_merged(trained, target, dtype)
@@ -91,10 +92,11 @@ def beside(trained: Trained, ending: str) -> Path:
 
 def check_free_place(place: Path) -> None:
     """Raise UserError if something would be overwritten, or nothing can be written."""
-    with boundary("cannot be made", str(place), "Name another folder: --output DIR."):
+    with boundary("cannot be made", str(place), "Name another folder: --output DIR.", code="output-unusable"):
         place.parent.mkdir(parents=True, exist_ok=True)
     if place.exists() and not (place.is_dir() and not any(place.iterdir())):
-        raise UserError("there is something already", where=str(place), fix="Name another folder: --output DIR.")
+        fix = "Name another folder: --output DIR."
+        raise UserError("there is something already", where=str(place), fix=fix, code="output-taken")
 
 
 def write_merged(trained: Trained, target: Path, dtype: str | None) -> None:
@@ -105,15 +107,14 @@ def write_merged(trained: Trained, target: Path, dtype: str | None) -> None:
 
     from packtrain.model.load import base_model, dequantized_in
     from packtrain.model.save import complete, mend_generation_config
-    from packtrain.train.optim.final_weights import merged_in
-    from packtrain.train.results import published, staging
+    from packtrain.train.results import merged_in, published, staging
 
     wanted = base_model(model).dtype if dtype is None else getattr(torch, dtype)
     quantised = known_sizes(Model(path=trained.path)).get("quantization_config")
     mend_generation_config(model, tokenizer)
     weights = load_peft_weights(str(trained.folder), device="cpu")
     with ExitStack() as stack:
-        stack.enter_context(boundary(f"cannot merge {trained.path}", str(target)))
+        stack.enter_context(boundary(f"cannot merge {trained.path}", str(target), code="merge-failed"))
         stack.enter_context(published([target]))
         stack.enter_context(torch.no_grad())
         whole = stack.enter_context(merged_in(model, weights, wanted))
@@ -137,7 +138,8 @@ def convert(program: list[str], model: Path, target: Path, outtype: str) -> Path
         command = [*program, str(model), "--outfile", str(place / "model.gguf"), "--outtype", outtype]
         _run(command, "Does this llama.cpp know the architecture, and has it its requirements.txt installed?")
         if not (place / "model.gguf").is_file():
-            raise UserError("the converter wrote nothing", where=shlex.join(command), fix="Run it by hand.")
+            what = "the converter wrote nothing"
+            raise UserError(what, where=shlex.join(command), fix="Run it by hand.", code="converter-failed")
     return target / "model.gguf"
 
 
@@ -146,7 +148,7 @@ def _run(command: list[str], fix: str) -> None:
     if done.returncode:
         said = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()] or ["it said nothing"]
         what = f"ended with code {done.returncode}: {shortened(said[-1], 400)}"
-        raise UserError(what, where=shlex.join(command), fix=fix)
+        raise UserError(what, where=shlex.join(command), fix=fix, code="converter-failed")
 
 
 def give_to_ollama(model: str, file: Path, name: str) -> list[str]:

@@ -49,21 +49,22 @@ def push(trained: Trained, name: str | None, *, public: bool) -> str:
 
     if not name:
         fix = "Give --repo YOU/NAME, or --repo NAME."
-        raise UserError("the hub needs a name for the model", where="--repo", fix=fix)
+        raise UserError("the hub needs a name for the model", where="--repo", fix=fix, code="no-repo-name")
     if trained.base is not None and not is_public_name(trained.base):
         what = "these adapters belong to a model in a local folder, which nobody else has"
         fix = f"packtrain export {trained.path} --to merged, then export that folder."
-        raise UserError(what, where=f"{trained.path}: base_model_name_or_path", fix=fix)
+        raise UserError(what, where=f"{trained.path}: base_model_name_or_path", fix=fix, code="base-not-public")
     files = dict(_files(trained.folder))
     if trained.run is not None or "README.md" not in files:
         files["README.md"] = model_card(trained).encode()
     fix = "Log in by hf auth login, or set HF_TOKEN to a token that may write; see whether the name is yours."
-    with boundary("the hub did not take the model", "--repo", fix):
+    with boundary("the hub did not take the model", "--repo", fix, code="upload-refused"):
         api = HfApi()
         address = api.create_repo(name, private=not public, exist_ok=True)
         if not (public or api.model_info(address.repo_id).private):
             fix = "Take another name, or say that everybody may see the model: --public."
-            raise UserError("this is a public repository already", where=f"--repo {name}", fix=fix)
+            what = "this is a public repository already"
+            raise UserError(what, where=f"--repo {name}", fix=fix, code="repo-is-public")
         operations = [CommitOperationAdd(path, source) for path, source in files.items()]
         api.create_commit(address.repo_id, operations, commit_message="Model trained with packtrain")
     return f"{address} ({'public' if public else 'private'})"

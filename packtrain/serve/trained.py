@@ -29,7 +29,8 @@ class Trained:
     def folder(self) -> Path:
         """The local folder. Raises UserError for a hub id or a file."""
         if not os.path.isdir(place := os.path.expanduser(self.path)):
-            raise UserError(f"{self.path} is no folder", where="MODEL", fix="Download it: hf download, then name it.")
+            fix = "Download it: hf download, then name it."
+            raise UserError(f"{self.path} is no folder", where="MODEL", fix=fix, code="not-a-folder")
         return Path(place)
 
     @property
@@ -47,7 +48,7 @@ def find_trained(named: str) -> Trained:
     place = Path(os.path.expanduser(named))
     if not place.is_dir():
         if not place.exists() and is_local(named, MODEL_SUFFIXES):
-            raise UserError(f"there is no {named}", where="MODEL", fix=nearest(named))
+            raise UserError(f"there is no {named}", where="MODEL", fix=nearest(named), code="no-such-model")
         return Trained(named, None, None)
     path = model_of(named)
     runs = RunFolder(place), RunFolder(place.resolve().parent)
@@ -60,7 +61,8 @@ def adapters_of(trained: Trained) -> Peft:
         return Peft()
     saved = read_json(file := trained.folder / "adapter_config.json")
     if saved.get("peft_type") != "LORA":
-        raise UserError("these are no LoRA adapters", where=str(file), fix="Merge them: packtrain merge.")
+        fix = "Merge them: packtrain merge."
+        raise UserError("these are no LoRA adapters", where=str(file), fix=fix, code="not-lora")
     asked = {name: saved.get(name) for name in PEFT_OPTIONS}
     options = {name: value for name, value in asked.items() if value not in (None, [], PEFT_OPTIONS[name].default)}
     return Peft(

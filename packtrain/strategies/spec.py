@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from packtrain.config.fault import Fault
+from packtrain.errors import Json
 from packtrain.registry import Registry
 
 if TYPE_CHECKING:
@@ -76,12 +77,8 @@ class Overhead:
 class Launcher:
     """The strategy in accelerate's words: a part of its YAML, and the same as `flags`."""
 
-    settings: Mapping[str, Any]
+    settings: Json
     flags: tuple[str, ...]
-
-
-def _no_rules(config: RunConfig) -> Iterable[Fault]:
-    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +98,11 @@ class StrategySpec:
     """Count the bytes that the strategy itself takes."""
     launcher: Callable[[str], Launcher]
     """Return the settings of accelerate's launcher. It is given the later path of `engine_settings`."""
-    engine_settings: Callable[[str, float], dict[str, Any]] | None = None
+    engine_settings: Callable[[str, float], Json] | None = None
     """Return the JSON of the engine, from model.dtype and optim.max_grad_norm. None: there is none."""
-    rules: Callable[[RunConfig], Iterable[Fault]] = _no_rules
+    engine: str = ""
+    """The section of plan.json with `engine_settings`, which is null for other strategies."""
+    rules: Callable[[RunConfig], Iterable[Fault]] = lambda config: ()
     """Return combinations with other keys that cannot work."""
     package: str = ""
     """The package that it needs beside packtrain's own."""
@@ -136,12 +135,26 @@ DEFAULT = "ddp"
 """The strategy of a config that names none. Each process keeps everything."""
 
 
+def packages_of_strategies() -> list[str]:
+    """Return the packages that strategies need beside packtrain's own."""
+    return list(dict.fromkeys(spec.package for spec in STRATEGIES.all().values() if spec.package))
+
+
+def engine_sections(spec: StrategySpec, dtype: str, max_grad_norm: float) -> dict[str, dict[str, Any] | None]:
+    """Return the settings of all engines, by their section of plan.json; None for those that `spec` does not use."""
+    sections = dict[str, dict[str, Any] | None]((one.engine, None) for one in STRATEGIES.all().values() if one.engine)
+    if spec.engine_settings is not None:
+        sections[spec.engine] = spec.engine_settings(dtype, max_grad_norm)
+    return sections
+
+
 def check_optimizer(config: RunConfig) -> Iterator[Fault]:
     """Yield a fault of an optimizer that cannot step parts of weights."""
     name, optimizer = config.strategy.name, config.optim.name
     if why := config.optim.spec.whole:
         what = f"{optimizer} {why}, and {name} gives it parts of weights: the training would differ"
-        yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw or optim=sgd, or strategy=ddp.")
+        fix = "Choose optim=adamw or optim=sgd, or strategy=ddp."
+        yield Fault(("optim.name", "strategy.name"), what, fix, code="optimizer-needs-whole-weights")
 
 
 def check_dtype(config: RunConfig) -> Iterator[Fault]:
@@ -149,4 +162,4 @@ def check_dtype(config: RunConfig) -> Iterator[Fault]:
     if config.model.dtype == "float16":
         what = f"float16 weights cannot be spread by {config.strategy.name}"
         fix = "Set model.dtype to float32 or bfloat16, or strategy=ddp."
-        yield Fault(("model.dtype", "strategy.name"), what, fix)
+        yield Fault(("model.dtype", "strategy.name"), what, fix, code="float16-not-spread")

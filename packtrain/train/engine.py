@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -25,7 +25,6 @@ from packtrain.train.checkpoint.contents import CheckpointContents, Names, put_i
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import Dither
-from packtrain.train.optim.final_weights import Exact
 from packtrain.train.optim.float32_step import AVERAGE, MASTER, loses_updates, stepping_in_float32
 from packtrain.train.optim.weight_groups import group_weights
 from packtrain.train.run_state import LoopSettings
@@ -33,6 +32,9 @@ from packtrain.train.spikes import Norm
 
 Judge = Callable[[Callable[[], torch.Tensor]], bool | None]
 """Takes a function that returns the gradient norm. Returns True to skip the update, None if steps are not judged."""
+
+Exact = Callable[[torch.Tensor], torch.Tensor | None]
+"""Returns the optimizer's whole float32 tensor of a trained weight; None if it keeps none. All processes call it together."""
 
 
 class Engine:
@@ -53,6 +55,10 @@ class Engine:
         self.wrapped: nn.Module = self.model
         self.weight_order: list[str] = []
         """Names of the trained weights, in the order of the optimizer."""
+        self.casting_once: Callable[[], AbstractContextManager[None]] = weights_cast_once
+        """Context of the micro-batches of a step."""
+        if self.spec.shards_weights:  # copies would keep every gathered layer in memory
+            self.casting_once = nullcontext
         self.dither = Dither()
         if settings.checkpointing != "none":
             if self.has_adapters:
@@ -64,11 +70,12 @@ class Engine:
         self.accelerator.free_memory()
         self.dither.move_weights()
         optim = self._optim
-        optimizer = self._make_optimizer(say)
         names = {weight: name for name, weight in self.model.named_parameters()}
+        optimizer = self._make_optimizer(names, say)
         self.weight_order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]
         self.wrapped, self.optimizer = self.wrap(optimizer)
-        with boundary(f"the schedule {optim.schedule} cannot be made", "optim.schedule_options"):
+        what = f"the schedule {optim.schedule} cannot be made"
+        with boundary(what, "optim.schedule_options", code="schedule-unusable"):
             schedule = get_scheduler(
                 optim.schedule,
                 optimizer=self.optimizer,
@@ -79,16 +86,15 @@ class Engine:
             self.lr_schedule = cast(LambdaLR, schedule)
         check_spread(self.spec, self.wrapped, self.model)
 
-    def _make_optimizer(self, say: Callable[[str], None]) -> Optimizer:
-        """Return the optimizer. It steps in float32 where weights would lose updates."""
+    def _make_optimizer(self, names: Names, say: Callable[[str], None]) -> Optimizer:
+        """Return the optimizer of the weights `names`. It steps in float32 where weights would lose updates."""
         optim = self._optim
-        with boundary(f"the optimizer {optim.name} cannot be made", "optim.name", optim.spec.advice):
+        what = f"the optimizer {optim.name} cannot be made"
+        with boundary(what, "optim.name", optim.spec.advice, code="optimizer-unusable"):
             kind = optim.spec.load()
             if any(map(loses_updates, self.model.parameters())) and not self.spec.keeps_masters:
-                names = {weight: name for name, weight in self.model.named_parameters()}
-                kind = stepping_in_float32(
-                    kind, masters=optim.keeps_masters, seed=self._seed, names=names, dither=self.dither
-                )
+                masters, seed, dither = optim.keeps_masters, self._seed, self.dither
+                kind = stepping_in_float32(kind, masters=masters, seed=seed, names=names, dither=dither)
             elif not (optim.keeps_masters or self.spec.keeps_masters):
                 # config/rules/ cannot see this if model.dtype=auto
                 say("optim.bf16_rounding has no effect: no trained weight is bfloat16")
@@ -199,6 +205,20 @@ class Engine:
         put_into_torch(contents, self.plain_optimizer, names)
 
 
+@contextmanager
+def weights_cast_once() -> Iterator[None]:
+    """Keep autocast's copies of trained weights in the block. Each is cast once a step, not once for each micro-batch.
+
+    Inside it nothing may change the weights, or run them for training after a pass without gradients.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
 def engine_of(strategy: str) -> type[Engine]:
     """Return the engine of a strategy. The code of other strategies is not imported."""
     return import_module(STRATEGIES[strategy].run).ENGINE
@@ -208,7 +228,8 @@ def check_spread(spec: StrategySpec, wrapped: nn.Module, model: nn.Module) -> No
     """Raise CheckFailed if the strategy is not active: each process would then train alone."""
     if not engine_of(spec.name).is_spread(spec, wrapped, model):
         what = f"strategy={spec.name} is not active: the wrapped model is a {type(wrapped).__name__}"
-        raise CheckFailed(what, where="strategy.name", fix="start it by packtrain or torchrun, without other settings")
+        fix = "start it by packtrain or torchrun, without other settings"
+        raise CheckFailed(what, where="strategy.name", fix=fix, code="strategy-inactive")
 
 
 def warmup_of(optim: Optim, steps: int) -> int:

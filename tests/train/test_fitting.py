@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from packtrain.config.schema import Optim
 from packtrain.errors import UserError
-from packtrain.optimizers.muon import MuonAndAdamW
-from packtrain.optimizers.spec import OPTIMIZERS
-from packtrain.train.optim.weight_groups import group_weights
+from packtrain.optimizers import OPTIMIZERS
+from packtrain.train.optim.weight_groups import MuonAndAdamW, group_weights
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
 NEEDS_BITSANDBYTES = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes")

@@ -73,7 +73,7 @@ WITHOUT_TORCH = (
     "config",
     "convert",
     "plan",
-    "optimizers/spec",
+    "optimizers",
     "launch",
     "report",
     "serve",

@@ -83,8 +83,9 @@ def check_options(
     for name, value in given.items():
         if name not in known:
             fix = elsewhere.get(name) or suggest(name, known, f"It has {', '.join(known)}." if known else "Remove it.")
-            yield Fault((f"{where}.{name}",), unknown, fix)
+            yield Fault((f"{where}.{name}",), unknown, fix, code="no-such-option")
             continue
         default = known[name].default  # which need not be an allowed value, as null; true is not 1
         if (type(value), value) != (type(default), default) and not known[name].accepts(value):
-            yield Fault((f"{where}.{name}",), f"found {shortened(value)}", f"Allowed: {known[name].allowed}.")
+            what = f"found {shortened(value)}"
+            yield Fault((f"{where}.{name}",), what, f"Allowed: {known[name].allowed}.", code="bad-value")

@@ -50,16 +50,16 @@ def check_paths(config: RunConfig) -> Iterator[Fault]:
         models["objective.reference"] = reference
     elif reference not in REFERENCES:
         hint = suggest(reference, REFERENCES, f"Allowed: {', '.join(REFERENCES)}, a folder, or a hub id.")
-        yield Fault(("objective.reference",), f"there is no reference {reference!r}", hint)
+        yield Fault(("objective.reference",), f"there is no reference {reference!r}", hint, code="no-such-reference")
     for key, path in models.items():
         yield from _missing(key, path, MODEL_SUFFIXES)
         try:
             model_of(path)
         except UserError as error:
-            yield from (Fault((key,), f"{one.where}: {one.what}", one.fix) for one in error.problems)
+            yield from (Fault((key,), f"{one.where}: {one.what}", one.fix, code=one.code) for one in error.problems)
     for key, folder in (("trainer.output_dir", config.trainer.output_dir), ("data.cache_dir", config.data.cache_dir)):
         if folder and _there(folder) and not os.path.isdir(os.path.expanduser(folder)):
-            yield Fault((key,), f"{folder} is a file", "Name a folder, existing or new.")
+            yield Fault((key,), f"{folder} is a file", "Name a folder, existing or new.", code="file-not-folder")
 
 
 def check_packages(config: RunConfig) -> Iterator[Fault]:
@@ -77,7 +77,7 @@ def check_packages(config: RunConfig) -> Iterator[Fault]:
     compiler = config.topology.variables.get("CXX") or os.environ.get("CXX") or "g++"  # torch searches in the same way
     if config.trainer.torch_compile and not shutil.which(compiler):
         fix = "apt-get install g++ (or dnf install gcc-c++, conda install gxx_linux-64), name one in CXX, or set it to false."
-        yield Fault(("trainer.torch_compile",), f"there is no C++ compiler ({compiler})", fix)
+        yield Fault(("trainer.torch_compile",), f"there is no C++ compiler ({compiler})", fix, code="no-compiler")
     yield from _bucket("trainer.mirror", config.trainer.mirror)
 
 
@@ -102,7 +102,8 @@ def as_name(text: str) -> str:
 
 def _not_installed(key: str, wanted: str, package: str, install: str) -> Iterator[Fault]:
     if importlib.util.find_spec(package) is None:
-        yield Fault((key,), f"{wanted} needs the package {package}, which is not installed", f"pip install {install}")
+        what = f"{wanted} needs the package {package}, which is not installed"
+        yield Fault((key,), what, f"pip install {install}", code="package-missing")
 
 
 def _bucket(key: str, url: str | None) -> Iterator[Fault]:
@@ -113,7 +114,7 @@ def _bucket(key: str, url: str | None) -> Iterator[Fault]:
     protocol, _, name = url.partition("://")
     if not name.strip("/") or protocol not in known:
         fix = suggest(protocol, known, "It begins with s3://, gs://, az://, … (docs/resume.md).")
-        yield Fault((key,), f"{url!r} is no URL of a bucket", fix)
+        yield Fault((key,), f"{url!r} is no URL of a bucket", fix, code="not-a-bucket")
     else:
         package = known[protocol]["class"].partition(".")[0]
         yield from _not_installed(key, f"{protocol}://", package, package)
@@ -129,7 +130,7 @@ def _data(data: Data) -> Iterator[Fault]:
                 yield from _missing(place, source.path, DATA_SUFFIXES)
             elif not _there(source.path) and not glob.glob(os.path.expanduser(source.path), recursive=True):
                 fix = f"Relative paths start at {Path.cwd()}."
-                yield Fault((place,), f"there is no file that matches {source.path}", fix)
+                yield Fault((place,), f"there is no file that matches {source.path}", fix, code="no-such-path")
     template = data.chat_template or ""
     if template.lower().endswith(TEMPLATE_SUFFIXES):
         yield from _missing("data.chat_template", template, TEMPLATE_SUFFIXES)
@@ -137,7 +138,7 @@ def _data(data: Data) -> Iterator[Fault]:
         otherwise = "The names are chatml and TRL's templates, such as qwen3 and llama3."
         hint = suggest(as_name(template), template_names(), otherwise, 3)
         what, fix = f"there is no chat template {template!r}", f"{hint} Or name a .jinja file."
-        yield Fault(("data.chat_template",), what, fix)
+        yield Fault(("data.chat_template",), what, fix, code="no-such-template")
 
 
 def resume_folder(resume: str) -> Iterator[Fault]:
@@ -147,16 +148,19 @@ def resume_folder(resume: str) -> Iterator[Fault]:
         return
     if not os.path.isdir(folder):
         fix = suggest(resume, words, f"Allowed: auto, never, or a folder. {nearest(resume)}")
-        yield Fault(("trainer.resume",), f"there is no checkpoint folder {resume or repr(resume)}", fix)
+        what = f"there is no checkpoint folder {resume or repr(resume)}"
+        yield Fault(("trainer.resume",), what, fix, code="no-such-checkpoint")
         return
     inside = [item for place in ("", "checkpoints/") for item in glob.glob(f"{glob.escape(folder)}/{place}step-*")]
     fix = f"Name one in it, such as {max(inside)}." if inside else "Allowed: auto, never, or RUN/checkpoints/step-N."
-    yield Fault(("trainer.resume",), f"{resume} is no checkpoint: it has no manifest.json", fix)
+    what = f"{resume} is no checkpoint: it has no manifest.json"
+    yield Fault(("trainer.resume",), what, fix, code="not-a-checkpoint")
 
 
 def _missing(key: str, path: str, suffixes: tuple[str, ...]) -> Iterator[Fault]:
     if path and path != BUILT_IN and is_local(path, suffixes) and not _there(path):
-        yield Fault((key,), f"there is no file or folder {path}", f"{nearest(path)} A hub id has the form owner/name.")
+        what = f"there is no file or folder {path}"
+        yield Fault((key,), what, f"{nearest(path)} A hub id has the form owner/name.", code="no-such-path")
 
 
 def _there(path: str) -> bool:
@@ -184,12 +188,13 @@ def model_of(path: str) -> str:
         return path
     if not _is_run(place):
         what = f"there is neither a {_MODEL_FILES[0]} nor an {_MODEL_FILES[1]}"
-        raise UserError(what, where=path, fix="Name a run folder (trainer.output_dir), or a model's own folder.")
+        fix = "Name a run folder (trainer.output_dir), or a model's own folder."
+        raise UserError(what, where=path, fix=fix, code="not-a-model")
     if (place / "final").is_dir():
         return os.path.join(path, "final")
     steps = sorted(place.glob("checkpoints/step-*"))
     fix = f"Name its newest checkpoint, {steps[-1]}, or let" if steps else "Name another folder, or let"
-    raise UserError("this run has no final/ yet", where=path, fix=f"{fix} the run end.")
+    raise UserError("this run has no final/ yet", where=path, fix=f"{fix} the run end.", code="run-not-ended")
 
 
 def _is_run(place: Path) -> bool:

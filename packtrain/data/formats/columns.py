@@ -229,16 +229,16 @@ def detect_format(
             del lacking["chosen"]
         return [*lacking.values()]
 
-    def refuse(what: str, fix: str) -> UserError:
-        return UserError(f"{what}; found: {', '.join(names)}", where=where, fix=fix)
+    def refuse(what: str, fix: str, code: str) -> UserError:
+        return UserError(f"{what}; found: {', '.join(names)}", where=where, fix=fix, code=code)
 
     known = {*OPTIONAL, *PROMPTS, LABEL, *(name for needed in REQUIRED.values() for name in needed)}
     if unknown := sorted(set(columns) - known):
         fix = suggest(unknown[0], known, f"Ours, which come first, are {', '.join(sorted(known))}.")
-        raise refuse(f"data.columns: packtrain has no column {unknown[0]!r}", fix)
+        raise refuse(f"data.columns: packtrain has no column {unknown[0]!r}", fix, code="no-such-column")
     if absent := sorted(set(columns.values()) - set(names)):
         what = f"data.columns names the column {absent[0]!r}, which is not there"
-        raise refuse(what, f"The columns are {', '.join(names)}.")
+        raise refuse(what, f"The columns are {', '.join(names)}.", code="column-missing")
     fits = [name for name in REQUIRED if not missing(name, first)] if wanted == "auto" else [wanted]
     is_labelled = examples == "answers" and column_of(LABEL, first, columns) in first
     if "preference" in fits and examples != "documents" and not is_labelled:
@@ -249,9 +249,10 @@ def detect_format(
         meant: Examples = "answers" if label in names and examples != "answers" else "documents"
         verb = objective_for("pairs" if "preference" in fits else meant).name
         what = f"these are rows of {' or '.join(fits)}, and packtrain {objective} needs rows of {' or '.join(allowed)}"
-        raise refuse(what, f"Train on them with packtrain {verb}.")
+        raise refuse(what, f"Train on them with packtrain {verb}.", code="rows-of-other-verb")
     if len(fits) > 1:
-        raise refuse(f"the columns fit {' and '.join(fits)}", f"Set data.format to {' or '.join(fits)}.")
+        fix = f"Set data.format to {' or '.join(fits)}."
+        raise refuse(f"the columns fit {' and '.join(fits)}", fix, code="two-formats-fit")
     if not fits or (lacking := missing(fits[0], names)):
         what = f"data.format={fits[0]} needs the column {lacking[0]!r}" if fits else "the columns fit no known format"
         needs = "; ".join(f"{name} ({', '.join(REQUIRED[name])})" for name in fits or allowed)
@@ -260,11 +261,12 @@ def detect_format(
         chat += "data.columns.prompt=question data.columns.completion=answer for plain text without the chat template"
         example = pair if allowed == ["preference"] else chat
         fix = f"Say which column is which, as in {example}. Formats with their columns: {needs}."
-        raise refuse(what, fix)
+        code = "column-missing" if fits else "no-format-fits"
+        raise refuse(what, fix, code)
     if examples == "answers" and fits != ["preference"] and label not in names:
         other = objective_for("documents").name
         fix = f"Name it with data.columns.{LABEL}=COLUMN, or train on all answers with packtrain {other}."
-        raise refuse(f"no column {label!r} says which answers are desirable", fix)
+        raise refuse(f"no column {label!r} says which answers are desirable", fix, code="no-label")
     return cast(Format, fits[0])
 
 

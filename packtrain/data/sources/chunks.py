@@ -32,7 +32,7 @@ class BadRow(Exception):
         """Return the error for the user; `where` is the row's file and line."""
         place = f"{where}, {self.field}" if self.field else where
         fix = f"{self.fix or 'Fix the row.'} data.bad_rows=skip skips and counts such rows."
-        return Problem(self.what, place, fix, f"row-{self.reason.replace(' ', '-')}")
+        return Problem(self.what, place, fix, f"row-{self.reason.replace(' ', '-').lower()}")
 
 
 JsonObject = dict[str, Any]

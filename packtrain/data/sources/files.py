@@ -83,7 +83,7 @@ def read_file(path: Path | RemoteFile, split_text: SplitText = "document", first
     except UnicodeDecodeError as error:
         fix = "Convert it (iconv -f latin1 -t utf-8, or -f utf-16), or download it again if it is damaged."
         what = f"cannot read the file, it is not {error.encoding}: {error}"
-        raise UserError(what, where=str(path), fix=fix) from error
+        raise UserError(what, where=str(path), fix=fix, code="not-utf8") from error
     except Exception as error:
         remote = isinstance(path, RemoteFile) and not isinstance(error, UserError)  # libraries raise anything
         if not (remote or isinstance(error, (OSError, *_DAMAGED))):
@@ -91,7 +91,8 @@ def read_file(path: Path | RemoteFile, split_text: SplitText = "document", first
         away = remote and not isinstance(error, (*_DAMAGED, PermissionError, FileNotFoundError))
         fix = "Check the network and your access to it." if remote else "Check the file, or download it again."
         kind_of_error = PeerFailed if away else UserError  # after PeerFailed an engine may start the job again
-        raise kind_of_error(f"cannot read the file: {error}", where=str(path), fix=fix) from error
+        what = f"cannot read the file: {error}"
+        raise kind_of_error(what, where=str(path), fix=fix, code="unreadable-data") from error
 
 
 def _open_raw(path: Path | RemoteFile) -> BinaryIO:
@@ -144,7 +145,7 @@ def _find_rows(text: bytes, path: Path | RemoteFile) -> list[object] | None:
         if isinstance(error, UnicodeDecodeError):
             raise
         fix = "A broken list cannot be skipped row by row: mend it, or write one object a line (.jsonl)."
-        raise UserError(f"broken JSON: {error}", where=str(path), fix=fix) from error
+        raise UserError(f"broken JSON: {error}", where=str(path), fix=fix, code="broken-json") from error
     if isinstance(value, list):
         return value
     parts = {name: part for name, part in value.items() if isinstance(part, list) and part}
@@ -196,7 +197,8 @@ def _read_csv(path: Path | RemoteFile, separator: str | None) -> Iterator[tuple[
         names = next(filter(None, reader), [])
         if repeated := [name for name in names if names.count(name) > 1]:
             fix = "Give each column its own name."
-            raise UserError(f"two columns are called {repeated[0]!r}", where=f"{path}:{reader.line_num}", fix=fix)
+            what = f"two columns are called {repeated[0]!r}"
+            raise UserError(what, where=f"{path}:{reader.line_num}", fix=fix, code="two-columns-alike")
         while True:
             line = reader.line_num + 1
             try:
@@ -282,10 +284,12 @@ def list_remote(url: str, where: str) -> list[RemoteFile]:
         seen = [name for name in sorted(map(str, found)) if "/." not in name.removeprefix(path)]  # none hidden
         return [RemoteFile(str(system.unstrip_protocol(name))) for name in seen]
     except ImportError as error:
-        raise UserError(f"{url} cannot be read: {error}", where=where, fix="Install the package it names.") from error
+        what = f"{url} cannot be read: {error}"
+        raise UserError(what, where=where, fix="Install the package it names.", code="package-missing") from error
     except Exception as error:  # libraries of buckets may raise anything: no access, no such bucket, no network
         what = f"{url} cannot be read: {type(error).__name__}: {error}"
-        raise UserError(what, where=where, fix="Check the URL and your access to it.") from error
+        fix = "Check the URL and your access to it."
+        raise UserError(what, where=where, fix=fix, code="unreachable-url") from error
 
 
 def read_patiently(name: str, read: Callable[[int], Iterator[Chunk]], first: int) -> Iterator[tuple[int, Chunk]]:
@@ -311,9 +315,11 @@ def list_hub(source: DataSource, where: str) -> list[RemoteFile]:
             files = datasets.load_dataset_builder(source.path, source.subset).config.data_files
         except Exception as error:  # the same errors as from load_dataset
             fix = "Check the spelling and the subset, and your access (hf auth login)." if online else OFFLINE_ADVICE
-            raise UserError(f"the hub has no such data set: {error}", where=where, fix=fix) from error
+            what = f"the hub has no such data set: {error}"
+            raise UserError(what, where=where, fix=fix, code="not-on-hub") from error
     if not files or source.split not in files:
         named = f"its splits are {', '.join(map(str, files))}" if files else "it is not made of files"
         fix = "Name a split, or its files as hf://datasets/OWNER/NAME/PATH."
-        raise UserError(f"no files of the split {source.split!r} of {source.path}: {named}", where=where, fix=fix)
+        what = f"no files of the split {source.split!r} of {source.path}: {named}"
+        raise UserError(what, where=where, fix=fix, code="no-such-split")
     return [RemoteFile(str(file)) for file in files[source.split]]

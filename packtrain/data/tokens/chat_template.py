@@ -113,9 +113,10 @@ def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Tem
             return Template(text, _find_twin(text), name=str(path))
         except (OSError, UnicodeDecodeError) as error:
             what = f"cannot read the chat template: {error}"
-            raise UserError(what, where="data.chat_template", fix=ADVICE) from error
+            raise UserError(what, where="data.chat_template", fix=ADVICE, code="unreadable-template") from error
     if (key := as_name(name)) not in template_names():
-        raise UserError(f"no chat template is called {name!r}", where="data.chat_template", fix=ADVICE)
+        what = f"no chat template is called {name!r}"
+        raise UserError(what, where="data.chat_template", fix=ADVICE, code="no-such-template")
     text = CHATML if key == "chatml" else _read_shipped(key)
     return Template(text, _find_twin(text), name=key)
 

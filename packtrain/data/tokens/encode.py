@@ -79,7 +79,7 @@ class Encoder:
             if self.data.overlong == "error" and self.data.max_length and longest > self.data.max_length:
                 what = f"{longest} tokens, but data.max_length={self.data.max_length}"
                 fix = "Raise data.max_length, or set data.overlong to truncate or drop."
-                problems.append(Problem(what, where, fix))
+                problems.append(Problem(what, where, fix, code="overlong"))
             parts, fate = self._fit(documents, Fate(content)._replace(**flags), format)
             kept.extend(parts)
             fates.append(fate)
@@ -97,12 +97,13 @@ class Encoder:
         tokenizer, loss_on = self.tokenizer, self.data.loss_on
         if format == "text" and loss_on in ("assistant", "completion"):
             what = f"data.loss_on={loss_on}, but running text has no {loss_on}"
-            raise UserError(what, where=where, fix="Set data.loss_on to all or auto.")
+            raise UserError(what, where=where, fix="Set data.loss_on to all or auto.", code="text-has-no-part")
         if format in ("text", "prompt_completion") and tokenizer.eos_id is None:
-            raise UserError(f"the tokenizer {tokenizer.name} has no EOS token", where=where, fix=NO_EOS)
+            raise UserError(f"the tokenizer {tokenizer.name} has no EOS token", where=where, fix=NO_EOS, code="no-eos")
         if self.data.system and self.template is not None and self._chat.drops_system:
             fix = "Set data.chat_template to one that has system prompts, or remove the key."
-            raise UserError("the chat template leaves system prompts out", where="data.system", fix=fix)
+            what = "the chat template leaves system prompts out"
+            raise UserError(what, where="data.system", fix=fix, code="system-left-out")
 
     @cached_property
     def _chat(self) -> ChatEncoder:

@@ -67,7 +67,8 @@ def check_model_folder(folder: Path) -> None:
         with file.open("rb") as opened:
             if opened.read(len(_LFS)) == _LFS:
                 fix = f"Get the file itself: git lfs pull in {file.parent}, or hf download."
-                raise UserError("this is only a Git LFS pointer, not the file itself", where=str(file), fix=fix)
+                what = "this is only a Git LFS pointer, not the file itself"
+                raise UserError(what, where=str(file), fix=fix, code="lfs-pointer")
 
 
 def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
@@ -83,7 +84,12 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
 
     where = "model.tokenizer" if config.tokenizer else "model.path"
     check_model_folder(Path(source).expanduser())
-    with hub(source) as online, boundary(f"cannot load a tokenizer from {source}", where, partial(fix_of, online)):
+    with (
+        hub(source) as online,
+        boundary(
+            f"cannot load a tokenizer from {source}", where, partial(fix_of, online), code="cannot-load-tokenizer"
+        ),
+    ):
         loaded = AutoTokenizer.from_pretrained(**location(source, config))
         if loaded.pad_token_id is None:
             loaded.pad_token = loaded.eos_token

@@ -112,7 +112,8 @@ def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PlainTokenizer:
     rust = getattr(tokenizer, "backend_tokenizer", None)
     if rust is None:
         what = f"{name} is a tokenizer written in Python, which does not say where its tokens lie in the text"
-        raise UserError(what, where="model.tokenizer", fix="Take a model or tokenizer that has a tokenizer.json.")
+        fix = "Take a model or tokenizer that has a tokenizer.json."
+        raise UserError(what, where="model.tokenizer", fix=fix, code="python-tokenizer")
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token_id for token_id, token in added.items() if getattr(token, "special", False)}
     if rust.truncation or rust.padding:  # they change whenever the tokenizer is called

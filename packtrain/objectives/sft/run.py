@@ -56,7 +56,7 @@ class SFTLoss(Loss):
         """Σ of the token losses / trained tokens of the step, and the micro-batch's part of the routers' loss."""
         # DDP averages gradients over ranks; clamped so that a step without trained tokens is a zero and not 0 / 0
         scale = self.accelerator.num_processes / counts[0].clamp(min=1)
-        inputs = self.inputs(batch)
+        inputs = batch.inputs_on(self.device)
         if self.routers is None:
             return model(**inputs, loss_sum=True) * scale
         with self.routers.watching(real=batch.examples > 0) as loads:
@@ -86,7 +86,7 @@ class SFTLoss(Loss):
         sums = torch.zeros(len(sets), 2, dtype=torch.float64, device=self.device)
         for own, batches in zip(sums, sets.values(), strict=True):
             for batch in batches():
-                loss = self.model(**self.inputs(batch), loss_sum=True).double()
+                loss = self.model(**batch.inputs_on(self.device), loss_sum=True).double()
                 own += torch.stack([loss, torch.full_like(loss, batch.own_counts[0])])
         with waiting("the loss of all ranks"):
             sums = cast(torch.Tensor, self.accelerator.reduce(sums, reduction="sum"))
@@ -117,7 +117,7 @@ class SFTLoss(Loss):
             logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
             labels = shifted_labels(document).to(logits.device)
             losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
-            return (losses * (-losses).exp().detach() if self.head.loss == "dft" else losses).sum() / trained
+            return (self.head.weigh(-losses) * losses).sum() / trained
 
         return (partial(part, document) for document in documents)
 
@@ -137,7 +137,7 @@ class SFT(TrainingObjective):
         if self.packing.share_prefix and router_loss(base_model(model)) is not None:
             what = "the load-balancing loss of routers counts a token in every document that has it"
             fix = "set it, or model.config.output_router_logits, to false"
-            raise UserError(what, where="packing.share_prefix", fix=fix)
+            raise UserError(what, where="packing.share_prefix", fix=fix, code="routers-share-tokens")
         return super().decide_attention(wanted, model, ranks, precision, prove=prove)
 
     def prove(self, start: Start) -> None:

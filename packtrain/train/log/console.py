@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
@@ -24,22 +24,21 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from packtrain.config.objective import Objective
-from packtrain.config.schema import Batch, Model, Optim, Packing, Peft
 from packtrain.data.dataset import DataReport
-from packtrain.data.prepare import PreparedData
 from packtrain.model.adapters import joint_tensors
 from packtrain.model.load import base_model
-from packtrain.model.precision import Precision
-from packtrain.model.spread import Ranks, elements, layers_of
+from packtrain.model.spread import elements, layers_of
 from packtrain.plan.known_model import ReferenceChoice
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.comparison import has_routers
-from packtrain.strategies.spec import StrategySpec
 from packtrain.system import kept
 from packtrain.train.loader import Steps
 from packtrain.train.optim.float32_step import loses_updates
 from packtrain.wording import clean, count_dropped, counted, in_millions, visible
+
+if TYPE_CHECKING:
+    from packtrain.train.preparation import Prepared
 
 
 class Log:
@@ -121,17 +120,10 @@ def log_changes(log: Log, checkpoint: str, asked_for: list[str], others: list[st
         log.fact("changed", f"since {checkpoint}: {'; '.join(others)}")
 
 
-def log_model(
-    log: Log,
-    settings: Model,
-    peft: Peft,
-    optim: Optim,
-    model: PreTrainedModel,
-    precision: Precision,
-    strategy: StrategySpec,
-) -> None:
+def log_model(log: Log, run: Prepared) -> None:
     """Log the model and its number formats."""
-    base = base_model(model)
+    settings, peft, optim, strategy = run.config.model, run.config.peft, run.config.optim, run.ranks.spec
+    model, base, precision = run.model, base_model(run.model), run.precision
     computed = _dtype(precision.autocast or precision.weights)
     trained = in_millions(sum(elements(weight) for weight in model.parameters() if weight.requires_grad))
     trained = "" if log.evaluates else f", {trained} trained"
@@ -167,18 +159,15 @@ def adapted_share(model: PreTrainedModel) -> str:
     return f"{share:.0%} of the weights in layers{f', not on {kind}{left}' if left else ''}"
 
 
-def log_steps(
-    log: Log,
-    thing: str,
-    optim: Optim,
-    packing: Packing,
-    batch: Batch,
-    data: PreparedData,
-    steps: Steps,
-    evaluation: Mapping[str, Steps],
-    ranks: Ranks,
-) -> None:
-    """Log the size and number of steps, data, packing and optimizer. `thing`: documents, pairs or answers."""
+def log_steps(log: Log, run: Prepared, steps: Steps, evaluation: Mapping[str, Steps]) -> None:
+    """Log the size and number of steps, data, packing and optimizer."""
+    optim, packing, batch, thing = (
+        run.config.optim,
+        run.config.packing,
+        run.config.batch,
+        run.config.objective.spec.examples,
+    )
+    data, ranks = run.data, run.ranks
     total, evaluated = steps.schedule.total_steps, counted(sum(map(len, evaluation.values())), "steps")
     if log.evaluates:
         log.fact("held out", _documents(data.eval.report) if data.eval else "none")

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from packtrain import fast_imports
 from packtrain.config.schema import Model, Peft, RunConfig, Topology, Trainer
-from packtrain.errors import CheckFailed
+from packtrain.errors import CheckFailed, Json
 from packtrain.objectives.spec import OBJECTIVES
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import detect_surroundings
@@ -36,7 +36,7 @@ _ISOLATION_FIGURES = {
     "a document in a row and alone differ by": "max_abs_diff_alone",
 }
 _COLOURS = {"exact": "green", "leaks": "red", "unsupported": "yellow"}
-Report = dict[str, Any]
+Report = Json
 """verify.json: the report of measure.py or foreign_collator.py in plain values."""
 Row = tuple[str, float | None, float | None]
 

@@ -20,7 +20,6 @@ from packtrain.objectives.kto.run import unpaired_figures
 from packtrain.objectives.losses import (
     F_DIVERGENCES,
     PAIR_LOSSES,
-    TOKEN_LOSSES,
     UNPAIRED_LOSSES,
     FDivergence,
     PairOptions,
@@ -48,7 +47,6 @@ def test_the_registries_and_options_are_those_of_the_config_and_of_trl(tmp_path:
     ):
         theirs = re.findall(r'\bloss_type == "(\w+)"', inspect.getsource(kind._compute_loss))
         assert set(ours) == set(theirs) == set(OBJECTIVES[name].losses)
-    assert set(TOKEN_LOSSES) == set(OBJECTIVES["sft"].losses)
     for options, arguments in ((PairOptions(), DPOConfig), (UnpairedOptions(), KTOConfig)):
         theirs = arguments(output_dir=str(tmp_path), use_cpu=True, bf16=False)
         assert asdict(options) == {one.name: getattr(theirs, one.name) for one in fields(options)}

@@ -25,7 +25,6 @@ from packtrain.objectives.kto.run import unpaired_figures
 from packtrain.objectives.losses import (
     F_DIVERGENCES,
     PAIR_LOSSES,
-    TOKEN_LOSSES,
     UNPAIRED_LOSSES,
     PairOptions,
     UnpairedOptions,
@@ -35,6 +34,7 @@ from packtrain.objectives.losses import (
     pair_loss,
 )
 from packtrain.objectives.reward.run import reward_figures
+from packtrain.objectives.sft.spec import TOKEN_WEIGHTS
 from packtrain.objectives.spec import OBJECTIVES
 from packtrain.train.objectives.loss import FigureSums
 
@@ -340,7 +340,7 @@ def test_the_loss_of_rewards_equals_trl(margins: bool, coefficient: float | None
     assert_equal(trainer, batch, (losses.sum() / len(losses), logged("reward", reward_figures(chosen, rejected))))
 
 
-@pytest.mark.parametrize("loss", TOKEN_LOSSES)
+@pytest.mark.parametrize("loss", TOKEN_WEIGHTS)
 def test_a_loss_of_tokens_equals_trl(loss: str, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, SFTTrainer, SFTConfig, {"text": ["a"]}, {"model": tiny(1)}, loss_type=loss)
     rows = []
@@ -349,4 +349,5 @@ def test_a_loss_of_tokens_equals_trl(loss: str, tmp_path: Path) -> None:
         rows.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
     batch = trainer.data_collator(rows)
     ours = scored(trainer.model, batch["input_ids"], batch["attention_mask"], batch["labels"] != -100)
-    assert_equal(trainer, batch, (TOKEN_LOSSES[loss](ours.targets.log_probs).mean(), {}))
+    log_probs = ours.targets.log_probs
+    assert_equal(trainer, batch, (-(TOKEN_WEIGHTS[loss](log_probs) * log_probs).mean(), {}))

@@ -255,7 +255,7 @@ def test_adapters_are_counted_on_their_base_and_as_what_they_are_to_the_run(tmp_
     (other / "adapter_config.json").write_text("{}")
     for broken in (f"model.path={other}", f"objective.reference={other}"):
         said = estimate(load_config(None, [*MADE, *dpo, f"model.path={base}", broken]), 1)
-        assert isinstance(said, str) and "do not say of which model they are" in said
+        assert isinstance(said, str) and "the adapters name no base model" in said
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ OPTIMIZERS = {
     ),
     "rmsprop": OptimizerSpec(made_by="torch.optim:RMSprop", states=1),
     "muon": OptimizerSpec(
-        made_by="packtrain.optimizers.muon:MuonAndAdamW",
+        made_by="packtrain.train.optim.weight_groups:MuonAndAdamW",
         betas=_adam,
         states=1,
         by_matrices=True,
