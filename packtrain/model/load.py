@@ -30,7 +30,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from packtrain.attention.forwards import rotates_by_length
-from packtrain.config.fault import is_number
+from packtrain.config import is_number
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Model, Peft, Quantize
 from packtrain.data.tokens.pretrained import check_model_folder, fix_of, hub, location
@@ -44,8 +44,7 @@ from packtrain.model.adapters import (
     name_base,
     take_vocabulary,
 )
-from packtrain.model.expert_loop import loop_over_experts
-from packtrain.model.heads import HEAD, check_score_head, is_reward_model, new_score, with_one_score
+from packtrain.model.layers import loop_over_experts
 from packtrain.model.weights import MTP, WeightFiles, judge, reading_files, source_of
 from packtrain.plan.known_model import EXPANDED, below_adapters, known_sizes, untrainable
 from packtrain.proof.isolation import max_positions
@@ -54,6 +53,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+SCORE_HEAD = "score"
+"""The linear layer of a reward model over the last token of a document: the decoders among transformers' …ForSequenceClassification."""
 _ROTARY_KEYS = ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta")
 """Keys that a new config with rope_parameters accepts without a field of that name; most go into rope_parameters."""
 
@@ -239,7 +240,7 @@ def _all_weights(seed: int, *, scores: bool, **arguments: object) -> PreTrainedM
     read = cast(Callable[..., tuple[PreTrainedModel, dict[str, set]]], _auto_class(scores).from_pretrained)
     model, info = read(**arguments, ignore_mismatched_sizes=True, output_loading_info=True)
     lacking = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
-    if scores and lacking == {f"{HEAD}.weight"} and not is_reward_model(model.config):
+    if scores and lacking == {f"{SCORE_HEAD}.weight"} and not is_reward_model(model.config):
         new_score(model, seed)
         return model
     if lacking:
@@ -248,6 +249,46 @@ def _all_weights(seed: int, *, scores: bool, **arguments: object) -> PreTrainedM
         fix = f"name a causal language model{head}, and look at what model.config changes"
         raise UserError(what, where="model.path", fix=fix, code="weights-missing")
     return model
+
+
+def is_reward_model(config: PreTrainedConfig) -> bool:
+    """Return whether the saved model already has a classification head."""
+    names = config.architectures if isinstance(config.architectures, list) else ()  # may be anything in the file
+    return any("ForSequenceClassification" in str(name) for name in names)
+
+
+def with_one_score(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Set `config` to one score, and return it. Raises UserError if the saved model has another number of scores."""
+    if is_reward_model(config) and config.num_labels != 1:
+        what = f"this model was trained to give {config.num_labels} scores (num_labels), a reward model gives one"
+        fix = "name a reward model, or a causal language model: it gets a new head"
+        raise UserError(what, where="model.path", fix=fix, code="several-scores")
+    config.num_labels = 1
+    return config
+
+
+def new_score(model: PreTrainedModel, seed: int) -> None:
+    """Draw the weights of a new head from `seed`. They are the same on all processes, and independent of earlier draws."""
+    torch.manual_seed(seed)
+    head = getattr(model, SCORE_HEAD)
+    for one in (head, *head.parameters()):
+        one._is_hf_initialized = False
+    model._init_weights(head)
+
+
+def check_score_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set the padding token; `model` finds the last token of a document by it. Raises UserError if there is none, or unless
+    `model` scores the last token by one linear layer, as decoders do."""
+    linear = isinstance(getattr(model, SCORE_HEAD, None), nn.Linear)
+    if not linear or model.base_model is model or model.config.is_encoder_decoder:
+        what = f"{type(model).__name__} has no linear layer `{SCORE_HEAD}` over the last token of a document"
+        fix = "take a decoder such as Llama, Qwen, Mistral, Gemma or GPT-2 (docs/reward.md)"
+        what = f"{what}: it pools or classifies in another way"
+        raise UserError(what, where="model.path", fix=fix, code="no-score-head")
+    if tokenizer.pad_token_id is None:
+        what = "the tokenizer has neither a padding token nor EOS: a reward model finds the end of a document by it"
+        raise UserError(what, where="model.tokenizer", fix="set pad_token on the tokenizer", code="no-padding-token")
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
 def _config_of(config: Model, tokenizer: PreTrainedTokenizerBase, *, scores: bool) -> PreTrainedConfig:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from packtrain.errors import CheckFailed, UserError
-from packtrain.model.heads import Batch
+from packtrain.model.forward import Batch
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE
 from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of

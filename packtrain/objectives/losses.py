@@ -1,6 +1,6 @@
-"""Losses of sft, dpo, kto and reward: pure functions of log-probabilities, under TRL's names.
+"""Losses of dpo, kto and reward: pure functions of log-probabilities, under TRL's names.
 
-A loss gives one value per pair, answer or token. Add them up over the micro-batches and ranks of a step, then divide: the mean is exact,
+A loss gives one value per pair or answer. Add them up over the micro-batches and ranks of a step, then divide: the mean is exact,
 however the step is cut. No tensor is read on the host and no shape depends on
 values, so a GPU is never waited for. Log-probabilities and rewards are float32, one per target, answer or pair.
 
@@ -296,17 +296,3 @@ def bradley_terry(
     if center_rewards_coefficient is None:
         return loss
     return loss + center_rewards_coefficient * (chosen + rejected) ** 2
-
-
-def nll(log_probs: torch.Tensor) -> torch.Tensor:
-    """`−log p`: negative log-likelihood of each target."""
-    return -log_probs
-
-
-def dft(log_probs: torch.Tensor) -> torch.Tensor:
-    """`−sg(p) log p`: DFT, arXiv 2508.05629; sg stops the gradient."""
-    return -log_probs.exp().detach() * log_probs
-
-
-TOKEN_LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"nll": nll, "dft": dft}
-"""The losses of TRL's SFTTrainer: their mean is over targets."""

@@ -1,12 +1,14 @@
-"""Proofs on the loaded model: attention of packed rows, changes, first real rows."""
+"""Proofs on the loaded model: attention of packed rows, changes, first rows, memory for the largest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, cast
+from heapq import nlargest
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
@@ -20,7 +22,10 @@ from packtrain.model.layers import recompute_in_eval
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
+from packtrain.objectives.answers import Inputs
+from packtrain.packing.balance import parts_of_rank
 from packtrain.packing.collate import IGNORE
+from packtrain.plan.memory import optimizer_bytes
 from packtrain.proof.choice import AttentionChoice, choose_attention
 from packtrain.proof.comparison import (
     ChangeProof,
@@ -31,11 +36,19 @@ from packtrain.proof.comparison import (
     prove_change,
     tolerance_of,
 )
-from packtrain.train.loader import first_documents
+from packtrain.train.engine import Engine
+from packtrain.train.loader import Steps, first_documents
 from packtrain.train.log.console import Log
 from packtrain.train.objectives.loss import Loss
+from packtrain.train.optim.dither import local
+from packtrain.train.run_state import LoopSettings
+
+if TYPE_CHECKING:
+    from packtrain.train.loop import StepTrainer
 
 WATCHED_STEPS = 3
+_CANDIDATES = 16
+"""Number of steps with the longest documents, and of steps with the most tokens: one of them has the fullest micro-batch."""
 _FEWEST = 16  # trained tokens; rounding errors average out over them
 _ROW_TOO_LONG = "set model.attention=per_document: the row may be longer than position tables of the model"
 
@@ -177,7 +190,7 @@ class FirstStepWatch:
     tolerance: float
 
     @torch.no_grad()
-    def check(self, model: Any, row: dict[str, Any], *, step: int) -> float:
+    def check(self, model: Any, row: Inputs, *, step: int) -> float:
         """Return the largest difference of a document's loss packed and alone. It is relative to the largest of: its loss, one nat for
         each of its trained tokens, and 16 nats (rounding errors of few tokens do not average out).
 
@@ -206,6 +219,58 @@ class FirstStepWatch:
         )
 
 
-def _sums(values: torch.Tensor, row: dict[str, Any]) -> torch.Tensor:
+def _sums(values: torch.Tensor, row: Inputs) -> torch.Tensor:
     """Sum `values` [1, T] over each document of `row`: float64 [documents] on the CPU."""
     return torch.stack([part.sum() for part in values[0].double().cpu().split(row["segments"].lengths)])
+
+
+def largest_row(steps: Steps, first_step: int) -> tuple[np.ndarray, bool]:
+    """Return the micro-batch with the most token slots of any rank. Returned are its examples, int [n], and whether ranks split it.
+    Searched are the steps from `first_step` to the end of the first pass."""
+    schedule = steps.schedule
+    end = min(len(steps), max(first_step + 1, schedule.steps_per_epoch(0)))
+    lengths = {step: schedule.lengths[schedule.documents(step)] for step in range(min(first_step, end - 1), end)}
+
+    def slots(row: tuple[np.ndarray, bool]) -> float:
+        return schedule.slots(row[0]) / (schedule.ranks_per_row if row[1] else 1)
+
+    longest = nlargest(_CANDIDATES, lengths, key=lambda step: lengths[step].max(initial=0))
+    fullest = nlargest(_CANDIDATES, lengths, key=lambda step: lengths[step].sum())
+    layouts = [schedule.layout(step, steps.world_size) for step in sorted({*longest, *fullest})]
+    return max(
+        (row for layout in layouts for rank in range(len(layout)) for row in parts_of_rank(layout, rank)), key=slots
+    )
+
+
+def try_largest(trainer: StepTrainer) -> None:
+    """Run the largest micro-batch forward and backward, on every rank. It runs twice: the second time gradients exist.
+
+    An engine that steps in the backward pass takes it for a step; `ask_before_update` must refuse the update.
+    """
+    steps, engine, loss, settings = trainer.steps, trainer.engine, trainer.loss, trainer.settings
+    numbers, is_split = largest_row(steps, settings.first_step)
+    batch, device = steps.collate_part(numbers, is_split), loss.device
+    buffers = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers()]
+    counts = torch.tensor(batch.counts, device=device)
+    trainer.work.begin(settings.first_step, 1, batch, numbers)
+    engine.wrapped.train()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), loss.keeping_metrics(), engine.trying():
+        held = torch.empty(_states_to_come(engine, settings), dtype=torch.uint8, device=device)
+        for again in (False, True):
+            last = engine.spec.steps_in_backward or (engine.exchanges_once and again)
+            with engine.casting_once(), engine.exchanging_gradients(last=last):
+                engine.accelerator.backward(loss.compute(engine.wrapped, batch, counts))
+        del held
+    engine.wrapped.zero_grad()
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    trainer.work.end()
+
+
+def _states_to_come(engine: Engine, settings: LoopSettings) -> int:
+    """Return the bytes of this process's optimizer states that do not exist yet."""
+    if engine.spec.steps_in_backward or engine.plain_optimizer.state:
+        return 0
+    trained = [weight for weight in engine.model.parameters() if weight.requires_grad]
+    number, width = sum(local(weight).numel() for weight in trained), trained[0].itemsize
+    return optimizer_bytes(settings.optim, engine.spec, number, width)

@@ -20,8 +20,7 @@ from tiny_served import save_adapters, save_model, save_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packtrain.data.sources.quickstart import tokenizer as quickstart_tokenizer
-from packtrain.serve.export import ollama_template
-from packtrain.serve.hub import model_card, public_config
+from packtrain.serve.export import model_card, ollama_template, public_config
 from packtrain.serve.trained import find_trained
 from tests.train import forked
 

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from packtrain.config.schema import Optim, RunConfig, Topology, Trainer
 from packtrain.errors import CheckFailed, Disagreement, PacktrainError, PeerFailed
 from packtrain.model.weights import weights_hash
-from packtrain.plan.agreement import shared_values
+from packtrain.plan.origin import shared_values
 from packtrain.train.sync import Peers, agree_on_data, agree_on_start, connect
 
 RANKS = 3

@@ -1,6 +1,6 @@
 """Reward models: the Bradley-Terry loss over the pairs of a whole step, and the objective.
 
-The model's side is in model/heads.py.
+The model's side is in model/forward.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model
 from packtrain.objectives.answers import Figures, Inputs, mean_of
 from packtrain.objectives.losses import bradley_terry
+from packtrain.objectives.spec import COMPARED_PAIRS
 from packtrain.packing.collate import collate_scored
-from packtrain.plan.memory import COMPARED_PAIRS
 from packtrain.proof.comparison import check_equal, evaluating, model_refusals, tolerance_of
 from packtrain.train.loader import MicroBatch
 from packtrain.train.log import console
@@ -80,7 +80,7 @@ class RewardLoss(ExampleLoss):
     def scores(self, batch: MicroBatch) -> torch.Tensor:
         """float32 [2 × pairs]: the rewards of a micro-batch, those of the chosen answers first."""
         with self.accelerator.autocast():
-            return self._scores(self.model, self.inputs(batch))
+            return self._scores(self.model, batch.inputs_on(self.device))
 
     def _scores(self, model: Any, inputs: Inputs) -> torch.Tensor:
         """Return the rewards, float32 [2 × pairs]. A padded batch is scored by the model's own call."""

@@ -23,16 +23,17 @@ from packtrain.errors import UserError
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
 from packtrain.model.weights import weights_hash
-from packtrain.plan.agreement import digest_of, shared_versions
 from packtrain.plan.origin import (
     MANIFEST,
     ORIGIN,
     PROCESSES,
     SHAPE,
     TOKENIZER,
+    digest_of,
     facts_of,
     list_checkpoints,
     same_course,
+    shared_versions,
     written_into,
 )
 from packtrain.run_folder import RunFolder, environment, object_of
@@ -56,11 +57,6 @@ def staging_of(checkpoints: Path, step: int) -> Path:
 def step_of(checkpoint: Path) -> int:
     """Return the step of a complete checkpoint. It is read from a file: the folder may have any name."""
     return RunState.load(checkpoint).step
-
-
-def best_step_of(checkpoint: Path) -> int | None:
-    """Return the step of the best evaluation so far; None if evaluations are not compared."""
-    return RunState.load(checkpoint).best_step
 
 
 def tidy(folder: Path) -> None:
@@ -174,9 +170,8 @@ def _belongs_to(checkpoint: Path, origin: Mapping[str, object]) -> bool:
     with suppress(OSError, ValueError):
         files = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if not path.is_dir()}
         written = written_into(checkpoint)
-        return (
-            bool(written) and files <= {MANIFEST, *written} and same_course(object_of(checkpoint / ORIGIN), {**origin})
-        )
+        ours = bool(written) and files <= {MANIFEST, *written}
+        return ours and same_course(object_of(checkpoint / ORIGIN), {**origin})
     return False
 
 

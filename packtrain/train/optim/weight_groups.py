@@ -12,16 +12,17 @@ import inspect
 import re
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
 from transformers import PreTrainedModel
 
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Optim, WeightGroup
 from packtrain.errors import Problem, UserError
-from packtrain.model.heads import outputs_of_tokens
+from packtrain.model.forward import Batch, outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks, elements, layers_of, placement_of
 from packtrain.packing.segments import Segments
@@ -90,6 +91,26 @@ def group_weights(model: nn.Module, optim: Optim) -> list[ParameterGroup]:
     return made
 
 
+class MuonAndAdamW(Optimizer):
+    """torch's Muon for groups with `muon`, and AdamW for the others. Muon's updates are as large as AdamW's (arXiv 2502.16982)."""
+
+    def __init__(self, params: list[dict[str, object]], lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(params, {"lr": lr})
+        muons, others = ([group for group in self.param_groups if group["muon"] is muon] for muon in (True, False))
+        # both fill in their settings
+        self._parts = list[tuple[bool, Optimizer]]()
+        if muons:
+            self._parts.append((True, Muon(muons, adjust_lr_fn="match_rms_adamw")))
+        if others:
+            self._parts.append((False, AdamW(others, betas=betas, eps=eps)))
+
+    def step(self, closure: object = None) -> None:
+        """Update all weights that have a gradient. Groups and states belong to this optimizer, also after a load."""
+        for muon, part in self._parts:
+            part.state, part.param_groups = self.state, [group for group in self.param_groups if group["muon"] is muon]
+            part.step()
+
+
 def _group_of(name: str, groups: Sequence[WeightGroup]) -> WeightGroup | None:
     return next((group for group in groups if re.search(group.match, name)), None)
 
@@ -140,7 +161,7 @@ def _reached(
 ) -> set[str]:
     """Return the names of the `weights` that the outputs of one document depend on."""
     ids, found = torch.from_numpy(random_ids(base, Segments((tokens,)))[:1]), set[int]()
-    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def note(weight: torch.Tensor) -> None:
         found.add(id(weight))

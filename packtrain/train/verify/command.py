@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
@@ -20,7 +17,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from packtrain import fast_imports
 from packtrain.config.schema import RunConfig, Topology
 from packtrain.errors import CheckFailed, Json
 from packtrain.objectives.spec import OBJECTIVES
@@ -28,6 +24,7 @@ from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import detect_surroundings
 from packtrain.run_folder import RunFolder
 from packtrain.strategies.spec import STRATEGIES
+from packtrain.system import fast_imports, stdout_on_stderr
 from packtrain.wording import counted, listed
 
 _ISOLATION_FIGURES = {
@@ -183,17 +180,3 @@ def finite(value: object) -> object:
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "none" if value is None else f"{value:.{digits}g}"
-
-
-@contextmanager
-def stdout_on_stderr() -> Iterator[None]:
-    """Send everything that this process and its children print inside the block to stderr."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)

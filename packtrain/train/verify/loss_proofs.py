@@ -39,12 +39,11 @@ from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
 from packtrain.objectives.answers import Targets
-from packtrain.objectives.spec import Examples
+from packtrain.objectives.spec import CHECKED_LOGITS, COMPARED_PAIRS, Examples
 from packtrain.packing.collate import IGNORE, row_arguments
 from packtrain.packing.prefixes import index_prefixes
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
-from packtrain.plan.memory import CHECKED_LOGITS, COMPARED_PAIRS
 from packtrain.proof.comparison import (
     CONTROL_FACTOR,
     Tolerance,
@@ -360,8 +359,8 @@ def check_answer_forward(loss: AnswerLoss, steps: Steps, first_step: int, attent
     model, base = loss.model, base_model(loss.model)
     numbers, sides = steps.first_examples(first_step), len(loss.answers)
     few = numbers[: 2 * COMPARED_PAIRS // sides]
-    batch = loss.inputs(steps.collate(numbers))
-    padded = loss.inputs(replace(steps, layout="padding").collate(few))
+    batch = steps.collate(numbers).inputs_on(loss.device)
+    padded = replace(steps, layout="padding").collate(few).inputs_on(loss.device)
     ids, counts, slots = padded["input_ids"], padded["target_counts"], padded["input_ids"].shape[1]
     columns = (padded["target_places"] % slots).unique()
     max_columns = max(2, CHECKED_LOGITS // (len(ids) * vocabulary_size(base)))

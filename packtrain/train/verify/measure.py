@@ -24,8 +24,7 @@ from packtrain.attention.over_ranks import KEY, open_group
 from packtrain.attention.spec import BACKENDS
 from packtrain.config.schema import RunConfig
 from packtrain.errors import CheckFailed, Disagreement, Problem
-from packtrain.model.forward import Head
-from packtrain.model.heads import outputs_of_tokens
+from packtrain.model.forward import Head, outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks, loading_whole
 from packtrain.monitor.heartbeat import waiting
@@ -37,7 +36,7 @@ from packtrain.strategies.spec import DEFAULT
 from packtrain.train.objectives.loss import ReferenceLoss
 from packtrain.train.objectives.pairs_and_answers import ComparedSteps
 from packtrain.train.objectives.training_objective import ReferenceObjective
-from packtrain.train.optim.seen_updates import FEW, expected_share
+from packtrain.train.optim.dither import FEW, expected_share
 from packtrain.train.preflight import why_not_split, why_not_together
 from packtrain.train.preparation import Prepared, begin, load, masters_of, settle_precision, spread_model
 from packtrain.train.sync import Peers

@@ -82,7 +82,7 @@ def test_the_files_in_deploy_are_what_the_command_writes(tmp_path: Path, engine:
     ("engine", "given", "says"),
     [
         ("kubeflow", (), "--image: pods need an image"),
-        ("kubeflow", ("--image", "a", "--spot"), "--spot: which machines may be taken away"),
+        ("kubeflow", ("--image", "a", "--spot"), "--spot: each cluster says in its own way"),
         ("skypilot", (), "--gpu: skypilot has to know"),
         ("dstack", ("--gpu", "H100", "--submit"), "--submit: dstack, the client of dstack, is not installed"),
     ],

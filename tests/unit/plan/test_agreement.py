@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from packtrain.config.schema import Optim, RunConfig, Topology
-from packtrain.plan.agreement import Member, compare_members, shared_values
+from packtrain.launch.rendezvous import Member, compare_members
+from packtrain.plan.origin import shared_values
 
 
 def member(node: int, nodes: int = 2, **changes: Any) -> Member:
