@@ -118,7 +118,6 @@ def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_losses(config.objective),
         *_options(config.objective),
         *check_resume_despite(config.trainer.resume_despite),
-        *_places(config),
         *_environment(config.topology),
         *check_sbatch(config.topology),
         *check_secrets(asdict(config)),
@@ -185,10 +184,6 @@ def _held_out(data: Data) -> Iterator[Fault]:
     if fraction or held_out in ([], {}) or [] in sets.values() or str(held_out).endswith("%"):
         fix = "A fraction of data.train lies between 0 and 1, as in 0.05; null holds nothing out."
         yield Fault((key,), f"{held_out!r} is neither a source nor a fraction", fix, code="bad-held-out")
-    elif isinstance(held_out, float) and data.streaming:
-        what = "a fraction of a stream cannot be held out"
-        fix = "Change data.eval, or leave data.streaming out."
-        yield Fault((key, "data.streaming"), what, fix, code="fraction-of-stream")
 
 
 def _stages(data: Data) -> Iterator[Fault]:
@@ -313,21 +308,6 @@ def _options(objective: Objective) -> Iterator[Fault]:
     }
     unknown = f"packtrain {objective.kind} has no such option"
     yield from check_options("objective.options", objective.options, objective.spec.options, unknown, elsewhere)
-
-
-def _places(config: RunConfig) -> Iterator[Fault]:
-    folder, address = config.trainer.output_dir, config.topology.main_address
-    if not folder.strip():
-        what = "the run folder has no name"
-        yield Fault(("trainer.output_dir",), what, "Name a folder, e.g. runs/sft.", code="no-run-folder")
-    for key, text in (("trainer.output_dir", folder), ("topology.command", config.topology.command or "")):
-        if "\n" in text:
-            yield Fault((key,), "it has a line break", "Write it in one line.", code="line-break")
-    # IPv6 addresses have two colons or more
-    if address is not None and (address.count(":") == 1 or not re.fullmatch(r"[\w.:%-]+", address)):
-        what = f"{address!r} is neither a host name nor an address"
-        fix = "Write only the host; its port is topology.main_port."
-        yield Fault(("topology.main_address",), what, fix, code="not-a-host")
 
 
 def _environment(topology: Topology) -> Iterator[Fault]:
