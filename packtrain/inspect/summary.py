@@ -221,8 +221,7 @@ def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = N
     schedule = schedule_of(corpus, packing, processes, cost or 0.0)
     if not 1 <= step <= schedule.total_steps:
         what = f"step {step}, but the run has {counted(schedule.total_steps, 'steps')}"
-        fix = f"Give a number from 1 to {schedule.total_steps}."
-        raise UserError(what, where="--step", fix=fix, code="no-such-step")
+        raise UserError(what, where="--step", fix=f"Give a number from 1 to {schedule.total_steps}.", code="no-step")
     layout = schedule.layout(step - 1, processes)
     firsts = corpus.train.rows.reshape(-1, corpus.spec.documents)[:, 0]  # the first document of each example
     numbers = {int(number) for parts in layout for part in parts for number in part[:most]}

@@ -159,8 +159,7 @@ def _sources(config: RunConfig) -> Iterator[Fault]:
     data, train = config.data, sources(config.data.train)
     for key, value in (("data.train", data.train), ("data.eval", data.eval)):
         if any(not source.path for source in sources(value)):
-            what = "a source has no path"
-            yield Fault((key,), what, "Give it a file, a folder, or a hub id.", code="source-without-path")
+            yield Fault((key,), "a source has no path", "Give it a file, a folder, or a hub id.", code="no-source-path")
     names = [source.name for source in train if source.name]
     if twice := next((name for name in names if names.count(name) > 1), None):
         what = f"two sources are called {twice!r}"
@@ -321,6 +320,6 @@ def _environment(topology: Topology) -> Iterator[Fault]:
         elif speaks_of_secrets(name):
             what = "its name says that it is a secret, and it would be written to config.yaml"
             fix = f"Remove it, and export {name} in the shell or your job's environment."
-            yield Fault(path, what, fix, code="secret-in-config")
+            yield Fault(path, what, fix, code="has-secret")
         elif not (is_number(value) or (isinstance(value, str) and "\0" not in value)):
             yield Fault(path, f"found {shortened(value)}", "Allowed: text or number.", code="bad-value")

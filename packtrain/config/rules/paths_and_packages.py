@@ -272,8 +272,7 @@ def _file_of(name: str, folders: Sequence[Path], key: str) -> Path:
         return having[0]
     fix = f"Write {LISTED}FOLDER/{_LIST}#{name}."
     if having:
-        what = f"{' and '.join(map(str, having))} both have {name!r}"
-        raise UserError(what, where=key, fix=fix, code="name-in-two-lists")
+        raise UserError(f"{' and '.join(map(str, having))} both have {name!r}", where=key, fix=fix, code="in-two-lists")
     if not lists:
         what = f"no {_LIST} is beside this config or below its folder"
         raise UserError(what, where=key, fix=fix, code="no-data-set-list")
