@@ -227,9 +227,10 @@ def _near(wanted: Path) -> list[Path]:
 
 
 def name_files(data: Data, folders: Sequence[Path]) -> Data:
-    """Add the file to each name without one: the nearest below each of the `folders` (the config's, and where the command runs).
+    """Add the list to each `lf:NAME` without one.
 
-    Raises UserError for a name that no file has, or several have.
+    It is the nearest list below the `folders` (the config's, and the one where the command runs). Raises UserError for a name that no list
+    has, or several have.
     """
 
     def named(value: object, key: str) -> object:

@@ -170,9 +170,10 @@ TABLE = r"""
 """
 """Rules: [code] condition | what is wrong → how to mend it. A rule holds if all words of its condition hold.
 
-`key=a|b`: the key has one of these values. `key~regex`: its whole text matches. `key`: it is neither null, false, 0 nor empty. `!word`: the word does not hold. `key:given`: the
-key is not at its default. Messages name the keys in this order, without those in brackets. `because`: the next key leaves the first one with
-nothing to act on. A rule without a remedy advises to change the first key, or to leave the second out."""
+`key=a|b`: the key has one of these values. `key~regex`: its whole text matches. `key`: it is neither null, false, 0 nor empty. `!word`: the
+word does not hold. `key:given`: the key is not at its default. Messages name the keys in this order, without those in brackets. `because`:
+the next key leaves the first one with nothing to act on. A rule without a remedy advises to change the first key, or to leave the second out.
+"""
 _KEYS = {
     "model.backend": "model.attention",
     "model.is_base_for_adapters": "model.path",
