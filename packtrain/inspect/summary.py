@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
@@ -45,10 +45,6 @@ def summarise(corpus: Corpus, processes: int) -> Shown:
     shown = _choose_typical(corpus)
     bad = corpus.bad_rows()
     places = find_places(corpus, rows_named(findings) | {int(corpus.row_of[document]) for document in shown} | {*bad})
-    labels = None
-    if corpus.labels is not None:
-        desirable = int(corpus.labels[corpus.train.rows].sum())
-        labels = {"desirable": desirable, "undesirable": len(corpus.train) - desirable}
     cost = estimate_attention_cost(corpus)
     percentiles = np.percentile(corpus.train.lengths, PERCENTILES).astype(int).tolist()
     return {
@@ -61,7 +57,7 @@ def summarise(corpus: Corpus, processes: int) -> Shown:
         "split": report.split,
         "cut_tokens": report.cut_tokens,
         "documents": report.documents,
-        "labels": labels,
+        "labels": report.labels and asdict(report.labels),
         "unit": spec.examples,
         "tokens": report.tokens,
         "trained_tokens": report.trained_tokens,
