@@ -167,8 +167,7 @@ class Tokeniser:
             identity = source.identity(partial(hash_file, memory=self.folder / "hashes"))
         except OSError as error:
             where = str(error.filename or given.path)
-            what = f"cannot be used: {error.strerror or error}"
-            raise UserError(what, where=where, code="unusable-source") from error
+            raise UserError(f"cannot be used: {error.strerror or error}", where=where, code="bad-source") from error
         parts = (VERSION, identity, encoder.objective, encoder.tokenizer.content, *self.settings)
         key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
