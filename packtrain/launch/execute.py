@@ -219,7 +219,9 @@ def execute(
             if plan.nodes == 1:  # several machines meet first, so that all of them get the error
                 check_free(folder.root)
             return _launch_and_restart(plan, config, folder, open_folder)
-        if _writes_run_folder(plan):
+        # a single process writes the run folder under any RANK, else rank 0 does
+        rank = plan.command.env.get("RANK", os.environ.get("RANK", "0")) if plan.num_processes > 1 else "0"
+        if plan.node == 0 and rank == "0":
             open_folder(plan, config.trainer.resume)
             Restarts(0, folder).write_record([])  # drop the record of launches that did not begin to train
         os.environ.update(plan.command.env)
@@ -287,12 +289,6 @@ def _limits(config: RunConfig) -> TimeLimits:
 
 def _main_address(plan: LaunchPlan) -> str:
     return plan.accelerate.get("main_process_ip", LOOPBACK)
-
-
-def _writes_run_folder(plan: LaunchPlan) -> bool:
-    """Return whether this process writes the run folder. Rank 0 does; so does a single process, under any RANK."""
-    rank = plan.command.env.get("RANK", os.environ.get("RANK", "0")) if plan.num_processes > 1 else "0"
-    return plan.node == 0 and rank == "0"
 
 
 def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: Group, restarts: Restarts) -> Verdict:

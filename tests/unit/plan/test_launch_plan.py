@@ -248,12 +248,13 @@ def test_rows_that_do_not_divide_over_the_processes_are_refused_with_the_nearest
 def test_a_step_that_a_loss_has_to_see_as_a_whole_is_not_planned_in_parts(
     processes: int, mode: Any, said: str | None
 ) -> None:
-    groups = Batch(examples_per_step=32), mode, Objective(kind="dpo", loss=["sigmoid", "aot"]), Trainer()
+    objective = Objective(kind="dpo", loss=["sigmoid", "aot"])
+    config = RunConfig(batch=Batch(examples_per_step=32), packing=Packing(mode=mode), objective=objective)
     if said is None:
-        assert plan_batch(*groups, processes=processes).examples_per_step == 32
+        assert plan_batch(config, processes).examples_per_step == 32
         return
     with pytest.raises(UserError, match=f"aot sorts all pairs of a step, which here are spread over {said}"):
-        plan_batch(*groups, processes=processes)
+        plan_batch(config, processes)
 
 
 @pytest.mark.parametrize(
