@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import packtrain.model.heads
+import packtrain.model.forward
 from packtrain.attention import flash
 from packtrain.attention.backends import attention_by, attention_of
 from packtrain.attention.kernel_choice import KernelChoice, LayerFeatures
@@ -40,10 +40,12 @@ from packtrain.model.flops import training_flops
 from packtrain.model.forward import patch_forward
 from packtrain.model.layers import recompute
 from packtrain.model.load import base_model
-from packtrain.model.precision import settle_kernels, weights_cast_once
+from packtrain.model.precision import settle_kernels
+from packtrain.objectives.spec import equal_weights
 from packtrain.packing.collate import collate_flat, collate_padded, label_positions, on_device
 from packtrain.plan.surroundings import lack_of_compiler
 from packtrain.run_folder import installed_version
+from packtrain.train.engine import weights_cast_once
 
 ROOT = Path(__file__).resolve().parents[1]
 Note = Callable[..., None]
@@ -377,11 +379,11 @@ def head_by_chunk(note: Note, tiny: bool) -> None:
 
     def work() -> dict[str, Any]:
         forget(head)
-        spent = seconds_of(lambda: packtrain.model.heads.sum_losses(hidden, targets, head, "nll").backward())
+        spent = seconds_of(lambda: packtrain.model.forward.sum_losses(hidden, targets, head, equal_weights).backward())
         return {"ms": spent * 1e3, "peak_gib": peak_gib()}
 
     for chunk in (64, 128) if tiny else (2048, 4096, 8192, 16_384):
-        with replaced(packtrain.model.heads, "HEAD_CHUNK", chunk):
+        with replaced(packtrain.model.forward, "HEAD_CHUNK", chunk):
             attempt(note, f"head, chunks of {chunk:,}", work)
 
 
@@ -392,7 +394,10 @@ def full_middle(note: Note, tiny: bool) -> None:
     ladder.measure("pads by nothing, as before", ladder.own(), pads())
     ladder.measure("Liger", ladder.own(), ladder.liger())
     ladder.measure(
-        f"Liger, head by {chunk:,}", ladder.own(), ladder.liger(), replaced(packtrain.model.heads, "HEAD_CHUNK", chunk)
+        f"Liger, head by {chunk:,}",
+        ladder.own(),
+        ladder.liger(),
+        replaced(packtrain.model.forward, "HEAD_CHUNK", chunk),
     )
     for kernel in ladder.others():
         ladder.measure(f"Liger, {kernel.name}", using(kernel), ladder.liger())

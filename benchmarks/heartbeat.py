@@ -24,7 +24,7 @@ import torch.distributed as dist
 from packtrain.monitor.channel import ADDRESS, SECRET, Server
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.monitor.watchdog import POLL_S, Watchdog
-from packtrain.train.log.rank_times import EXCHANGE_EVERY, StepClock
+from packtrain.train.log.metrics import EXCHANGE_EVERY, StepClock
 
 STEPS = 5000
 REDUCTIONS = 1500

@@ -21,10 +21,10 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperCommand
 
-from packtrain import __version__, fast_imports, work
+from packtrain import __version__
 from packtrain.errors import UserError, exit_code_of, report_error
 from packtrain.objectives.spec import OBJECTIVES
-from packtrain.system import open_streams, outlive_terminal
+from packtrain.system import fast_imports, open_streams, outlive_terminal, stdout_on_stderr
 from packtrain.wording import CleanStream, clean, learn
 
 try:
@@ -224,8 +224,7 @@ def verify(
     run, _ = _config_and_plan(arguments)
     if collator is None:
         return run_verification(run, partial(_execute, "verify"), as_json=as_json)
-    how = {"attention": attention, "attached": attached, "as_json": as_json}
-    return run_on_collator(run.model, run.peft, run.trainer, collator, **how)
+    return run_on_collator(run, collator, attention=attention, attached=attached, as_json=as_json)
 
 
 def _measure(launch: LaunchPlan, short: RunConfig) -> int:
@@ -438,6 +437,21 @@ def _execute(verb: str, launch: LaunchPlan, run: RunConfig, *more: Any) -> int:
     from packtrain.launch.execute import execute
 
     return execute(launch, run, partial(work, verb, run), *more)
+
+
+def work(verb: str, config: RunConfig) -> int:
+    """Do one process's work under a training or measuring verb; return its exit code."""
+    with fast_imports():
+        from packtrain.train.run import train
+    if verb == "bench":
+        from packtrain.bench.measured_run import measure_in
+
+        return train(verb, config, measure_in)
+    if verb == "eval":
+        from packtrain.train.run import evaluate_in
+
+        return train(verb, config, evaluate_in)
+    return train(verb, config)
 
 
 def _report(folder: RunFolder) -> None:

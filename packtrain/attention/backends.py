@@ -158,7 +158,8 @@ def attend_by(model: PreTrainedModel, name: str) -> Undo:
     this model."""
     attention = attention_by(name)
     if why := attention.why_not(model):
-        raise CheckFailed(f"{type(model).__name__}: {why}", fix=f"set model.attention to {_PER_DOCUMENT}")
+        fix = f"set model.attention to {_PER_DOCUMENT}"
+        raise CheckFailed(f"{type(model).__name__}: {why}", fix=fix, code="attention-not-replaceable")
     return attention.install(model)
 
 

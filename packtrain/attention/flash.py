@@ -40,7 +40,7 @@ def flash_attention(
     """Call a varlen kernel once; `s_aux` (sinks) [heads]. The output has the kernel's number format. Raises CheckFailed if no
     kernel is right for the layer."""
     if dropout:
-        raise CheckFailed(f"{type(module).__name__}: {_DROPS}", fix=_OTHER)
+        raise CheckFailed(f"{type(module).__name__}: {_DROPS}", fix=_OTHER, code="kernels-drop-nothing")
     # layer norms and rotary embeddings return float32 under autocast and with PEFT
     dtype = get_target_dtype(query, module) or query.dtype
     q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
@@ -48,7 +48,8 @@ def flash_attention(
     layer = LayerFeatures(dtype, group, q.shape[2], v.shape[2], window_used, softcap, sinks)
     choice = choose_kernel(layer, query.device)
     if choice.kernel is None:
-        raise CheckFailed(f"no flash kernel serves {type(module).__name__}: {choice.why_not()}", fix=_OTHER)
+        what = f"no flash kernel serves {type(module).__name__}: {choice.why_not()}"
+        raise CheckFailed(what, fix=_OTHER, code="no-flash-kernel")
     scoring = Scoring(q.shape[2] ** -0.5 if scaling is None else scaling, window, softcap)
     return attend_by_segments(choice.kernel, q, k, v, segments, scoring, s_aux)[None]
 

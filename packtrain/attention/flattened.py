@@ -76,16 +76,17 @@ def row_of(
     Refuses keys of other tokens than the row's (deepseek_v4 compresses them), and a layer's own mask or bias of the whole row (doge has one).
     """
     if segments is None or segments.tokens != query.shape[2] or query.shape[0] != 1:
+        code = "segments-not-passed-on"
         what = "ran on a flattened row without knowing its documents (does its model pass on keyword arguments?)"
     elif key.shape[2] != query.shape[2]:
-        what = "attends to keys of other tokens"
+        code, what = "keys-of-other-tokens", "attends to keys of other tokens"
     elif attention_mask is not None:
-        what = "brings a mask of its own"
+        code, what = "layer-has-mask", "brings a mask of its own"
     elif kwargs.get("position_bias") is not None:
-        what = "adds a bias by position in the row"
+        code, what = "layer-has-bias", "adds a bias by position in the row"
     else:
         return local_segments(module, segments, sliding_window)
-    raise CheckFailed(f"{type(module).__name__} {what}", fix="set model.attention=per_document")
+    raise CheckFailed(f"{type(module).__name__} {what}", fix="set model.attention=per_document", code=code)
 
 
 def attention_function(module: torch.nn.Module, kwargs: Mapping[str, object]) -> AttentionOf:
@@ -128,29 +129,19 @@ def local_segments(
     """
     if sliding_window is not None:
         return segments, sliding_window
-    config = getattr(module, "config", None)
-    kind = _layer_kind(config, getattr(module, "layer_idx", None))
-    window, chunk = (_positive(config, name) for name in ("sliding_window", "attention_chunk_size"))
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[layer] if kinds and layer is not None and layer < len(kinds) else None
+    sizes = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    window, chunk = (size if isinstance(size, int) and size > 0 else None for size in sizes)
     if kind == "sliding_attention" and window:
         return segments, window
     if kind == "chunked_attention" and chunk:
         return chunks(segments, chunk), None
     if kind is None and (window or chunk):
-        raise CheckFailed(
-            f"{type(module).__name__} may see only {window or chunk} tokens back by its config, but does not say so",
-            fix=_UNSURE,
-        )
+        what = f"{type(module).__name__} may see only {window or chunk} tokens back by its config, but does not say so"
+        raise CheckFailed(what, fix=_UNSURE, code="window-unknown")
     return segments, None
-
-
-def _layer_kind(config: object, layer: int | None) -> str | None:
-    kinds = getattr(config, "layer_types", None)
-    return kinds[layer] if kinds and layer is not None and layer < len(kinds) else None
-
-
-def _positive(config: object, name: str) -> int | None:
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) and value > 0 else None
 
 
 @lru_cache(maxsize=64)

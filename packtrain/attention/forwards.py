@@ -111,6 +111,7 @@ def _rotate_by_document(
         raise CheckFailed(
             f"the rotary embeddings of {type(module).__name__} depend on a document's length, which cannot share a prefix",
             fix="set model.attention=per_document",
+            code="rotary-by-length",
         )
     documents = position_ids.tensor_split(borders.cpu(), dim=1)
     parts = [inner(x, positions, *args, **kwargs) for positions in documents]

@@ -114,7 +114,7 @@ def _check_alive(name: str, failure: str, device: torch.device) -> None:
         except RuntimeError as error:
             what = f"{name} made {device} unusable for this process when it was tried: {failure}"
             fix = "uninstall that package or install another version of it; model.attention=segmented does without kernels"
-            raise CheckFailed(what, where="model.attention", fix=fix) from error
+            raise CheckFailed(what, where="model.attention", fix=fix, code="kernel-broke-gpu") from error
 
 
 def kernel_error(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> float:

@@ -102,9 +102,9 @@ def _attend_in_blocks(
 
 def on_paths(tensor: torch.Tensor, row: Segments) -> Sequence[torch.Tensor]:
     """Split `tensor` [1, kv_heads, T, d]: for each segment all tokens on its path."""
-    gather = borders_of(row, tensor.device).gather
-    if gather is None:
+    if not any(row.prefix_lengths):
         return tensor.split(row.lengths, dim=2)
+    gather = borders_of(row, tensor.device).gather
     lengths = [own + before for own, before in zip(row.lengths, row.prefix_lengths, strict=True)]
     return cast(torch.Tensor, Gathered.apply(tensor, 2, gather)).split(lengths, dim=2)
 

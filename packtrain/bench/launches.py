@@ -24,14 +24,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from packtrain import fast_imports
 from packtrain.bench.search import Candidate, Failure, RunFigures, Trial, fastest_of, is_clear, search, trial_json
 from packtrain.config.rules import check_combinations
 from packtrain.config.schema import Batch, RunConfig, Tracking
 from packtrain.errors import CheckFailed, Json, UserError
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder, object_of
-from packtrain.system import redirect_output
+from packtrain.system import fast_imports, redirect_output
 from packtrain.train.verify.command import on_this_machine
 
 MIN_S, MAX_S = 5, 86_400

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from packtrain.changes.spec import NO_GRADIENTS, Change, Proposal, Situation
-from packtrain.model.expert_loop import KEY, LOOP, can_group
+from packtrain.model.layers import EXPERTS_KEY, LOOP, can_group
 
 GROUPED = "packtrain_grouped"
 """Its name in transformers' ExpertsInterface."""
@@ -57,7 +57,7 @@ def _propose(situation: Situation) -> Proposal | None:
     return Proposal(
         what="all of a layer in one grouped product",
         make=group_experts,
-        key=KEY if asked == "grouped" else None,
+        key=EXPERTS_KEY if asked == "grouped" else None,
         # transformers groups experts without a proof too
         unproved=f"{ranks.strategy} {NO_GRADIENTS}" if ranks.spec.gathers_by_engine else "",
     )

@@ -37,7 +37,8 @@ def check_float8(device: torch.device) -> None:
         return
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     fix = "it takes a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell); set it to auto"
-    raise UserError(f"{what} does not multiply in 8-bit floating point", where=f"{KEY} (fp8)", fix=fix)
+    what = f"{what} does not multiply in 8-bit floating point"
+    raise UserError(what, where=f"{KEY} (fp8)", fix=fix, code="no-fp8-device")
 
 
 def multiply_in_float8(model: PreTrainedModel, *, emulate: bool = False) -> Callable[[], None]:
@@ -52,7 +53,7 @@ def multiply_in_float8(model: PreTrainedModel, *, emulate: bool = False) -> Call
     modules = [module for layer in layers_of(model) for name, module in layer.named_modules() if _fits(name, module)]
     if not modules:
         what = f"{type(model).__name__} has no linear modules in its layers whose sizes are multiples of {_MULTIPLE}"
-        raise UserError(what, where=f"{KEY} (fp8)", fix="set it to auto")
+        raise UserError(what, where=f"{KEY} (fp8)", fix="set it to auto", code="no-fp8-layers")
     settings: Any = vars(float8_linear(_MULTIPLE, _MULTIPLE, bias=False, device="meta", config=config))
     added = settings.keys() - vars(nn.Linear(1, 1))
     for module in modules:

@@ -93,6 +93,7 @@ def proposals(situation: Situation) -> Iterator[tuple[str, Proposal]]:
             continue
         proposal, required = change.propose(situation), change.kernel and asked == change.name
         if proposal is None and required:
-            raise UserError(f"{change.name} cannot change this model", where=KEY, fix="set it to auto")
+            what = f"{change.name} cannot change this model"
+            raise UserError(what, where=KEY, fix="set it to auto", code="change-unavailable")
         if proposal is not None:
             yield change.label or change.name, replace(proposal, key=KEY) if required else proposal

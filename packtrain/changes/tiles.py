@@ -47,14 +47,14 @@ def check_tiles(model: nn.Module) -> None:
     name, kinds = type(base).__name__, {type(mlp): mlp for mlp in mlps_of(base)}
     if not kinds:
         what = f"no layer of {name} has an MLP that is a module of its own and no mixture of experts"
-        raise UserError(what, where=KEY, fix=f"set {KEY}=null")
+        raise UserError(what, where=KEY, fix=f"set {KEY}=null", code="no-mlps")
     with evaluating(base), model_refusals(f"the MLPs of {name} cannot run on tiles", fix=f"set {KEY}=null"):
         hidden = torch.randn(1, 7, base.config.get_text_config().hidden_size).to(base.device, base.dtype)
         for mlp in map(_with_whole_weights, kinds.values()):
             whole, tiled = mlp(hidden), _by_tiles(mlp.forward, 3, hidden)
             if not (off := difference(tiled[0], whole[0])) <= tolerance_of(base.dtype).outputs:
                 what = f"tokens see each other in the MLPs of {name}: on tiles outputs are off by {off:.2g}"
-                raise CheckFailed(what, where=KEY, fix=f"set {KEY}=null")
+                raise CheckFailed(what, where=KEY, fix=f"set {KEY}=null", code="mlps-mix-tokens")
 
 
 def _with_whole_weights(mlp: nn.Module) -> nn.Module:

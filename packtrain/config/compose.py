@@ -22,13 +22,11 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config import is_list, is_mapping
-from packtrain.config.dataset_names import name_files
-from packtrain.config.fault import Fault
+from packtrain.config import Fault, is_list, is_mapping
 from packtrain.config.keys import keys
 from packtrain.config.overrides import COMMAND_LINE, Argument, assignment, carry_out, no_choice, parse, values_of_sweep
 from packtrain.config.rules import check_combinations
-from packtrain.config.rules.paths_and_packages import check_packages, check_paths, model_of
+from packtrain.config.rules.paths_and_packages import check_packages, check_paths, model_of, name_files
 from packtrain.config.rules.slurm import note_secrets
 from packtrain.config.schema import RunConfig, groups
 from packtrain.config.validate import build, plain_values
@@ -106,8 +104,9 @@ def load_points(
     shared, number = [text for text in overrides if text not in swept], math.prod(map(len, swept.values()))
     if not swept or number > MAX_POINTS:
         what = f"more than {MAX_POINTS:,} runs" if swept else "there is nothing to sweep: no key has several values"
+        code = "too-many-runs" if swept else "nothing-to-sweep"
         fix = "Write key=a,b or key=range(1,4) for at least one key; Slurm's own limit is usually 1,000 (MaxArraySize)."
-        raise UserError(what, where=f"{COMMAND_LINE}, -m", fix=fix)
+        raise UserError(what, where=f"{COMMAND_LINE}, -m", fix=fix, code=code)
     notes: dict[str, None] = {}  # in order
     points = [
         Point(load_config(config_path, [*leading, *shared, *chosen], notes.setdefault), chosen)
@@ -133,8 +132,8 @@ def load_points(
 
 def faults_of(values: Mapping[str, object]) -> list[Fault]:
     """Return the faults of plain values (group → key → value). Files and packages on this machine do not matter."""
-    made, faults = build(values)
-    return faults + _not_yet_reported(_impossible(RunConfig(**made)), faults, [])
+    config, faults = build(values)
+    return faults + _not_yet_reported(_impossible(config), faults, [])
 
 
 def changes(config: RunConfig) -> dict[str, dict[str, object]]:
@@ -221,7 +220,7 @@ class _Composition:
         """
         if file.path in self._open:
             what = "the defaults list leads back to the file it is in"
-            raise UserError(what, where=shown(self._file or file.path))
+            raise UserError(what, where=shown(self._file or file.path), code="circular-defaults")
         self._open.append(file.path)
         for inner, choice, where in _entries(file, group):
             if choice == _SELF:
@@ -242,7 +241,7 @@ class _Composition:
             self.invalid_groups.append(group)
         else:
             what, fix = f"{choice!r} does not exist", f"There is no {choice}.yaml beside this file."
-            raise UserError(what, where=place, fix=fix)
+            raise UserError(what, where=place, fix=fix, code="no-such-config")
 
     def _merge(self, file: ConfigFile, group: str, place: str) -> None:
         own = file.values
@@ -253,7 +252,7 @@ class _Composition:
         try:
             self.values = cast(DictConfig, OmegaConf.merge(self.values, {group: own} if group else own))
         except (OmegaConfBaseException, ValueError, TypeError) as error:
-            raise UserError(str(error).split("\n")[0], where=shown(file.path)) from error
+            raise UserError(str(error).split("\n")[0], where=shown(file.path), code="cannot-merge") from error
         for key in file.lines:
             self._places[f"{group}.{key}" if group else key] = place or file.place(key)
 
@@ -264,7 +263,8 @@ def _entries(file: ConfigFile, group: str) -> list[tuple[str, str, str]]:
     (_, _SELF, _) stands for the file's own keys. They come last if the list does not place them.
     """
     if not is_list(file.defaults):
-        raise UserError("it must be a list", where=f"{file.place('defaults')}, defaults", fix=_DEFAULTS_FORM)
+        where = f"{file.place('defaults')}, defaults"
+        raise UserError("it must be a list", where=where, fix=_DEFAULTS_FORM, code="defaults-not-a-list")
     entries: list[tuple[str, str, str]] = []
     for at, entry in enumerate(file.defaults):
         where = f"{file.place(f'defaults[{at}]')}, defaults"
@@ -273,13 +273,13 @@ def _entries(file: ConfigFile, group: str) -> list[tuple[str, str, str]]:
             continue
         if not isinstance(choice, str if not name else (str, int)) or "$" in f"{name}{choice}" or " " in str(name):
             what = f"{entry!r} is not a valid entry of a defaults list (interpolation, override and optional are not supported)"
-            raise UserError(what, where=where, fix=_DEFAULTS_FORM)
+            raise UserError(what, where=where, fix=_DEFAULTS_FORM, code="bad-defaults-entry")
         if not name and choice != _SELF:
             name, _, choice = str(choice).rpartition("/")
             name = name or group
         name = str(name).removeprefix("/")
         if name and any(item == name for item, _, _ in entries):
-            raise UserError(f"two choices for {name}", where=where, fix="Keep one of them.")
+            raise UserError(f"two choices for {name}", where=where, fix="Keep one of them.", code="two-choices")
         entries.append((name, str(choice), where))
     return entries if any(choice == _SELF for _, choice, _ in entries) else [*entries, ("", _SELF, "")]
 
@@ -287,8 +287,7 @@ def _entries(file: ConfigFile, group: str) -> list[tuple[str, str, str]]:
 def _check(composed: DictConfig, invalid_groups: list[str], *, packages: bool) -> tuple[RunConfig, list[Fault]]:
     """Return the typed config and all its faults. Each key is named once, and `invalid_groups` are not named again."""
     values, faults = plain_values(composed)
-    made, wrong_values = build(values)
-    config = RunConfig(**made)
+    config, wrong_values = build(values)
     faults += _not_yet_reported(wrong_values, faults, invalid_groups)
     here = [*check_paths(config), *(check_packages(config) if packages else ())]
     return config, faults + _not_yet_reported([*_impossible(config), *here], faults, invalid_groups)

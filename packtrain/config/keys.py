@@ -14,11 +14,11 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
-from packtrain.config.fault import Fault
+from packtrain.config import Fault
 from packtrain.config.objective import Resume
 from packtrain.config.schema import DataSource, Stage, groups
 from packtrain.objectives.spec import OBJECTIVES
-from packtrain.optimizers.spec import REFUSED
+from packtrain.optimizers import REFUSED
 
 _OF_SBATCH = {name: name for name in ("account", "constraint", "gres", "partition", "qos")}
 ELSEWHERE = {
@@ -198,12 +198,13 @@ def check_resume_despite(names: list[str]) -> Iterator[Fault]:
     for name in names:
         if is_fixed(name):
             what = f"{name} cannot change: the weights or optimizer states of the checkpoint would not fit"
-            yield Fault(where, what, "Start over with trainer.resume=never.")
+            yield Fault(where, what, "Start over with trainer.resume=never.", code="key-cannot-change")
         elif name not in known and not name.startswith("model.config."):
-            yield Fault(where, f"there is no key {name!r}", suggest(name, known, "Name keys as the refusal does."))
+            what = f"there is no key {name!r}"
+            yield Fault(where, what, suggest(name, known, "Name keys as the refusal does."), code="no-such-key")
 
 
-def _key(item: Field[Any], kind: Kind, path: str) -> Key:
+def _key(item: Field[object], kind: Kind, path: str) -> Key:
     default = item.default_factory() if item.default_factory is not MISSING else item.default
     declared = dict(item.metadata)
     of, among, doc = declared.pop("of"), declared.pop("among"), declared.pop("doc")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from packtrain.objectives.spec import OBJECTIVES, Spec, losses
+from packtrain.objectives.spec import OBJECTIVES, Spec, TokenWeights, equal_weights, losses
 
 Resume = Literal["free", "decisive", "fixed"]
 """Whether a resumed run may change a key: unasked (documents and losses stay the same), if trainer.resume_despite names it, or never (the
@@ -85,9 +85,9 @@ class Objective:
         return self.loss if isinstance(self.loss, list) else [self.loss]
 
     @property
-    def token_loss(self) -> str:
-        """The output head's loss for each token, the negative log-likelihood for all but documents."""
-        return self.losses[0] if self.spec.examples == "documents" and self.losses else "nll"
+    def token_weights(self) -> TokenWeights:
+        """The weights of tokens in the loss of documents."""
+        return self.spec.token_weights.get(next(iter(self.losses), ""), equal_weights)
 
     def option(self, name: str) -> Any:
         """Return the value of an option, by default TRL's."""

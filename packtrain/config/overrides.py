@@ -56,11 +56,13 @@ def _read(text: str, beside: Path | None) -> Argument | Problem:
     if text.startswith("-"):
         advice = advice_for(text.strip("-").partition("=")[0].replace("-", "_"))
         fix = "Config keys are written key=value, without dashes; -h lists them."
-        return Problem("no such option", where, f"{fix} {advice}" if advice.startswith("Did") else fix)
+        what = "no such option"
+        return Problem(what, where, f"{fix} {advice}" if advice.startswith("Did") else fix, code="no-such-flag")
     if not equals and not text.startswith("~"):
-        return Problem("not of the form key=value", where, "Example: optim.learning_rate=1e-4.")
+        return Problem("not of the form key=value", where, "Example: optim.learning_rate=1e-4.", code="not-key-value")
     if not _KEY.fullmatch(key):
-        return Problem("no key has such a name", where, "A key is GROUP.NAME; lists are set whole: data.train=[a,b].")
+        what = "no key has such a name"
+        return Problem(what, where, "A key is GROUP.NAME; lists are set whole: data.train=[a,b].", code="not-a-key")
     try:
         parsed = OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of more than 4,300 digits
@@ -68,9 +70,9 @@ def _read(text: str, beside: Path | None) -> Argument | Problem:
         entries = ",".join(f"'{entry}'" for entry in re.split(r"\s*,\s*", value.strip("[] ")))
         quoted = f"{key}=[{entries}]" if value.startswith("[") and "'" not in value else assignment(key, value)
         fix = f'Quote the value, for the shell too: "{quoted}".'
-        return Problem(f"cannot be read ({reason})", where, fix)
+        return Problem(f"cannot be read ({reason})", where, fix, code="unreadable-argument")
     if parsed.is_sweep_override():
-        return Problem(_NO_SWEEP, where, _SWEEP_FIX)
+        return Problem(_NO_SWEEP, where, _SWEEP_FIX, code="sweep-not-here")
     key, known = parsed.key_or_group, options(parsed.key_or_group, beside)
     chosen = None if parsed.is_delete() else parsed.value()
     if isinstance(chosen, (str, int, float)) and (key in groups() or known):
@@ -78,7 +80,7 @@ def _read(text: str, beside: Path | None) -> Argument | Problem:
         return Argument(text, key, choice, parsed) if choice in known else no_choice(key, choice, known, where)
     if key in groups() and not parsed.is_delete():
         fix = f"Write {key}.KEY=… for each key, or {key}=CHOICE."
-        return Problem("a group takes the name of a choice", where, fix)
+        return Problem("a group takes the name of a choice", where, fix, code="group-needs-choice")
     return Argument(text, key, None, parsed)
 
 
@@ -90,14 +92,15 @@ def carry_out(argument: Argument, values: DictConfig) -> Problem | None:
         if parsed.is_delete():
             holder = OmegaConf.select(values, outer) if outer else values
             if not isinstance(holder, DictConfig) or leaf not in holder:
-                return Problem(f"there is no {key} to take away", argument.where)
+                return Problem(f"there is no {key} to take away", argument.where, code="nothing-to-remove")
             del holder[leaf]
         else:
             value = parsed.value()
             merge = isinstance(value, dict) and isinstance(OmegaConf.select(values, key), DictConfig)
             OmegaConf.update(values, key, value, merge=merge, force_add=True)
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-        return Problem(str(error).split("\n")[0], argument.where, "Set the whole key, or write it into the YAML file.")
+        what = str(error).split("\n")[0]
+        return Problem(what, argument.where, "Set the whole key, or write it into the YAML file.", code="cannot-set")
     return None
 
 
@@ -116,7 +119,8 @@ def values_of_sweep(text: str, most: int) -> list[str] | None:
     values = list(itertools.islice(parsed.sweep_string_iterator(), most + 1)) if named else []
     if not values:
         fix = "Name the values: key=a,b or key=range(1,4), which is 1, 2 and 3."
-        raise UserError("this has no values to try one by one", where=f"{COMMAND_LINE}, {text}", fix=fix)
+        what = "this has no values to try one by one"
+        raise UserError(what, where=f"{COMMAND_LINE}, {text}", fix=fix, code="empty-sweep")
     return [f"{parsed.get_key_element()}={value}" for value in values]
 
 
@@ -131,6 +135,7 @@ def assignment(key: str, value: str) -> str:
 def no_choice(group: str, choice: str, options: list[str], where: str) -> Problem:
     """Return the problem of a `choice` that `group` does not have."""
     if not options:
-        return Problem(f"there is no group {group!r} of choices", where, f"The groups are {', '.join(groups())}.")
+        what = f"there is no group {group!r} of choices"
+        return Problem(what, where, f"The groups are {', '.join(groups())}.", code="no-such-group")
     fix = f"Choices: {', '.join(options)}. {suggest(choice, options)}".strip()
-    return Problem(f"{group} has no choice {choice!r}", where, fix)
+    return Problem(f"{group} has no choice {choice!r}", where, fix, code="no-such-choice")

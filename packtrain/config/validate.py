@@ -17,8 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config import is_list, is_mapping
-from packtrain.config.fault import Fault
+from packtrain.config import Fault, is_list, is_mapping
 from packtrain.config.keys import (
     OTHER_VALUES,
     Key,
@@ -31,7 +30,7 @@ from packtrain.config.keys import (
     suggest,
     words,
 )
-from packtrain.config.schema import DataSource, groups
+from packtrain.config.schema import DataSource, RunConfig, groups
 from packtrain.wording import shortened
 
 _REFUSED = object()
@@ -56,8 +55,8 @@ def plain_values(composed: DictConfig) -> tuple[dict[str, object], list[Fault]]:
     return {str(name): _resolved(composed, name, str(name), faults) for name in composed}, faults
 
 
-def build(values: Mapping[str, object]) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the groups' dataclasses made from `values`, and the faults of the values.
+def build(values: Mapping[str, object]) -> tuple[RunConfig, list[Fault]]:
+    """Return the config made from `values`, and the faults of the values.
 
     `values` are group → key → value. A wrong key gets its default there, so that the others can still be checked against each other.
     """
@@ -65,14 +64,14 @@ def build(values: Mapping[str, object]) -> tuple[dict[str, Any], list[Fault]]:
     made: dict[str, Any] = {}
     for name, value in values.items():
         if name not in groups():
-            faults.append(Fault((name,), "there is no such key", advice_for(name)))
+            faults.append(Fault((name,), "there is no such key", advice_for(name), code="no-such-key"))
         elif value is not None and not is_mapping(value):
             fix = f"Write {name}: {{{next(iter(keys_of(groups()[name])))}: …}}, or name a file of the group under "
             fix += f"defaults: [{name}: CHOICE, _self_]."
-            faults.append(Fault((name,), f"{_in_words(value)} where a group of keys belongs", fix))
+            faults.append(Fault((name,), f"{_in_words(value)} where a group of keys belongs", fix, code="not-a-group"))
         elif value:
             made[name] = _build(groups()[name], f"{name}.", value, faults)
-    return made, faults
+    return RunConfig(**made), faults
 
 
 def _resolved(parent: DictConfig | ListConfig, key: Any, path: str, faults: list[Fault]) -> object:
@@ -83,7 +82,7 @@ def _resolved(parent: DictConfig | ListConfig, key: Any, path: str, faults: list
         what, fix = str(error).split("\n")[0], "Give it a value, name keys by their full path (${group.key}), or write "
         if isinstance(error, RecursionError) or "recursi" in what.lower():
             what = "the interpolation goes round in a circle"
-        faults.append(Fault((path,), what, f"{fix}${{oc.env:NAME,DEFAULT}}."))
+        faults.append(Fault((path,), what, f"{fix}${{oc.env:NAME,DEFAULT}}.", code="unresolved-value"))
         return None
     if isinstance(value, DictConfig):
         return {str(item): _resolved(value, item, f"{path}.{item}", faults) for item in value}
@@ -98,10 +97,10 @@ def _build(cls: type, prefix: str, values: Mapping[str, object], faults: list[Fa
     for name, value in values.items():
         path, before = f"{prefix}{name}", len(faults)
         if name not in known and cls in groups().values():
-            faults.append(Fault((path,), "there is no such key", advice_for(path)))
+            faults.append(Fault((path,), "there is no such key", advice_for(path), code="no-such-key"))
         elif name not in known:
             fix = suggest(name, known, f"A {words((cls,))} has {', '.join(known)}.")
-            faults.append(Fault((path,), "there is no such key", fix))
+            faults.append(Fault((path,), "there is no such key", fix, code="no-such-key"))
         else:
             taken = _as(value, members(known[name].type), path, faults)
             if taken is not _REFUSED and _in_bounds(taken, known[name]):
@@ -156,7 +155,7 @@ def _as_entry(item: object, kinds: tuple[Kind, ...], path: str, faults: list[Fau
     if (taken := _as(item, kinds, path, faults)) is _REFUSED and len(faults) == before:
         known = [name for part in kinds for name in choices(part)]
         fix = f"Allowed: {words(kinds)}. {suggest(str(item), known)}".strip()
-        faults.append(Fault((path,), f"found {_in_words(item)}", fix))
+        faults.append(Fault((path,), f"found {_in_words(item)}", fix, code="bad-value"))
     return taken
 
 
@@ -182,7 +181,7 @@ def _refused(value: object, key: Key) -> Fault:
         fix = f"{fix} {suggest(value, known)}".strip()
     elif str in kinds and isinstance(value, (bool, int, float)):
         fix += ' Quote it if it is text: in YAML "…", on the command line \'key="…"\'.'
-    return Fault((key.path,), f"found {_in_words(value)}", fix)
+    return Fault((key.path,), f"found {_in_words(value)}", fix, code="bad-value")
 
 
 def _in_words(value: object) -> str:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -34,7 +34,7 @@ class ConfigFile:
     """A file as read: its `values` without `defaults`. `lines` has the line (from 1) of each key, such as "data.train[1].path"."""
 
     path: Path
-    defaults: Any
+    defaults: object
     values: DictConfig
     lines: dict[str, int]
 
@@ -73,15 +73,16 @@ def find_config(name: str) -> Path:
         if os.path.isfile(candidate):
             if candidate.suffix != SUFFIX:
                 fix = f"Rename it to {path.stem}{SUFFIX}. Data comes after a recipe: recipes/smollm2-sft.yaml data.train={name}."
-                raise UserError("a config file ends with .yaml", where=name, fix=fix)
+                raise UserError("a config file ends with .yaml", where=name, fix=fix, code="config-not-yaml")
             return candidate.absolute()
     if os.path.exists(path):
-        raise UserError("this is a folder or no regular file", where=name, fix="Name a .yaml file.")
+        what = "this is a folder or no regular file"
+        raise UserError(what, where=name, fix="Name a .yaml file.", code="config-not-a-file")
     ours = {item.stem: f"recipes/{item.name}" for item in sorted(recipes.glob(f"*{SUFFIX}"))}
     known = {**ours, **{item.stem: str(item) for item in path.parent.glob(f"*{SUFFIX}")}}
     meant = " or ".join(known[stem] for stem in near(path.stem, known))
     fix = f"Did you mean {meant}?" if meant else f"Recipes that come with packtrain: {', '.join(ours.values())}."
-    raise UserError("no such config file", where=name, fix=fix)
+    raise UserError("no such config file", where=name, fix=fix, code="no-such-config")
 
 
 def shown(path: Path) -> str:
@@ -98,33 +99,38 @@ def read_config(path: Path) -> ConfigFile:
         learn(text)
         root = yaml.SafeLoader(text).get_single_node()
         if root is not None and not isinstance(root, yaml.MappingNode):
-            raise UserError("a config is a mapping of groups, such as `optim: {…}`", where=f"{shown(path)}:1")
+            what = "a config is a mapping of groups, such as `optim: {…}`"
+            raise UserError(what, where=f"{shown(path)}:1", code="not-a-mapping")
         for key, first, value in _nodes(root, ""):
             where = f"{shown(path)}:{first.start_mark.line + 1}, {key}"
             if len(lines) > _MOST or key.count(".") + key.count("[") > _DEEPEST:
                 what = f"more than {_MOST} values or {_DEEPEST} levels, with aliases (*) written out"
-                raise UserError(what, where=where, fix="Write less, or name a file with the data.")
+                fix = "Write less, or name a file with the data."
+                raise UserError(what, where=where, fix=fix, code="too-many-values")
             if value.tag.endswith((":int", ":float")) and _MISREAD_NUMBER.fullmatch(value.value):
                 what = f"YAML takes {value.value} for another number (octal or base 60)"
-                raise UserError(what, where=where, fix="Write the number in full digits, or in quotes if it is text.")
+                fix = "Write the number in full digits, or in quotes if it is text."
+                raise UserError(what, where=where, fix=fix, code="ambiguous-number")
             lines.setdefault(key, first.start_mark.line + 1)
         values = cast(DictConfig, OmegaConf.load(io.StringIO(text)))
     except UnicodeDecodeError as error:
         what = f"not UTF-8 text: {error.reason} at byte {error.start}"
-        raise UserError(what, where=shown(path), fix="Save it as UTF-8.") from error
+        raise UserError(what, where=shown(path), fix="Save it as UTF-8.", code="not-utf8") from error
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=shown(path)) from error
+        raise UserError(f"cannot be read: {error.strerror}", where=shown(path), code="unreadable-config") from error
     except OmegaConfBaseException as error:
         where = f"{shown(path)}:{lines[error.full_key]}" if error.full_key in lines else shown(path)
         fix = "An interpolation is written ${group.key}, the text ${ as \\${."
-        raise UserError(str(error).split("\n")[0], where=where, fix=fix) from error
+        raise UserError(str(error).split("\n")[0], where=where, fix=fix, code="bad-interpolation") from error
     except RecursionError as error:
-        raise UserError("nested too deeply", where=shown(path), fix="Write it flatter.") from error
+        what = "nested too deeply"
+        raise UserError(what, where=shown(path), fix="Write it flatter.", code="nested-too-deeply") from error
     except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:  # a bad tag raises the others
         mark = getattr(error, "problem_mark", None)
         what = f"not valid YAML: {getattr(error, 'problem', None) or error}"
         fix = "Check indentation, colons, quotes and tags (!!) there and above; YAML indents with spaces, not tabs."
-        raise UserError(what, where=f"{shown(path)}:{mark.line + 1}" if mark else shown(path), fix=fix) from error
+        where = f"{shown(path)}:{mark.line + 1}" if mark else shown(path)
+        raise UserError(what, where=where, fix=fix, code="not-yaml") from error
     defaults = values.pop("defaults", [])
     defaults = OmegaConf.to_container(defaults) if OmegaConf.is_config(defaults) else defaults
     return ConfigFile(path, defaults, values, lines)

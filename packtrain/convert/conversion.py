@@ -124,7 +124,8 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
     notes, values = _apply(rules, theirs, given)
     if not {"model.path", "data.train"} & {*values}:
         what = f"it names neither a model nor data, as configs of {origin} do"
-        raise UserError(what, where=str(path), fix="Name the file with the settings of the training.")
+        fix = "Name the file with the settings of the training."
+        raise UserError(what, where=str(path), fix=fix, code="nothing-to-convert")
     if theirs.get(*lengths) is None and "data.streaming" not in values:  # a stream must have a longest row
         values["data.max_length"] = None
     step, how = _step(rules, theirs, said or 1)
@@ -171,7 +172,8 @@ def _recognise(file: Foreign) -> OriginName:
         return best[0]
     none = "its keys are those of no trainer that packtrain convert knows"
     what = f"it may be of {' or '.join(best)}" if best else none
-    raise UserError(what, where=str(file.path), fix=f"Say whose it is: --from {'|'.join(best or every)}.")
+    fix = f"Say whose it is: --from {'|'.join(best or every)}."
+    raise UserError(what, where=str(file.path), fix=fix, code="unknown-trainer")
 
 
 def _is_of_a_tracker(variable: str) -> bool:
@@ -329,7 +331,7 @@ def write_conversion(
         print(text, end="")
         return 0
     for file, content in {**files, output: text}.items():
-        with boundary("cannot be written", str(file), "Name another file."):
+        with boundary("cannot be written", str(file), "Name another file.", code="cannot-write"):
             file.write_text(content, encoding="utf-8")
     others = f"{len(done.of_kind('differs'))} that train otherwise, {len(done.of_kind('no counterpart'))} without a counterpart"
     print(f"{output}: {counted(len(done.of_kind('converted')), 'keys')} converted, {others}", file=sys.stderr)

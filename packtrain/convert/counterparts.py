@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from packtrain.config.place import Tracker
 from packtrain.config.rules.paths_and_packages import as_name, template_names
+from packtrain.config.schema import Tracker
 from packtrain.convert.foreign_file import Foreign, Value
 from packtrain.errors import UserError
 from packtrain.objectives.spec import OBJECTIVES
@@ -107,7 +107,8 @@ def names(value: Value) -> list[Value]:
 def refuse(what: object, file: Foreign) -> Value:
     """Raise UserError: packtrain does not train this."""
     fix = "Keep that trainer for it: packtrain trains sft, dpo, kto and reward on text."
-    raise UserError(f"it is for {what}, which packtrain does not train", where=str(file.path), fix=fix)
+    what = f"it is for {what}, which packtrain does not train"
+    raise UserError(what, where=str(file.path), fix=fix, code="not-trained-here")
 
 
 def refused(what: str, value: Value, theirs: Theirs) -> Outcome:

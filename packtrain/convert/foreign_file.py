@@ -94,22 +94,22 @@ def read_foreign(path: Path) -> Foreign:
     found = list(_commands(text, Foreign(path, {})))
     if not found:
         fix = f"{_FORMS} Known commands: swift sft, trl dpo, accelerate launch sft.py …"
-        raise UserError("it has no command that trains", where=str(path), fix=fix)
+        raise UserError("it has no command that trains", where=str(path), fix=fix, code="no-training-command")
     return replace(_with_file(found[0]), more=len(found) - 1)
 
 
 def _text(path: Path) -> str:
-    what = "this is a folder" if path.is_dir() else "" if path.exists() else "there is no such file"
+    what, code = "there is no such file", "no-such-config"
+    if path.exists():
+        what, code = "this is a folder or no regular file, or has more than 2 MiB", "config-not-a-file"
     try:
-        if not what and (not path.is_file() or path.stat().st_size > _LONGEST):  # reading a pipe could block
-            what = "this is no regular file, or has more than 2 MiB"
-        if not what:
+        if path.is_file() and path.stat().st_size <= _LONGEST:  # reading a pipe could block
             return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        what = f"not UTF-8 text: {error.reason} at byte {error.start}"
+        what, code = f"not UTF-8 text: {error.reason} at byte {error.start}", "not-utf8"
     except OSError as error:
-        what = f"cannot be read: {error.strerror}"
-    raise UserError(what, where=str(path), fix=_FORMS)
+        what, code = f"cannot be read: {error.strerror}", "unreadable-config"
+    raise UserError(what, where=str(path), fix=_FORMS, code=code)
 
 
 def _parse(path: Path) -> Settings:
@@ -119,17 +119,18 @@ def _parse(path: Path) -> Settings:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1 if mark else getattr(error, 'lineno', 1)}"
+        code = "broken-json" if form == "JSON" else "not-yaml"
         what = f"not valid {form}: {getattr(error, 'problem', None) or str(error) or 'nested too deeply'}"
-        raise UserError(what, where=f"{path}{line}", fix="Correct it there or above.") from error
+        raise UserError(what, where=f"{path}{line}", fix="Correct it there or above.", code=code) from error
     if not isinstance(values, dict):
-        raise UserError("it holds no mapping of keys to values", where=str(path), fix=_FORMS)
+        raise UserError("it holds no mapping of keys to values", where=str(path), fix=_FORMS, code="not-a-mapping")
     number, inside = 0, [values]
     while inside and (number := number + 1) < _MOST_VALUES:  # aliases make much of little
         item = inside.pop()
         inside += [*item.values()] if isinstance(item, dict) else item if isinstance(item, list) else []
     if inside:
         what = f"more than {_MOST_VALUES:,} values, with aliases (*) written out"
-        raise UserError(what, where=str(path), fix="Write fewer, or name a file with the data.")
+        raise UserError(what, where=str(path), fix="Write fewer, or name a file with the data.", code="too-many-values")
     return {str(key): value for key, value in values.items()}
 
 
@@ -217,5 +218,5 @@ def _with_file(command: Foreign) -> Foreign:
         return replace(command, values=values)
     if (found := command.find(name)) is None:
         what = f"its command names the config file {name}, which is not there"
-        raise UserError(what, where=str(command.path), fix="Convert that file, or put it there.")
+        raise UserError(what, where=str(command.path), fix="Convert that file, or put it there.", code="no-such-config")
     return replace(command, values={**_parse(found), **values})

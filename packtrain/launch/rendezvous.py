@@ -351,7 +351,7 @@ def compare_counts(members: Sequence[Member]) -> CheckFailed | None:
         here = ", ".join(f"{names_of(members)[item.node]}: {item.gpus}" for item in short)
         what = f"{short[0].per_node} GPUs on each machine are needed, but some have fewer ({here})"
         fix = f"Set {GPUS_PER_NODE}={min(item.gpus for item in short)} on every machine, and {_CHECK_GPUS}."
-        return CheckFailed(what, where=GPUS_PER_NODE, fix=fix, code="too-few-gpus")
+        return CheckFailed(what, where=GPUS_PER_NODE, fix=fix, code="machines-lack-gpus")
     gpus = {item.node: "some" if item.gpus else "none" for item in members}
     facts_of = {
         item.node: {"topology.nodes": str(item.nodes), GPUS_PER_NODE: str(item.per_node), "GPUs": gpus[item.node]}

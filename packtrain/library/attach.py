@@ -80,18 +80,24 @@ class Layout:
         return {"input_ids": ids, **on_device(row_arguments(segments), input_ids.device)}
 
 
-def layout_of_call(
-    call: Call,
-    *,
-    left_padding: bool,
-    share: bool,
-    tokens_per_row: int | None,
-) -> Layout:
+def layout_of_call(call: Call, *, left_padding: bool, share: bool, tokens_per_row: int | None) -> Layout:
     """Lay out a padded call, given by its keyword arguments, in rows.
 
     `left_padding`: padding on the left does not change the model's outputs. Waits for the device of ids and mask. Raises NotPacked if
-    packing is impossible or saves nothing."""
-    ids, mask = call["input_ids"], call["attention_mask"]
+    it is no padded batch of texts, or generates, and if packing is impossible or saves nothing."""
+    ids, mask = call.get("input_ids"), call.get("attention_mask")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        raise NotPacked("no batch of input_ids")
+    if call.get("past_key_values") is not None or call.get("use_cache"):
+        raise NotPacked("generation with a cache")
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        raise NotPacked("no attention mask of the shape of input_ids")
+    if call.get("output_attentions"):
+        raise NotPacked("output_attentions")
+    for name, value in call.items():
+        number = isinstance(value, str) or (isinstance(value, torch.Tensor) and not value.dim())  # num_items_in_batch
+        if name not in TAKEN and isinstance(value, torch.Tensor | Sequence) and not number:
+            raise NotPacked(name)
     real = mask.bool().cpu().numpy()
     starts, lengths = real.argmax(axis=1), real.sum(axis=1)
     columns = np.arange(real.shape[1])
@@ -120,39 +126,6 @@ def layout_of_call(
     if before == real.size:
         raise NotPacked("nothing padded and nothing shared")
     return Layout(tuple(laid_rows), slots.ravel(), ids.shape, int(lengths.sum()))
-
-
-def check_call(call: Call) -> None:
-    """Raise NotPacked unless the keyword arguments are a padded batch of texts, outside of generation."""
-    ids, mask = call.get("input_ids"), call.get("attention_mask")
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        raise NotPacked("no batch of input_ids")
-    if call.get("past_key_values") is not None or call.get("use_cache"):
-        raise NotPacked("generation with a cache")
-    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
-        raise NotPacked("no attention mask of the shape of input_ids")
-    if call.get("output_attentions"):
-        raise NotPacked("output_attentions")
-    for name, value in call.items():
-        number = isinstance(value, str) or (isinstance(value, torch.Tensor) and not value.dim())  # num_items_in_batch
-        if name not in TAKEN and isinstance(value, torch.Tensor | Sequence) and not number:
-            raise NotPacked(name)
-
-
-def row_of_positions(call: Call) -> Segments | None:
-    """Return the row of a call whose positions restart with each document, else None. Padding-free collators of other libraries write
-    these positions. Reads the positions on the CPU, so it waits for their device."""
-    ids, positions = call.get("input_ids"), call.get("position_ids")
-    if any(call.get(name) is not None for name in ("past_key_values", "attention_mask")):
-        return None
-    if ids is None or positions is None or positions.shape != ids.shape or ids.dim() != 2 or len(ids) != 1:
-        return None
-    counted = positions[0].cpu().numpy()
-    starts = np.flatnonzero(counted == 0)
-    if len(starts) < 2 or starts[0]:
-        return None
-    row = Segments(tuple(np.diff(starts, append=len(counted)).tolist()))
-    return row if (row.position_ids()[0].numpy() == counted).all() else None
 
 
 def places_with_labels(labels: torch.Tensor, layout: Layout) -> np.ndarray:
@@ -244,15 +217,16 @@ def attach(
     limits = tokens_per_row is None or (isinstance(tokens_per_row, int) and tokens_per_row > 0)
     if share_prefix not in ("auto", True, False) or not limits:
         what = f"share_prefix is {share_prefix!r} and tokens_per_row {tokens_per_row}"
-        raise UserError(what, fix='set share_prefix to "auto", True or False, and tokens_per_row to a number or None')
+        fix = 'set share_prefix to "auto", True or False, and tokens_per_row to a number or None'
+        raise UserError(what, fix=fix, code="attach-arguments")
     handle = Attached()
     trainer = None if isinstance(trainer_or_model, nn.Module) else trainer_or_model
     given = [trainer_or_model] if trainer is None else [getattr(trainer, name, None) for name in _MODELS]
     engines = [model for model in given if isinstance(model, nn.Module)]
     models = [base_model(cast(nn.Module, extract_model_from_parallel(engine))) for engine in engines]
     if not models or not all(isinstance(model, PreTrainedModel) for model in models):
-        what = "attach takes a model of transformers or a trainer that has one"
-        raise UserError(f"{what}, not {type(trainer_or_model).__name__}", fix="see docs/library.md")
+        what = f"attach takes a model of transformers or a trainer that has one, not {type(trainer_or_model).__name__}"
+        raise UserError(what, fix="see docs/library.md", code="not-attachable")
     wrapped_later = trainer is not None and _is_wrapped_later(trainer)
     different = {id(model): (model, engine) for model, engine in zip(models, engines, strict=True)}
     try:
@@ -319,11 +293,12 @@ class _PackedModel:
         model = self.model
         if getattr(model.config, "is_encoder_decoder", False):
             what = f"{type(model).__name__} has an encoder, whose tokens see later ones"
-            raise CheckFailed(what, fix="attach serves causal models")
+            raise CheckFailed(what, fix="attach serves causal models", code="model-has-encoder")
         name_backbone(model)
         self._backbone = _backbone_of(model)
         if model in _ATTACHED or self._backbone in _ATTACHED:
-            raise UserError(f"this {type(model).__name__} is attached already", fix="call detach() of its handle first")
+            what = f"this {type(model).__name__} is attached already"
+            raise UserError(what, fix="call detach() of its handle first", code="attached-already")
         _ATTACHED.update((model, self._backbone))
         self._undo.callback(_ATTACHED.difference_update, (model, self._backbone))
 
@@ -336,10 +311,11 @@ class _PackedModel:
             rows = f"{type(self.model).__name__}: rows one after the other"
             what = f"{rows} would have processes gather the sharded weights a different number of times"
             fix = "use DDP or ZeRO-2; with other strategies leave tokens_per_row away, and models that run per document"
-            raise CheckFailed(what, fix=fix)
+            raise CheckFailed(what, fix=fix, code="gathers-unevenly")
         if choice.why_not_shared:
             if self.share is True:
-                raise CheckFailed(f"prefixes cannot be shared: {choice.why_not_shared}", fix="set share_prefix to auto")
+                what = f"prefixes cannot be shared: {choice.why_not_shared}"
+                raise CheckFailed(what, fix="set share_prefix to auto", code="prefixes-not-shared")
             self.share, self.stats.unrolled = False, self.stats.unrolled or choice.why_not_shared
         self._left_padding = self._takes_left_padding()
         zero3 = any(hasattr(weight, "ds_id") for weight in self.model.parameters())
@@ -402,7 +378,7 @@ class _PackedModel:
         inner, signature = self._backbone.forward, inspect.signature(type(self._backbone).forward)
 
         @functools.wraps(type(self._backbone).forward)
-        def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(_: nn.Module, *args: object, **kwargs: object) -> object:
             if not self._packs():
                 return inner(*args, **kwargs)
             call = _by_name(signature, args, kwargs)
@@ -426,7 +402,7 @@ class _PackedModel:
         passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
         @functools.wraps(type(self.model).forward)
-        def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(_: nn.Module, *args: object, **kwargs: object) -> object:
             call = _by_name(signature, args, kwargs)
             if self._packs() and (row := _row_of(call)) is not None:
                 if not passes_on:
@@ -461,15 +437,15 @@ class _PackedModel:
         return forward
 
     def _layout(self, call: Call) -> Layout:
-        check_call(call)
+        noise = self.share == "auto" and self.model.training and any(map(_has_dropout, self.model.modules()))
+        shares, most = bool(self.share) and not noise, self.tokens_per_row
+        layout = layout_of_call(call, left_padding=self._left_padding, share=shares, tokens_per_row=most)
         all_layers = call.get("output_hidden_states") or call.get("output_router_logits")
         if all_layers and BACKENDS[self.backend].by_document:
             raise NotPacked("hidden states of all layers, of a model that runs document by document")
-        noise = self.share == "auto" and self.model.training and any(map(_has_dropout, self.model.modules()))
-        shares = bool(self.share) and not noise
-        return layout_of_call(call, left_padding=self._left_padding, share=shares, tokens_per_row=self.tokens_per_row)
+        return layout
 
-    def _run(self, inner: Forward, call: Call, layout: Layout, places: np.ndarray | None) -> Any:
+    def _run(self, inner: Forward, call: Call, layout: Layout, places: np.ndarray | None) -> object:
         """Return the output of the padded call. With `places` the last hidden states are [1, n, d], at these tokens only."""
         ids, as_tuple = call["input_ids"], call.get("return_dict") is False
         rest = {name: value for name, value in call.items() if name not in TAKEN}
@@ -498,8 +474,23 @@ def _replaced(module: nn.Module, forward: Forward) -> Callable[[], None]:
 
 
 def _row_of(call: Call) -> Segments | None:
-    """Return the segments of a call that is a packed row already, else None."""
-    return call.get("segments") or row_of_positions(call)
+    """Return the segments of a call that is a packed row already, else None.
+
+    Without `segments`, its positions restart with each document, as padding-free collators of other libraries write them. They are read on
+    the CPU, so it waits for their device."""
+    ids, positions = call.get("input_ids"), call.get("position_ids")
+    if (given := call.get("segments")) is not None:
+        return given
+    if any(call.get(name) is not None for name in ("past_key_values", "attention_mask")):
+        return None
+    if ids is None or positions is None or positions.shape != ids.shape or ids.dim() != 2 or len(ids) != 1:
+        return None
+    counted = positions[0].cpu().numpy()
+    starts = np.flatnonzero(counted == 0)
+    if len(starts) < 2 or starts[0]:
+        return None
+    row = Segments(tuple(np.diff(starts, append=len(counted)).tolist()))
+    return row if (row.position_ids()[0].numpy() == counted).all() else None
 
 
 def _check_row(call: Call, row: Segments) -> Call:
@@ -507,7 +498,8 @@ def _check_row(call: Call, row: Segments) -> Call:
     given = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
     if given.shape[:2] != (1, row.tokens):
         what = f"segments are of a row [1, {row.tokens}], and the tokens of the call {list(given.shape[:2])}"
-        raise UserError(what, fix="call the model with one row at a time, and its own segments")
+        fix = "call the model with one row at a time, and its own segments"
+        raise UserError(what, fix=fix, code="segments-of-another-row")
     positions = call.get("position_ids")
     positions = to_device(row.position_ids(), given.device) if positions is None else positions
     return {**call, "position_ids": positions, "segments": row}

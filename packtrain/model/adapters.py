@@ -22,7 +22,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import extract_commit_hash
 
 from packtrain.config.keys import suggest
-from packtrain.config.rules.fitting import PEFT_OPTIONS
+from packtrain.config.rules import PEFT_OPTIONS
 from packtrain.config.schema import Peft
 from packtrain.data.tokens.pretrained import check_model_folder
 from packtrain.errors import Problem, UserError, boundary, read_json
@@ -47,7 +47,7 @@ def add_adapters(model: PreTrainedModel, peft: Peft, seed: int, *, scores: bool 
     torch.manual_seed(seed)
     peft = fit_to_layers(model, peft)
     let_copy(model, [*peft.modules_to_save, *_HEADS])
-    with boundary("the adapters do not fit", "peft.target_modules", _names(model)):
+    with boundary("the adapters do not fit", "peft.target_modules", _names(model), code="adapters-do-not-fit"):
         return _ready(get_peft_model(model, _lora_config(peft, _TASKS[scores])), model)
 
 
@@ -123,11 +123,12 @@ def fit_to_layers(model: PreTrainedModel, peft: Peft) -> Peft:
     problems = []
     for key, name in ((key, name) for key, name in absent if name not in known):
         fix = fixes.get(name) or suggest(name, parts, _names(model))
-        problems.append(Problem(f"{what} {name!r}", f"peft.{key}", fix))
+        problems.append(Problem(f"{what} {name!r}", f"peft.{key}", fix, code="no-such-module"))
     chosen = {name.rpartition(".")[2] for name in names if is_adapted(name, targets) and not is_adapted(name, excluded)}
     if asked := [name for name in odd if name in chosen]:
         fix = f"Leave them out: peft.options.exclude_modules={json.dumps(asked)}"
-        problems.append(Problem(f"{', '.join(asked)}: such layers cannot have adapters", "peft.target_modules", fix))
+        what = f"{', '.join(asked)}: such layers cannot have adapters"
+        problems.append(Problem(what, "peft.target_modules", fix, code="layers-not-adaptable"))
     if problems:
         raise UserError(problems)
     return peft
@@ -145,7 +146,7 @@ def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores
     fitted = fit_to_layers(model, peft) if peft.kind == "lora" else peft
     adapted = load_adapters(model, folder, scores=scores, trained=peft.kind == "lora")
     if peft.kind != "lora":
-        with boundary(f"cannot merge the adapters of {folder}", "model.path"):
+        with boundary(f"cannot merge the adapters of {folder}", "model.path", code="adapters-not-mergeable"):
             untie_if_adapted(adapted)
             return adapted.merge_and_unload().requires_grad_(True)
     theirs, ours = adapted.peft_config["default"], _lora_config(fitted, None)
@@ -155,7 +156,7 @@ def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores
         if (value := getattr(theirs, name)) != (asked := getattr(ours, name)):
             what = f"the adapters of {folder} have {name} {value}, not {asked}"
             fix = f"set peft.{key}={json.dumps(value, default=list)}, or peft=none to merge them and train the whole model"
-            raise UserError(what, where=f"peft.{key}", fix=fix)
+            raise UserError(what, where=f"peft.{key}", fix=fix, code="adapter-settings-differ")
     return _ready(adapted, model)
 
 
@@ -165,7 +166,8 @@ def load_adapters(model: PreTrainedModel, folder: str, *, scores: bool, trained:
 
     place = Path(folder).expanduser()
     check_model_folder(place)
-    with boundary(f"cannot load the adapters of {folder}", "model.path", f"See {place / 'adapter_config.json'}."):
+    fix = f"See {place / 'adapter_config.json'}."
+    with boundary(f"cannot load the adapters of {folder}", "model.path", fix, code="adapters-unreadable"):
         settings = PeftConfig.from_pretrained(str(place))
         let_copy(model, [*(getattr(settings, "modules_to_save", None) or []), *_HEADS])
         check_base(model, place)
@@ -205,7 +207,8 @@ def take_vocabulary(model: PreTrainedModel, held: dict[str, int], folder: str) -
     head, embeddings = cast(nn.Linear | None, model.get_output_embeddings()), model.get_input_embeddings()
     if head is not None and head.weight is not embeddings.weight and _name_of(model, head) not in held:
         what = f"the adapters have {rows} embeddings, and no output head for the tokens that were added"
-        raise UserError(what, where=folder, fix="Save them with save_embedding_layers=True (PEFT).")
+        fix = "Save them with save_embedding_layers=True (PEFT)."
+        raise UserError(what, where=folder, fix=fix, code="adapters-lack-head")
 
 
 def _name_of(model: PreTrainedModel, module: nn.Module) -> str:
@@ -236,11 +239,11 @@ def _check_weights(adapted: PeftModel, place: Path) -> None:
     held, fix = load_peft_weights(str(place)).keys(), "See whether its adapter_config.json belongs to them."
     if lacking := sorted(get_peft_model_state_dict(adapted).keys() - held):
         what = f"{len(lacking)} weights of the adapters are not in their file: {lacking[0]} …"
-        raise UserError(what, where=str(place), fix=fix)
+        raise UserError(what, where=str(place), fix=fix, code="adapter-weights-missing")
     taken = get_peft_model_state_dict(adapted, save_embedding_layers=True).keys()
     if surplus := sorted(name for name in held - taken if not any(f".{head}." in name for head in _HEADS)):
         what = f"{len(surplus)} weights in their file are not of these adapters: {surplus[0]} …"
-        raise UserError(what, where=str(place), fix=fix)
+        raise UserError(what, where=str(place), fix=fix, code="adapter-weights-surplus")
 
 
 def name_base(adapted: PeftModel, path: str, revision: str | None) -> None:
@@ -268,7 +271,8 @@ def check_base(model: nn.Module, folder: Path) -> None:
         here = os.path.dirname(source.files[0])
         what = f"the adapters of {folder} were trained on {known.get('base')}, and {here} has other weights"
         fix = f"Name the model that they were trained on. If its weights were only stored anew, remove {file}."
-        raise UserError(what, where=f"{folder / 'adapter_config.json'}: base_model_name_or_path", fix=fix)
+        where = f"{folder / 'adapter_config.json'}: base_model_name_or_path"
+        raise UserError(what, where=where, fix=fix, code="another-base")
 
 
 def add_reference(model: PeftModel, folder: str) -> None:
@@ -277,7 +281,7 @@ def add_reference(model: PeftModel, folder: str) -> None:
     check_model_folder(place)
     fix = f"See {place / 'adapter_config.json'}."
     check_base(model.get_base_model(), place)
-    with boundary(f"cannot load the adapters of {folder}", "objective.reference", fix):
+    with boundary(f"cannot load the adapters of {folder}", "objective.reference", fix, code="adapters-unreadable"):
         model.load_adapter(str(place), adapter_name="ref", is_trainable=False)
         model.set_adapter("default")
     vars(model)["save_pretrained"] = partial(model.save_pretrained, selected_adapters=["default"])
@@ -290,7 +294,7 @@ def _ready(adapted: nn.Module, model: PreTrainedModel) -> PreTrainedModel:
 
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
         what = "adapters on the output head are not supported: the fused loss reads its weight directly"
-        raise UserError(what, where="peft.target_modules", fix="remove the head from it")
+        raise UserError(what, where="peft.target_modules", fix="remove the head from it", code="adapters-on-head")
     for layer in adapted.modules():
         # DoRA computes norms of weights in the input's format
         if isinstance(layer, LoraLayer) and not layer.lora_variant:

@@ -1,53 +1,67 @@
-"""All wrappers that packtrain puts around `model.forward`, in order (`patch_forward`): for documents and for pairs.
+"""All additions to `model.forward`: losses of documents, scores of answers and of tokens.
 
 `model(**batch, loss_sum=True)` returns the sum of the trained tokens' losses of documents. `model(**batch, answer_scores=True)` returns
-log-probabilities and other outputs for each token of a batch of answers, [rows, T].
+log-probabilities and other outputs for each token of a batch of answers, [rows, T]. Both run at the labelled places only. The CPU finds these
+places, and they come with the batch: TRL would read them from the device, and wait for it.
 
-Both run TRL's fused LM head (no full logits) at the labelled places only. The CPU finds these places, and they come with the batch: TRL would
-read them from the device, and wait for it. If the head is a plain linear layer, the loss of documents is summed by a head that makes its
-gradients in the forward pass (heads.py). Full logits replace the fused heads in models whose head they do not fit (`choose_head`).
+There are three heads for documents, and `choose_head` takes the first that fits the model. `sum_losses` is for plain linear layers. It makes the
+gradients in the forward pass, some thousand tokens at a time. TRL's fused head, which gives single tokens, computes all logits again in its backward
+pass: four products of tokens × hidden × vocabulary instead of three. The last one makes all logits at once.
+
+With Triton, TRL's kernels turn logits into gradients in `sum_losses` too, in place. They are private to TRL: if a version has others, this head is
+refused on the first rows. torch's `linear_cross_entropy` and Liger's head also take three products. But in bfloat16 they add up the weight's
+gradient in bfloat16 over pieces of a few hundred tokens, and torch adds up the loss in bfloat16 as well. Here both are float32.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Literal, cast
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from trl.trainer import utils as trl_utils
-from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
+from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head, maybe_gather_lm_head_ctx
 
 from packtrain.attention.backends import attend_by
 from packtrain.config.objective import Objective
 from packtrain.errors import CheckFailed
-from packtrain.model.heads import Batch, add_calls, add_scores, compare_gradients, sum_losses
+from packtrain.model.load import SCORE_HEAD
 from packtrain.model.precision import compute_in
-from packtrain.objectives.losses import TOKEN_LOSSES
+from packtrain.objectives.spec import HEAD_CHUNK, TokenWeights, equal_weights
 from packtrain.packing.collate import IGNORE, label_positions, to_device
 from packtrain.packing.segments import own_tokens
 from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of
+from packtrain.system import holding
 
+Batch = dict[str, Any]
+"""Arguments of a model's forward by name: the tensors of a collated micro-batch, and more."""
+_CPU_CHUNK = 512
+_SLICE = 128  # number of tokens with float32 log-probabilities at a time, without Triton
+_ALIGNED = 64  # rows of logits are padded to a multiple of it: products are then fast for any vocabulary
+_PLAIN = {"logit_scale": 1.0, "softcap": 1.0, "inv_t": 1.0, "HAS_SOFTCAP": False}  # for TRL's kernels
 _TOKEN_FACTOR = 20  # tolerance of single tokens, as a multiple of the sum's tolerance; errors cancel in the sum
 _HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
-
-
 HeadKind = Literal["summed", "by token", "full logits"]
-"""How the losses of documents are made: summed (heads.py), by TRL's head for each token, or from all logits at once."""
+"""How the losses of documents are made: by `sum_losses`, by TRL's head for each token, or from all logits at once."""
 
 
 @dataclass(slots=True)
 class Head:
     """Output head of documents. `refusal` says why the head that was tried before does not fit; "" for the first."""
 
-    loss: str
+    weigh: TokenWeights
     kind: HeadKind
     refusal: str = ""
 
@@ -65,7 +79,7 @@ def patch_forward(
 
     1. TRL's fused LM head: TRL's trainers have added it (with the per-token outputs named by `answer_outputs`)
     2. the objective's own call: `loss_sum=True` for `token_objective`, `answer_scores=True` for `answer_outputs`, `every_token=True` for
-       `scores` (heads.py)
+       `scores`
     3. `autocast`, if the trainer does not apply it (DeepSpeed)
     4. attention by segments, by the chosen `backend` (attention/backends.py); None keeps the model's attention
 
@@ -73,8 +87,8 @@ def patch_forward(
     """
     head = None
     if token_objective is not None:
-        noise = token_objective.options.get("neftune_noise_alpha")  # documents of another package may lack it
-        head = add_loss_sum(model, loss=token_objective.token_loss, neftune_alpha=noise)
+        noise = token_objective.options.get("neftune_noise_alpha") or 0  # documents of another package may lack it
+        head = add_loss_sum(model, weigh=token_objective.token_weights, neftune_alpha=noise)
     if answer_outputs:
         add_answer_scores(model, answer_outputs)
     if scores:
@@ -86,6 +100,23 @@ def patch_forward(
     return head
 
 
+def add_calls(model: PreTrainedModel, names: tuple[str, ...], run: Callable[..., object]) -> None:
+    """Let `model(**batch, name=True)` return `run(model, name, labels, places, batch)`, for each of `names`.
+
+    `labels` are the `shift_labels` of a collated batch, `places` its `label_places`; None if it has none.
+    """
+    inner = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self: PreTrainedModel, *args: object, label_places: object = None, **batch: object) -> object:
+        asked = [name for name in names if batch.pop(name, False)]
+        if not asked:
+            return inner(*args, **batch)
+        return run(self, asked[0], batch.pop("shift_labels", None), label_places, batch)
+
+    model.forward = types.MethodType(forward, model)
+
+
 def name_backbone(model: PreTrainedModel) -> None:
     """Make `model.base_model` the model without its head."""
     # Llama4ForCausalLM stores its backbone under another prefix
@@ -93,7 +124,7 @@ def name_backbone(model: PreTrainedModel) -> None:
         model.base_model_prefix = "model"
 
 
-def add_loss_sum(model: PreTrainedModel, *, loss: str = "nll", neftune_alpha: float | None = None) -> Head:
+def add_loss_sum(model: PreTrainedModel, *, weigh: TokenWeights = equal_weights, neftune_alpha: float = 0) -> Head:
     """Add `loss_sum=True` to the forward of `model`, which already has TRL's `add_fused_lm_head`.
 
     With it the forward takes a collated batch with `shift_labels` and returns the sum of the losses at all positions whose label is not IGNORE
@@ -104,7 +135,7 @@ def add_loss_sum(model: PreTrainedModel, *, loss: str = "nll", neftune_alpha: fl
     """
     name_backbone(model)
     inner_forward = model.forward
-    head, labelled = Head(loss, "summed" if _is_linear(model) else "by token"), _LabelledHead(model, ("log_probs",))
+    head, labelled = Head(weigh, "summed" if _is_linear(model) else "by token"), _LabelledHead(model, ("log_probs",))
 
     def lose(self: PreTrainedModel, asked: str, labels: torch.Tensor, at: np.ndarray | None, batch: Batch) -> object:
         if getattr(self.config.get_text_config(), "output_router_logits", False):
@@ -118,18 +149,17 @@ def add_loss_sum(model: PreTrainedModel, *, loss: str = "nll", neftune_alpha: fl
                 if head.kind == "summed" and asked != "token_losses":
                     run = compare_gradients if asked == "head_gradients" else sum_losses
                     output = cast(nn.Linear, self.get_output_embeddings())
-                    return run(hidden.flatten(0, 1)[places], labels.flatten()[places], output, loss)
+                    return run(hidden.flatten(0, 1)[places], labels.flatten()[places], output, weigh)
                 once = _on_device_of(labels, None if at is None else np.unique(at))
                 log_probs = cast(torch.Tensor, labelled.run_head(hidden, labels, once).log_probs)
-        losses = TOKEN_LOSSES[loss](log_probs)
+        losses = -weigh(log_probs) * log_probs
         return losses if asked == "token_losses" else losses.flatten()[places].sum()
 
     add_calls(model, ("loss_sum", "token_losses", "head_gradients"), lose)
     return head
 
 
-@contextmanager
-def _embedding_noise(model: PreTrainedModel, alpha: float, batch: Batch) -> Iterator[None]:
+def _embedding_noise(model: PreTrainedModel, alpha: float, batch: Batch) -> AbstractContextManager[object]:
     """Add NEFTune noise (arXiv 2310.05914) to embeddings. It is uniform in ±alpha / sqrt(l · d), for a document of l tokens."""
     if (segments := batch.get("segments")) is not None:
         lengths = torch.tensor(segments.lengths).repeat_interleave(torch.tensor(segments.lengths))
@@ -141,11 +171,7 @@ def _embedding_noise(model: PreTrainedModel, alpha: float, batch: Batch) -> Iter
         magnitude = alpha / torch.sqrt(to_device(lengths, embeddings.device) * embeddings.shape[-1])
         return embeddings + torch.empty_like(embeddings).uniform_(-1, 1) * magnitude[..., None].to(embeddings.dtype)
 
-    handle = model.get_input_embeddings().register_forward_hook(add_noise)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return model.get_input_embeddings().register_forward_hook(add_noise)
 
 
 def _on_device_of(labels: torch.Tensor, places: np.ndarray | None) -> torch.Tensor:
@@ -181,7 +207,7 @@ def choose_head(
     with evaluating(model, autocast):
         with model_refusals(f"{name} cannot run a batch", fix="see what model.config sets"):
             log_probs = _log_probs(model(**plain, use_cache=False).logits, labels)
-        losses = TOKEN_LOSSES[head.loss](log_probs)
+        losses = -head.weigh(log_probs) * log_probs
         for kind in kinds:
             head.kind = kind
             try:
@@ -211,6 +237,130 @@ def _is_linear(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     plain = all(getattr(config, name, None) in (None, 1, 1.0) for name in _HEAD_EXTRAS)
     return plain and type(model.get_output_embeddings()) is nn.Linear
+
+
+def sum_losses(hidden: torch.Tensor, targets: torch.Tensor, head: nn.Linear, weigh: TokenWeights) -> torch.Tensor:
+    """Sum the losses of `targets` int64 [n] after `hidden` [n, d]: a float32 scalar. Its backward pass runs only once.
+
+    The products of `head` are in float32 on a CPU, elsewhere in autocast's format or the format of `hidden`.
+    """
+    with maybe_gather_lm_head_ctx(head.weight, head.bias):  # type: ignore[arg-type]
+        return _SummedLoss.apply(hidden, head.weight, head.bias, targets, weigh, torch.is_grad_enabled())  # type: ignore[return-value]
+
+
+@torch.enable_grad()
+def compare_gradients(
+    hidden: torch.Tensor, targets: torch.Tensor, head: nn.Linear, weigh: TokenWeights
+) -> torch.Tensor:
+    """Compare the gradients of `sum_losses` with full logits. Returns the largest relative difference, a scalar, over `hidden` [n, d]
+    and the trained weights of `head`."""
+    with maybe_gather_lm_head_ctx(head.weight, head.bias):  # type: ignore[arg-type]
+        rows, weight = hidden.detach().requires_grad_(), head.weight.detach().requires_grad_(head.weight.requires_grad)
+        bias = None if head.bias is None else head.bias.detach().requires_grad_(head.bias.requires_grad)
+        inputs = [tensor for tensor in (rows, weight, bias) if tensor is not None and tensor.requires_grad]
+        own = _SummedLoss.apply(rows, weight, bias, targets, weigh, True)
+        log_probs = -F.cross_entropy(F.linear(rows, weight, bias).float(), targets, reduction="none")
+        definition = -(weigh(log_probs) * log_probs).sum()
+        pairs = zip(torch.autograd.grad(own, inputs), torch.autograd.grad(definition, inputs), strict=True)
+        floats = [(one.float(), other.float()) for one, other in pairs]
+        return torch.stack([(one - other).norm() / other.norm().clamp(min=1e-30) for one, other in floats]).max()
+
+
+class _SummedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        weigh: TokenWeights,
+        trains: bool,
+    ) -> torch.Tensor:
+        device, words, dtype = hidden.device, len(weight), _compute_dtype(hidden)
+        rows, matrix = hidden.to(dtype), weight.to(dtype)
+        needed = [trains and needs for needs in ctx.needs_input_grad[:3]]
+        chunk = _CPU_CHUNK if device.type == "cpu" else HEAD_CHUNK
+        buffer = rows.new_empty(min(len(rows), chunk), -(-words // _ALIGNED) * _ALIGNED)
+        total = torch.zeros((), device=device)
+        of_hidden = torch.empty_like(rows) if needed[0] else None
+        of_weight = torch.zeros(weight.shape, device=device) if needed[1] else None
+        of_bias = torch.zeros(words, device=device) if needed[2] else None
+        for start in range(0, len(rows), chunk):
+            part, goals = rows[start : start + chunk], targets[start : start + chunk]
+            logits = buffer[: len(part), :words]
+            torch.mm(part, matrix.t(), out=logits)
+            if bias is not None:
+                logits.add_(bias.to(dtype))
+            total += _loss_in_place(logits, goals, weigh, trains=any(needed))
+            if of_hidden is not None:
+                torch.mm(logits, matrix, out=of_hidden[start : start + chunk])
+            if of_weight is not None:
+                _kernels()._addmm_fp32(of_weight, logits.t(), part)
+            if of_bias is not None:
+                of_bias += logits.sum(dim=0, dtype=torch.float32)
+        ctx.gradients = (of_hidden, hidden.dtype), (of_weight, weight.dtype), (of_bias, bias is not None and bias.dtype)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = [made if made is None else made.mul_(gradient).to(dtype) for made, dtype in gradients]
+        return *scaled, None, None, None
+
+
+def _kernels() -> ModuleType:
+    from trl.kernels import chunked_logprob
+
+    return chunked_logprob
+
+
+def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    if kind == "cpu":
+        return torch.float32
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _loss_in_place(logits: torch.Tensor, targets: torch.Tensor, weigh: TokenWeights, *, trains: bool) -> torch.Tensor:
+    """Sum the losses of `targets` [n]: a float32 scalar. If it `trains`, `logits` [n, words] become the gradients of that sum."""
+    by = _by_triton if _kernels()._use_triton(logits.device) else _by_torch
+    return by(logits, targets, weigh, trains=trains)
+
+
+def _by_torch(logits: torch.Tensor, targets: torch.Tensor, weigh: TokenWeights, *, trains: bool) -> torch.Tensor:
+    """Do `_loss_in_place` some rows at a time, in float32."""
+    total = torch.zeros((), device=logits.device)
+    for part, goals in zip(logits.split(_SLICE), targets[:, None].split(_SLICE), strict=True):
+        log_probs = part.log_softmax(dim=-1, dtype=torch.float32)
+        own = log_probs.gather(1, goals)
+        weights = weigh(own)
+        total -= (weights * own).sum()
+        if trains:
+            part.copy_(log_probs.exp_().scatter_add_(1, goals, -torch.ones_like(own)).mul_(weights))
+    return total
+
+
+def _by_triton(logits: torch.Tensor, targets: torch.Tensor, weigh: TokenWeights, *, trains: bool) -> torch.Tensor:
+    """Do `_loss_in_place` by TRL's kernels. They read `logits` once for the loss and once for the gradients."""
+    kernels, (count, words) = _kernels(), logits.shape
+    block, no_figures = kernels._BLOCK_SIZE, {f"HAS_{name.upper()}": False for name in kernels.OPTIONAL_OUTPUTS}
+    highest = torch.full((count,), -math.inf, device=logits.device)
+    exps, own = torch.zeros(2, count, device=logits.device)
+    unused, given = exps, (logits, logits.stride(0), targets)
+    kernels._forward_kernel[(count,)](
+        *given, highest, exps, unused, unused, unused, unused, own, 0, words, **no_figures, **_PLAIN, BLOCK_SIZE=block
+    )
+    log_sums = highest + exps.log()
+    own -= log_sums
+    weights = weigh(own)
+    if trains:
+        flags = {**_PLAIN, "HAS_LOGPROB_GRAD": True, "HAS_ENTROPY_GRAD": False, "BLOCK_SIZE": block}
+        kernels._backward_kernel[(count, -(-words // block))](
+            *given, log_sums, unused, -weights, unused, 0, words, **flags
+        )
+    return -(weights * own).sum()
 
 
 def add_answer_scores(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
@@ -248,7 +398,7 @@ class _LabelledHead:
 
     def run_head(self, hidden: torch.Tensor, labels: torch.Tensor, places: torch.Tensor) -> FusedCausalLMOutput:
         """Return per-token outputs [rows, T] of `hidden` [rows, T, d]. They are 0 outside `places`."""
-        with _every_position():
+        with holding(trl_utils, _use_triton=lambda device: False):  # it scores all places, without a search for labels
             scored = self.forward(
                 hidden.flatten(0, 1)[places][None],
                 shift_labels=labels.flatten()[places][None],
@@ -265,11 +415,21 @@ class _LabelledHead:
         return FusedCausalLMOutput(**figures)
 
 
-@contextmanager
-def _every_position() -> Iterator[None]:
-    """Let TRL's head score all given positions, without a search for labels."""
-    before, trl_utils._use_triton = trl_utils._use_triton, lambda device: False
-    try:
-        yield
-    finally:
-        trl_utils._use_triton = before
+def add_scores(model: PreTrainedModel) -> None:
+    """Add `every_token=True` to the forward of a reward model. It then returns the scores of all tokens of a row, `logits` [1, T, 1].
+
+    The loss takes the scores of last tokens. On a padded batch the model's own call is the definition.
+    """
+    add_calls(model, ("every_token",), lambda self, asked, labels, places, batch: _scores(self, batch))
+
+
+def outputs_of_tokens(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Make `model` return `logits` [rows, T, n] of every token inside the block. A reward model returns scores [rows, T, 1]."""
+    if not hasattr(model, SCORE_HEAD):
+        return nullcontext()
+    return holding(model, forward=types.MethodType(lambda self, **kwargs: _scores(self, kwargs), model))
+
+
+def _scores(model: PreTrainedModel, call: Batch) -> SequenceClassifierOutputWithPast:
+    hidden = model.base_model(**{**call, "use_cache": False}).last_hidden_state
+    return SequenceClassifierOutputWithPast(logits=getattr(model, SCORE_HEAD)(hidden))

@@ -1,4 +1,4 @@
-"""How layers run in training: which activations they compute again, and compiled kernels.
+"""How layers run in training: activations computed again, compiled parts, experts one by one.
 
 `trainer.gradient_checkpointing`: `full`: every layer keeps only its input and runs once more in the backward pass. `every_n`: each nth layer
 does so, the others keep all. `selective`: every layer does so, but keeps the results of attention and of every second matrix product, which cost
@@ -43,6 +43,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from packtrain.attention.backends import OWN_CODE, attention_functions
 from packtrain.attention.forwards import uses_attention_interface
 from packtrain.errors import UserError
+from packtrain.proof.comparison import has_routers
 
 KEY, OFFLOAD_KEY = "trainer.gradient_checkpointing", "trainer.activation_offload"
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
@@ -56,7 +57,8 @@ def check_offload(device: torch.device) -> None:
     """Raise UserError if `device` has no separate memory."""
     if device.type == "cpu":
         what = "on a CPU activations are in the host's memory already"
-        raise UserError(what, where=OFFLOAD_KEY, fix="set it to false, or run on a machine with GPUs")
+        fix = "set it to false, or run on a machine with GPUs"
+        raise UserError(what, where=OFFLOAD_KEY, fix=fix, code="offload-on-cpu")
 
 
 def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> None:
@@ -68,7 +70,7 @@ def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> 
     if not model.supports_gradient_checkpointing or (policy != "full" and not layers):
         what = f"the layers of {type(model).__name__} cannot compute their activations again"
         other = "full" if model.supports_gradient_checkpointing else "none"
-        raise UserError(what, where=f"{KEY} ({policy})", fix=f"set {KEY}={other}")
+        raise UserError(what, where=f"{KEY} ({policy})", fix=f"set {KEY}={other}", code="cannot-recompute")
     every = int(policy.removeprefix("every_")) if policy.startswith("every_") else 1
     # transformers adds the biases of experts to the results of their products, in place: kept tensors must not change
     biased = any(getattr(module, "has_bias", False) for module in model.modules())
@@ -148,7 +150,7 @@ def compile_layers(model: PreTrainedModel) -> int:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if why := _why_not_compiled(model, layers):
         what, fix = f"{type(model).__name__} cannot be compiled: {why}", f"set {COMPILE_KEY}=false"
-        raise UserError(what, where=COMPILE_KEY, fix=fix)
+        raise UserError(what, where=COMPILE_KEY, fix=fix, code="cannot-compile")
     for name in attention_functions():
         AttentionInterface.register(name, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name]))
     setattr(torch._inductor.config, "fallback_random", True)  # noqa: B010  # dropout draws the same numbers as without compiling
@@ -174,3 +176,27 @@ def _why_not_compiled(model: PreTrainedModel, layers: Sequence[nn.Module]) -> st
         "its experts differ from token to token": experts,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+EXPERTS_KEY = "model.experts"
+LOOP = "eager"
+"""Its name in transformers' ExpertsInterface."""
+
+
+def can_group(model: nn.Module) -> bool:
+    """Return whether tensors of `model` hold all experts of a layer. transformers can then multiply them in any way."""
+    quantised = getattr(model, "is_quantized", False)  # their experts have their own formats and code
+    return not quantised and any(hasattr(module, "_is_expert_parallel") for module in model.modules())
+
+
+def loop_over_experts(model: PreTrainedModel, asked: str) -> None:
+    """Make experts compute one after the other. changes/experts.py groups them later, by proof.
+
+    Raises UserError if `asked`, model.experts, names a way that this model does not have.
+    """
+    if can_group(model):
+        model.set_experts_implementation(LOOP)
+    elif asked != "auto":
+        what = "its experts are code of its own" if has_routers(model) else "it has no experts"
+        what = f"{type(model).__name__} cannot do that: {what}"
+        raise UserError(what, where=f"{EXPERTS_KEY} ({asked})", fix="set it to auto", code="experts-not-groupable")

@@ -30,7 +30,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from packtrain.attention.forwards import rotates_by_length
-from packtrain.config.fault import is_number
+from packtrain.config import is_number
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Model, Peft, Quantize
 from packtrain.data.tokens.pretrained import check_model_folder, fix_of, hub, location
@@ -44,8 +44,7 @@ from packtrain.model.adapters import (
     name_base,
     take_vocabulary,
 )
-from packtrain.model.expert_loop import loop_over_experts
-from packtrain.model.heads import HEAD, check_score_head, is_reward_model, new_score, with_one_score
+from packtrain.model.layers import loop_over_experts
 from packtrain.model.weights import MTP, WeightFiles, judge, reading_files, source_of
 from packtrain.plan.known_model import EXPANDED, below_adapters, known_sizes, untrainable
 from packtrain.proof.isolation import max_positions
@@ -54,6 +53,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+SCORE_HEAD = "score"
+"""The linear layer of a reward model over the last token of a document: the decoders among transformers' …ForSequenceClassification."""
 _ROTARY_KEYS = ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta")
 """Keys that a new config with rope_parameters accepts without a field of that name; most go into rope_parameters."""
 
@@ -120,10 +121,11 @@ def load_model(
     if len(tokenizer) > rows:
         what = f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows}"
         fix = "use the model's own tokenizer" if config.init == "pretrained" else "set model.config.vocab_size"
-        raise UserError(what, where="model.tokenizer", fix=fix)
+        raise UserError(what, where="model.tokenizer", fix=fix, code="vocabulary-too-small")
     for name, value in vars(model.config.get_text_config()).items():
         if "drop" in name and is_number(value) and not 0 <= value <= 1:  # else found by the first step in training mode
-            raise UserError(f"{value} is no probability", where=f"model.config.{name}", fix="give a number from 0 to 1")
+            what, fix = f"{value} is no probability", "give a number from 0 to 1"
+            raise UserError(what, where=f"model.config.{name}", fix=fix, code="not-a-probability")
     if scores:
         check_score_head(model, tokenizer)
     if apart and config is not adapted:
@@ -150,8 +152,8 @@ def _loading(config: Model, where: str) -> Iterator[None]:
     """Turn errors of the hub and of libraries into a UserError at `where`."""
     if config.path is not None:
         check_model_folder(Path(config.path).expanduser())
-    made = "make a model of model.config" if config.init == "random" else f"load the model {config.path}"
-    with hub(config.path) as online, boundary(f"cannot {made}", where, partial(_advice, config, bool(online))):
+    what = "cannot make a model of model.config" if config.init == "random" else f"cannot load the model {config.path}"
+    with hub(config.path) as online, boundary(what, where, partial(_advice, config, online), code="cannot-load-model"):
         yield
 
 
@@ -175,7 +177,7 @@ def check_trainable(model: PreTrainedModel) -> None:
         raise untrainable(_method_of(quantizer), takes_adapters=bool(quantizer.is_trainable))
     if any(weight.requires_grad and weight.dtype == torch.float16 for weight in model.parameters()):
         fix = "set it to float32 or bfloat16, or train adapters (peft=lora)"
-        raise UserError("float16 weights cannot be trained", where="model.dtype", fix=fix)
+        raise UserError("float16 weights cannot be trained", where="model.dtype", fix=fix, code="float16-trained")
 
 
 def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> None:
@@ -187,13 +189,14 @@ def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> No
     if padded and isinstance(original, int) and original < longest and rotates_by_length(base_model(model)):
         what = f"the longest document has {longest} tokens: beyond {original} this model uses other rotary frequencies"
         fix = f"set it to packed, or data.max_length to {original}"
-        raise UserError(f"{what} for all documents of a padded batch", where="packing.mode", fix=fix)
+        what = f"{what} for all documents of a padded batch"
+        raise UserError(what, where="packing.mode", fix=fix, code="frequencies-by-length")
     positions = max_positions(base_model(model))
     if positions is not None and positions < longest:
         name = "max_position_embeddings" if hasattr(config, "max_position_embeddings") else "max_seq_len"
         what = f"the longest document has {longest} tokens, the model is made for {positions} positions"
         fix = f"set data.max_length to {positions}, or model.config.{name} to what you want it to learn"
-        raise UserError(what, where="data.max_length", fix=fix)
+        raise UserError(what, where="data.max_length", fix=fix, code="too-few-positions")
 
 
 def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: int, *, scores: bool) -> PreTrainedModel:
@@ -205,7 +208,7 @@ def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: in
     if config.quantize != "no":
         if own:
             what, fix = "the weights of this model are quantised already", "remove it: peft=lora trains on them"
-            raise UserError(what, where="model.quantize", fix=fix)
+            raise UserError(what, where="model.quantize", fix=fix, code="already-quantised")
         computed = model_config.dtype or torch.float32 if dtype == "auto" else dtype
         place["quantization_config"] = quantization_config(config.quantize, cast(torch.dtype, computed))
     if of_gguf := "gguf_file" in place:
@@ -237,15 +240,55 @@ def _all_weights(seed: int, *, scores: bool, **arguments: object) -> PreTrainedM
     read = cast(Callable[..., tuple[PreTrainedModel, dict[str, set]]], _auto_class(scores).from_pretrained)
     model, info = read(**arguments, ignore_mismatched_sizes=True, output_loading_info=True)
     lacking = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
-    if scores and lacking == {f"{HEAD}.weight"} and not is_reward_model(model.config):
+    if scores and lacking == {f"{SCORE_HEAD}.weight"} and not is_reward_model(model.config):
         new_score(model, seed)
         return model
     if lacking:
         what = f"{len(lacking)} weights of {type(model).__name__} are not in its files, or in another shape: {min(lacking)} …"
         head = "" if scores else " with its output head"
         fix = f"name a causal language model{head}, and look at what model.config changes"
-        raise UserError(what, where="model.path", fix=fix)
+        raise UserError(what, where="model.path", fix=fix, code="weights-missing")
     return model
+
+
+def is_reward_model(config: PreTrainedConfig) -> bool:
+    """Return whether the saved model already has a classification head."""
+    names = config.architectures if isinstance(config.architectures, list) else ()  # may be anything in the file
+    return any("ForSequenceClassification" in str(name) for name in names)
+
+
+def with_one_score(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Set `config` to one score, and return it. Raises UserError if the saved model has another number of scores."""
+    if is_reward_model(config) and config.num_labels != 1:
+        what = f"this model was trained to give {config.num_labels} scores (num_labels), a reward model gives one"
+        fix = "name a reward model, or a causal language model: it gets a new head"
+        raise UserError(what, where="model.path", fix=fix, code="several-scores")
+    config.num_labels = 1
+    return config
+
+
+def new_score(model: PreTrainedModel, seed: int) -> None:
+    """Draw the weights of a new head from `seed`. They are the same on all processes, and independent of earlier draws."""
+    torch.manual_seed(seed)
+    head = getattr(model, SCORE_HEAD)
+    for one in (head, *head.parameters()):
+        one._is_hf_initialized = False
+    model._init_weights(head)
+
+
+def check_score_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set the padding token; `model` finds the last token of a document by it. Raises UserError if there is none, or unless
+    `model` scores the last token by one linear layer, as decoders do."""
+    linear = isinstance(getattr(model, SCORE_HEAD, None), nn.Linear)
+    if not linear or model.base_model is model or model.config.is_encoder_decoder:
+        what = f"{type(model).__name__} has no linear layer `{SCORE_HEAD}` over the last token of a document"
+        fix = "take a decoder such as Llama, Qwen, Mistral, Gemma or GPT-2 (docs/reward.md)"
+        what = f"{what}: it pools or classifies in another way"
+        raise UserError(what, where="model.path", fix=fix, code="no-score-head")
+    if tokenizer.pad_token_id is None:
+        what = "the tokenizer has neither a padding token nor EOS: a reward model finds the end of a document by it"
+        raise UserError(what, where="model.tokenizer", fix="set pad_token on the tokenizer", code="no-padding-token")
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
 def _config_of(config: Model, tokenizer: PreTrainedTokenizerBase, *, scores: bool) -> PreTrainedConfig:
@@ -268,7 +311,8 @@ def _new_config(overrides: dict[str, object], tokenizer: PreTrainedTokenizerBase
     model_type = str(overrides.pop("model_type"))
     if model_type not in CONFIG_MAPPING:
         fix = suggest(model_type, CONFIG_MAPPING.keys(), "docs/architectures.md lists what trains.")
-        raise UserError(f"transformers knows no model type {model_type!r}", where="model.config.model_type", fix=fix)
+        what = f"transformers knows no model type {model_type!r}"
+        raise UserError(what, where="model.config.model_type", fix=fix, code="unknown-model-type")
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     defaults = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **special}
     plain = CONFIG_MAPPING[model_type]()
@@ -284,7 +328,7 @@ def _check_keys(names: Iterable[str], config: PreTrainedConfig, taken: Iterable[
     for name in (name for name in names if name not in known):
         what = f"the config of a {config.model_type} model has no {name!r}"
         fix = elsewhere if name in _ROTARY_KEYS else suggest(name, known, elsewhere)
-        problems.append(Problem(what, where or f"model.config.{name}", fix))
+        problems.append(Problem(what, where or f"model.config.{name}", fix, code="unknown-model-key"))
     if problems:
         raise UserError(problems)
 
@@ -333,7 +377,8 @@ def check_dequantizes(model: nn.Module) -> None:
     if lacks or any(getattr(module, "source_cls", None) is Conv1D for module in model.modules()):
         what = f"weights of {type(model).__name__} quantised by {_method_of(quantizer)} cannot be converted back"
         fix = "Keep the adapters apart (peft.merge=false): chat and eval load them on these weights."
-        raise UserError(f"{what}, so nothing can be merged into them", where="model.path", fix=fix)
+        what = f"{what}, so nothing can be merged into them"
+        raise UserError(what, where="model.path", fix=fix, code="cannot-dequantise")
 
 
 def dequantized(model: PreTrainedModel) -> PreTrainedModel:
@@ -342,7 +387,8 @@ def dequantized(model: PreTrainedModel) -> PreTrainedModel:
     if quantizer is None:
         return model
     check_dequantizes(model)
-    with boundary("the quantised model cannot be dequantised, to merge adapters into it", "model.path"):
+    what = "the quantised model cannot be dequantised, to merge adapters into it"
+    with boundary(what, "model.path", code="cannot-dequantise"):
         if not _is_torchao(quantizer):
             return cast(PreTrainedModel, model.dequantize(model.dtype))
         for module in model.modules():  # transformers cannot convert torchao's back

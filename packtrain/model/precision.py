@@ -6,8 +6,6 @@ import functools
 import os
 import time
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -99,15 +97,3 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
             return inner(*args, **kwargs)
 
     vars(base)["forward"] = types.MethodType(convert_outputs_to_fp32(forward), base)
-
-
-@contextmanager
-def weights_cast_once() -> Iterator[None]:
-    """Keep autocast's copies of trained weights in the block. Each is cast once a step, not once for each micro-batch.
-    Inside it nothing may change the weights, or run them for training after a pass without gradients."""
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from packtrain.errors import CheckFailed, UserError
-from packtrain.model.heads import Batch
+from packtrain.model.forward import Batch
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE
 from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of
@@ -57,7 +57,7 @@ def router_loss(model: PreTrainedModel, weight: float | None = None) -> RouterLo
         kind = "no" if its_own is None else "another"
         what = f"{type(model).__name__} has {kind} load-balancing loss over the logits of its routers"
         fix = f"set {KEY} to false"
-        raise UserError(what, where=KEY, fix=fix)
+        raise UserError(what, where=KEY, fix=fix, code="no-router-loss")
     if weight is None:
         weight = getattr(model, "router_aux_loss_coef", None) or getattr(model, "aux_loss_coef", 0.0)
     return RouterLoss(model, weight, int(top_k)) if weight else None
@@ -108,7 +108,8 @@ class RouterLoss:
         """Return this micro-batch's part of the weighted loss, from the `loads` of its calls. The parts add up to the step's loss."""
         load = _sum(loads)
         if not load.requires_grad:
-            raise CheckFailed("no gradient reaches the routers", where=KEY, fix=f"set {KEY} to 0")
+            what = "no gradient reaches the routers"
+            raise CheckFailed(what, where=KEY, fix=f"set {KEY} to 0", code="routers-without-gradient")
         step = self._step
         if step is None:
             step = load.detach()
@@ -139,13 +140,13 @@ class RouterLoss:
         if not abs(ours - theirs) <= tolerance_of(autocast or model.dtype).outputs * abs(theirs):  # NaN fails too
             what = f"the router loss of {type(model).__name__} is {theirs:.6g}, packtrain makes it {ours:.6g}"
             fix = f"please report this model; set {KEY} to 0 to train without"
-            raise CheckFailed(what, where=KEY, fix=fix)
+            raise CheckFailed(what, where=KEY, fix=fix, code="router-loss-differs")
 
     def _load(self, output: ModelOutput, mask: torch.Tensor | None, real: bool) -> torch.Tensor:
         """Return the load of one call. `output.router_logits` are [tokens, experts], or [rows, length, experts], per layer."""
         layers: tuple[torch.Tensor, ...] = getattr(output, "router_logits", None) or ()
         if not layers:
-            raise UserError("no layer of this model has a router", where=KEY, fix=f"set {KEY} to 0")
+            raise UserError("no layer of this model has a router", where=KEY, fix=f"set {KEY} to 0", code="no-routers")
         rows = [logits.flatten(0, -2).float() for logits in layers]
         counted = torch.ones(len(rows[0]), device=rows[0].device) if mask is None else mask.flatten().float()
         counted = counted if real else counted * 0  # a filler counts no token, but stays connected to the graph

@@ -101,7 +101,8 @@ def try_saving(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenize
         check_dequantizes(base)
         if getattr(base, "is_quantized", False) and any(isinstance(weight, DTensor) for weight in base.parameters()):
             fix = "Set it to false, and merge after the training: packtrain merge."
-            raise UserError("fsdp2 cannot merge adapters into quantised weights yet", where="peft.merge", fix=fix)
+            what = "fsdp2 cannot merge adapters into quantised weights yet"
+            raise UserError(what, where="peft.merge", fix=fix, code="sharded-merge-quantised")
     with TemporaryDirectory(prefix="packtrain-saving-") as folder:
         # a quantised base is saved dequantised, without the conversions of its loading: they have no reverse
         own = {"_weight_conversions": None} if getattr(base, "is_quantized", False) else {}
@@ -121,7 +122,7 @@ def complete(model: nn.Module, settings: Model, folder: Path) -> str:
     They stay unchanged; weights.py has the weights. Files of the tokenizer come from its own place. Returns words for the last lines
     of a run. Raises UserError if the files are gone.
     """
-    with boundary(f"what came with {settings.path} cannot be copied", str(folder)):
+    with boundary(f"what came with {settings.path} cannot be copied", str(folder), code="model-files-uncopied"):
         said, source = carry(model, folder), folder_of(settings)
         words = folder_of(replace(settings, path=settings.tokenizer or settings.path))
         words = None if getattr(model, "grown", False) else words  # files of the base lack the tokens that were added
@@ -156,7 +157,7 @@ def _raising_user_error(what: str, where: str) -> Iterator[None]:
     except Exception as error:  # every kind of error: some come from code of the model
         if isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno):
             raise
-        raise UserError(f"{what} cannot be saved: {first_line(error)}", where=where) from error
+        raise UserError(f"{what} cannot be saved: {first_line(error)}", where=where, code="cannot-save") from error
 
 
 def _refusal(settings: GenerationConfig) -> str:

@@ -65,7 +65,8 @@ def machines_of(processes: int) -> int:
     machines, left = divmod(processes, int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
     if left:
         what = f"{processes} processes are not as many on each machine (LOCAL_WORLD_SIZE)"
-        raise UserError(what, where="strategy.shard_within", fix="start as many on each, or set it to all")
+        fix = "start as many on each, or set it to all"
+        raise UserError(what, where="strategy.shard_within", fix=fix, code="machines-uneven")
     return machines
 
 

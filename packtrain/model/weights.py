@@ -319,7 +319,8 @@ def judge(model: PreTrainedModel, source: WeightFiles, stays: Callable[[str], bo
         shown, kind = ", ".join(dict.fromkeys(lacking.values())), type(model).__name__
         what = f"{len(lacking)} of {source.total} weights in its files have no place in the layers of {kind}: {shown}"
         fix = "check that its config.json belongs to these files (model_type, switches), or take these weights out"
-        raise UserError(what, where="model.path", fix=" ".join(_switches(model, {*lacking})) or fix)
+        fix = " ".join(_switches(model, {*lacking})) or fix
+        raise UserError(what, where="model.path", fix=fix, code="weights-without-place")
 
 
 def _place_of(model: PreTrainedModel, name: str) -> tuple[str, str]:

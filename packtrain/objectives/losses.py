@@ -1,6 +1,6 @@
-"""Losses of sft, dpo, kto and reward: pure functions of log-probabilities, under TRL's names.
+"""Losses of dpo, kto and reward: pure functions of log-probabilities, under TRL's names.
 
-A loss gives one value per pair, answer or token. Add them up over the micro-batches and ranks of a step, then divide: the mean is exact,
+A loss gives one value per pair or answer. Add them up over the micro-batches and ranks of a step, then divide: the mean is exact,
 however the step is cut. No tensor is read on the host and no shape depends on
 values, so a GPU is never waited for. Log-probabilities and rewards are float32, one per target, answer or pair.
 
@@ -82,12 +82,7 @@ def alpha_divergence(log_t: torch.Tensor, options: PairOptions) -> torch.Tensor:
     return (torch.exp((power * log_t).clamp(max=MAX_EXPONENT)) - 1) / power
 
 
-F_DIVERGENCES: dict[FDivergence, Callable[[torch.Tensor, PairOptions], torch.Tensor]] = {
-    "reverse_kl": reverse_kl,
-    "forward_kl": forward_kl,
-    "js_divergence": js_divergence,
-    "alpha_divergence": alpha_divergence,
-}
+F_DIVERGENCES = {score.__name__: score for score in (reverse_kl, forward_kl, js_divergence, alpha_divergence)}
 
 
 def score(log_t: torch.Tensor, options: PairOptions) -> torch.Tensor:
@@ -211,21 +206,11 @@ def sigmoid_norm(pairs: Pairs, options: PairOptions) -> torch.Tensor:
 
 
 PAIR_LOSSES: dict[str, Callable[[Pairs, PairOptions], torch.Tensor]] = {
-    "sigmoid": sigmoid,
-    "hinge": hinge,
-    "ipo": ipo,
-    "exo_pair": exo_pair,
-    "nca_pair": nca_pair,
-    "robust": robust,
-    "bco_pair": bco_pair,
-    "sppo_hard": sppo_hard,
-    "aot": aot,
-    "aot_unpaired": aot_unpaired,
-    "apo_zero": apo_zero,
-    "apo_down": apo_down,
-    "discopop": discopop,
-    "sft": sft,
-    "sigmoid_norm": sigmoid_norm,
+    loss.__name__: loss
+    for loss in (
+        *(sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired),
+        *(apo_zero, apo_down, discopop, sft, sigmoid_norm),
+    )
 }
 """The losses of TRL's DPOTrainer: [pairs], the loss of each pair, or the n-th sorted values."""
 MEANS_OVER_TOKENS = {"sft"}
@@ -311,17 +296,3 @@ def bradley_terry(
     if center_rewards_coefficient is None:
         return loss
     return loss + center_rewards_coefficient * (chosen + rejected) ** 2
-
-
-def nll(log_probs: torch.Tensor) -> torch.Tensor:
-    """`−log p`: negative log-likelihood of each target."""
-    return -log_probs
-
-
-def dft(log_probs: torch.Tensor) -> torch.Tensor:
-    """`−sg(p) log p`: DFT, arXiv 2508.05629; sg stops the gradient."""
-    return -log_probs.exp().detach() * log_probs
-
-
-TOKEN_LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"nll": nll, "dft": dft}
-"""The losses of TRL's SFTTrainer: their mean is over targets."""

@@ -118,10 +118,10 @@ def deal(parts: list[np.ndarray], cost: np.ndarray, world_size: int, keep_order:
     order = np.arange(len(parts)) if keep_order else np.argsort(-cost, kind="stable")
     work_of_rank = np.zeros(world_size)
     layout: Layout = [[] for _ in range(world_size)]
-    for chosen in order.reshape(-1, world_size):
+    for chosen in np.reshape(order, (-1, world_size)):
         ranks = np.arange(world_size) if keep_order else np.argsort(work_of_rank, kind="stable")
         for rank, part in zip(ranks, chosen, strict=True):
-            layout[rank].append(parts[part])
+            layout[rank].append(parts[int(part)])
             work_of_rank[rank] += cost[part]
     return layout
 
@@ -134,9 +134,9 @@ def imbalance(layout: Layout, lengths: np.ndarray, attention_cost: float, mode: 
 
 def work_of_ranks(layout: Layout, cost_of: Callable[[np.ndarray], float]) -> np.ndarray:
     """Return the work of each rank: float64 [ranks]. `cost_of` gives the cost of a micro-batch's documents."""
-    cost = np.array([[cost_of(part) for part in parts] for parts in layout])
+    cost = np.array([[cost_of(part) for part in parts] for parts in layout], np.float64)
     if isinstance(layout, SplitLayout):
-        split = cost[:, : layout.split].reshape(-1, layout.ranks_per_row, layout.split).mean(axis=1)
+        split = np.reshape(cost[:, : layout.split], (-1, layout.ranks_per_row, layout.split)).mean(axis=1)
         cost[:, : layout.split] = np.repeat(split, layout.ranks_per_row, axis=0)
     return cost.sum(axis=1)
 

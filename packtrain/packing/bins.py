@@ -18,6 +18,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 PERTURBATIONS = (0.3, 0.1)  # ranges of the random scale factors; we use the first that costs no row
 FEW_PER_LENGTH = 10  # above this many documents per length, shuffling documents of equal length is random enough
@@ -47,7 +48,7 @@ def best_fit(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> Ro
     histogram = np.bincount(lengths)
     order, (first_row, rows, copies), row_count = _place_in_best_order(histogram, capacity, rng)
     # each placement fills consecutive rows first_row, first_row + 1, …; list these row numbers for all placements
-    within = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
+    within = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
     filled = np.repeat(first_row, rows) + within
     shuffled = rng.permutation(row_count).astype(np.int32)[filled]
     row_of = np.repeat(shuffled, np.repeat(copies, rows))  # the row of each document, in order of placing
@@ -78,7 +79,7 @@ def _check_lengths(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 def _place_in_best_order(
     histogram: np.ndarray, capacity: int, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray, int]:
+) -> tuple[np.ndarray, npt.NDArray[np.int64], int]:
     """Place the documents in a random order of lengths, if that costs no row.
     Return the order of lengths, the placements and the number of rows."""
     exact = np.flatnonzero(histogram)[::-1]  # descending
@@ -93,7 +94,7 @@ def _place_in_best_order(
     return exact, placements, row_count
 
 
-def _place(histogram: np.ndarray, order: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
+def _place(histogram: np.ndarray, order: np.ndarray, capacity: int) -> tuple[npt.NDArray[np.int64], int]:
     """Place `histogram[length]` documents of each length by best fit, taking lengths in `order`. Return the number of rows and
     int64[3, placements] (first_row, rows, copies): each of `rows` rows, starting at `first_row`, takes the next `copies` documents."""
     placements: list[tuple[int, int, int]] = []
@@ -120,12 +121,12 @@ def _place(histogram: np.ndarray, order: np.ndarray, capacity: int) -> tuple[np.
             if space_left not in groups:
                 insort(spaces, space_left)
             groups.setdefault(space_left, []).extend(taken)
-    return np.array(placements, dtype=np.int64).reshape(-1, 3).T, row_count
+    return np.transpose(np.reshape(np.array(placements, dtype=np.int64), (-1, 3))), row_count
 
 
 def _take(ranges: list[tuple[int, int]], wanted: int) -> list[tuple[int, int]]:
     """Remove up to `wanted` rows from `ranges` and return them; split a range where needed."""
-    taken = []
+    taken = list[tuple[int, int]]()
     while wanted and ranges:
         first, rows = ranges.pop()
         if rows > wanted:
@@ -152,4 +153,4 @@ def _sort_by_group(group: np.ndarray, members: np.ndarray, rng: np.random.Genera
     keys |= members.astype(np.uint64)
     keys.sort()
     keys &= np.uint64(2**member_bits - 1)
-    return keys.view(np.int64)
+    return keys.astype(np.int64)

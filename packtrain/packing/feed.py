@@ -7,13 +7,13 @@ Each step is a small data set with its own schedule. It is laid out, collated an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import Field, dataclass, field, replace
 from pathlib import Path
 from queue import Empty, Full, Queue
 from threading import Event, Thread
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +30,31 @@ AHEAD = 8
 """Number of steps prepared ahead of training."""
 _TOLD = ("examples", "trained", "ended")
 _POLL_S = 0.5
-Prepared = tuple[Window, Any, list[Any]] | BaseException | None
+
+
+class Pinnable(Protocol):
+    """A micro-batch of an objective (train/loader.py)."""
+
+    def pin_memory(self) -> Pinnable:
+        """Return a copy in pinned memory."""
+        ...
+
+
+class StreamedSteps(Protocol):
+    """The Steps of an objective (train/loader.py)."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def schedule(self) -> Schedule:
+        """Documents of each step."""
+        ...
+
+    def __getitem__(self, step: int, /) -> Sequence[Pinnable]: ...
+
+
+AnySteps = TypeVar("AnySteps", bound=StreamedSteps)
+Prepared = tuple[Window, StreamedSteps, Sequence[Pinnable]] | BaseException | None
 """A step of the stream with its Steps and micro-batches, the error of the thread, or None at the end of the data."""
 
 
@@ -52,19 +76,19 @@ class Feed:
     """
 
     stream: Stream
-    slots: Callable[[Any], np.ndarray]
+    slots: Callable[[object], np.ndarray]
     say: Callable[[str], None]
-    place: Place = field(default_factory=dict)
+    place: Place = field(default_factory=Place)
     examples: int = 0
     trained: int = 0
     ended: bool = False
     marks: tuple[int, ...] = ()
-    current: Any = field(init=False)
+    current: StreamedSteps = field(init=False)
     _window: Window = field(init=False)
     _stopping: Event = field(default_factory=Event)
     _thread: Thread | None = None
 
-    def attach(self, steps: Any) -> Any:
+    def attach(self, steps: AnySteps) -> AnySteps:
         """Return `steps` of the first rows with this feed, which replaces them by streamed steps."""
         given = {name: value for name, value in steps.schedule.__dict__.items() if not name.startswith("_")}
         steps = replace(steps, schedule=StreamSchedule(**given), feed=self)
@@ -73,11 +97,12 @@ class Feed:
 
     def go_on_from(self, checkpoint: Path, step: int) -> None:
         """Continue after `checkpoint`, written at `step`. A checkpoint of a run without a stream continues with the first rows."""
-        new, file = {"step": step, "sources": {}, **dict.fromkeys(_TOLD, 0)}, checkpoint / PLACE
+        new: Place = {"step": step, "sources": {}, **dict.fromkeys(_TOLD, 0)}
+        file = checkpoint / PLACE
         self.place = json.loads(file.read_text()) if file.exists() else new
         self.examples, self.trained, self.ended = (self.place[name] for name in _TOLD)
 
-    def load(self, steps: Any) -> Iterator[list[Any]]:
+    def load(self, steps: StreamedSteps) -> Iterator[Sequence[Pinnable]]:
         """Yield this rank's micro-batches of each step to come. Raises errors of the thread, and UserError if no rows are left."""
         ready: Queue[Prepared] = Queue(AHEAD)
         self.close()
@@ -91,7 +116,8 @@ class Feed:
                 raise item
             if item is None:
                 fix = "Start over with trainer.resume=never, or name an earlier checkpoint."
-                raise UserError("nothing is left of data.train after this checkpoint", where="trainer.resume", fix=fix)
+                what = "nothing is left of data.train after this checkpoint"
+                raise UserError(what, where="trainer.resume", fix=fix, code="stream-at-its-end")
             self._window, self.current, batches = item
             self.examples += len(self._window.rows)
             self.trained += int(self._window.data.trained.sum(dtype=np.int64))
@@ -112,7 +138,7 @@ class Feed:
         if ranks * squares != total**2:
             what = "the processes have read other documents: what data.train names is not the same on all machines"
             fix = "Compare the files with sha256sum, or train on a shared disk."
-            raise UserError(what, where="data.train", fix=fix)
+            raise UserError(what, where="data.train", fix=fix, code="ranks-read-differently")
 
     def rows(self, numbers: list[int]) -> list[str]:
         """Return FILE:LINE of examples of the current step."""
@@ -141,7 +167,7 @@ class Feed:
                     read = now
                     progress()
 
-    def _make(self, steps: Any, ready: Queue[Prepared], stopping: Event, gpu: int | None) -> None:
+    def _make(self, steps: StreamedSteps, ready: Queue[Prepared], stopping: Event, gpu: int | None) -> None:
         def put(item: Prepared) -> None:
             while not stopping.is_set():
                 try:
@@ -162,8 +188,9 @@ class Feed:
         except BaseException as error:
             put(error)
 
-    def _steps_of(self, window: Window, steps: Any) -> Any:
+    def _steps_of(self, window: Window, steps: StreamedSteps) -> StreamedSteps:
         """Return the single step of a window."""
-        sizes: Any = {"total_steps": 1, "examples_per_step": len(window.rows), "shuffle": False}
-        schedule = replace(steps.schedule, lengths=self.slots(window.data), _rows_by_epoch={}, _row_counts={}, **sizes)
+        lengths, count = self.slots(window.data), len(window.rows)
+        schedule = replace(steps.schedule, lengths=lengths, total_steps=1, examples_per_step=count, shuffle=False)
+        schedule = replace(schedule, _rows_by_epoch={}, _row_counts={})
         return replace(steps, data=window.data, schedule=schedule, feed=None)

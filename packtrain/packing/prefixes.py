@@ -206,12 +206,13 @@ class PrefixIndex:
     def repeated(self, numbers: np.ndarray) -> np.ndarray:
         """Return the length of each prefix that need not be computed again: int64."""
         segments, ends = self.forest(numbers)
-        lengths, longest, continued, repeated = self.lengths[numbers], {}, set(), []
+        lengths, longest, continued, repeated = self.lengths[numbers], dict[int, int](), set[int](), list[int]()
         for prefix, tokens in zip(segments.shared, segments.prefix_lengths, strict=True):
             if prefix in continued:
                 repeated.append(tokens)
-            continued |= set() if prefix is None else {prefix}
-        for number in np.argsort(-lengths, kind="stable").tolist():
+            elif prefix is not None:
+                continued.add(prefix)
+        for number in map(int, np.argsort(-lengths, kind="stable")):
             if longest.setdefault(ends[number], number) != number:
                 repeated.append(int(lengths[number]))
         return np.array(repeated, dtype=np.int64)
@@ -284,16 +285,16 @@ def lay_out_shared(
     segments, ends = index.forest(numbers)
     tokens, work = np.array(segments.lengths), _work(segments, attention_cost)
     layouts: list[Layout] = []
-    done = []
+    done = list[float]()
     for division in _DIVISIONS if world_size > 1 else _DIVISIONS[:1]:
         most = limits.tokens, division * work.sum() / world_size
         trees = divide_trees(segments, ends, np.stack([tokens, work]), most)
-        sizes, cost = np.array([size for size, _ in trees]).T
+        sizes, cost = np.transpose([size for size, _ in trees])
         layout = lay_out(sizes, "packed", world_size, limits, attention_cost, ranks_per_row, cost=cost)
         done.append(float(work_of_ranks(layout, lambda part, cost=cost: cost[part].sum()).max()))
         for parts in layout:
             parts[:] = [
-                np.array([number for tree in part for number in trees[tree][1]], dtype=np.int64) for part in parts
+                np.array([number for tree in part for number in trees[int(tree)][1]], dtype=np.int64) for part in parts
             ]
         layouts.append(layout)
     return next(layout for layout, end in zip(layouts, done, strict=True) if end <= min(done) * (1 + _GAIN))

@@ -13,9 +13,10 @@ order and is read pass after pass, independently of the shares: no example repea
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -35,7 +36,8 @@ from packtrain.packing.balance import (
 from packtrain.packing.bins import Rows, best_fit, in_order
 from packtrain.packing.prefixes import PrefixIndex, lay_out_shared, work_of
 
-KEPT_EPOCHS = 2  # epochs whose rows stay in memory: the current one, and the next, as batches are prepared ahead
+KEPT_EPOCHS = 2  # passes whose order stays in memory: the current one, and the next, as batches are prepared ahead
+_Kept = TypeVar("_Kept")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,8 @@ class Schedule:
     """Index of common beginnings (prefixes.py); a micro-batch computes each one once. None: rows share nothing."""
     families: np.ndarray | None = None
     """int64[n]: the family of each document. A step draws whole families. None: it draws documents one by one."""
-    _rows_by_epoch: dict[int, Rows] = field(default_factory=dict, repr=False)
-    _row_counts: dict[int, int] = field(default_factory=dict, repr=False)
+    _rows_by_epoch: dict[int, Rows] = field(default_factory=dict[int, Rows], repr=False)
+    _row_counts: dict[int, int] = field(default_factory=dict[int, int], repr=False)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_rows_by_epoch": {}}  # another process plans faster than it receives
@@ -167,7 +169,7 @@ class Schedule:
         `tokens` int[n] are the tokens of each document, if its length includes padding.
         """
         steps = min(self.total_steps, self.steps_per_epoch(0))
-        sample = np.unique(np.linspace(0, steps - 1, min(sample_steps, steps)).round().astype(int)).tolist()
+        sample = np.unique(np.rint(np.linspace(0, steps - 1, min(sample_steps, steps))).astype(int)).tolist()
         layouts = [self.layout(step, world_size) for step in sample]
         parts = [part for layout in layouts for rank in layout for part in rank if len(part)]
         slots = [*map(self.slots, parts)]
@@ -207,14 +209,10 @@ class Schedule:
 
     def _rows_of_epoch(self, epoch: int) -> Rows:
         epoch = epoch if self.shuffle else 0
-        if epoch not in self._rows_by_epoch:
-            while len(self._rows_by_epoch) >= KEPT_EPOCHS:
-                del self._rows_by_epoch[next(iter(self._rows_by_epoch))]
-            self._rows_by_epoch[epoch] = self._make_rows(np.random.default_rng((self.seed, epoch)))
-        return self._rows_by_epoch[epoch]
+        return _remember(self._rows_by_epoch, epoch, self._make_rows)
 
-    def _make_rows(self, rng: np.random.Generator) -> Rows:
-        count = len(self.lengths)
+    def _make_rows(self, epoch: int) -> Rows:
+        count, rng = len(self.lengths), np.random.default_rng((self.seed, epoch))
         if self.examples_per_step is None and self.packing.strategy == "best_fit":
             return best_fit(self.lengths, int(self.limits.tokens), rng)
         order = rng.permutation(count) if self.shuffle else np.arange(count)
@@ -224,6 +222,15 @@ class Schedule:
             return Rows(order, np.append(np.arange(0, count, self.examples_per_step), count))
         rows = in_order(self.lengths[order], int(self.limits.tokens))
         return Rows(order[rows.documents], rows.offsets)
+
+
+def _remember(known: dict[int, _Kept], number: int, make: Callable[[int], _Kept]) -> _Kept:
+    """Return `known[number]`. Make it if it is not known, and forget the oldest beyond KEPT_EPOCHS."""
+    if number not in known:
+        while len(known) >= KEPT_EPOCHS:
+            del known[next(iter(known))]
+        known[number] = make(number)
+    return known[number]
 
 
 def make_schedule(
@@ -253,7 +260,7 @@ def make_schedule(
         more = over and ", or start more processes"
         what = f"the longest document has {longest} tokens, a micro-batch{over} takes {capacity}"
         fix = f"set batch.tokens_per_device to at least {math.ceil(longest / ranks_per_row)}, or data.max_length to {capacity}{more}"
-        raise UserError(what, where="batch.tokens_per_device", fix=fix)
+        raise UserError(what, where="batch.tokens_per_device", fix=fix, code="document-exceeds-micro-batch")
     schedule = Schedule(
         lengths=lengths,
         limits=limits,
@@ -280,7 +287,7 @@ def make_schedule(
     return replace(schedule, total_steps=max(total, 1))
 
 
-_KEPT_PASSES = 2  # orders kept for each source: the current pass and the next
+_SEED_USE = 4  # sets these random numbers apart: data/ draws by the same seed with 2, 3, 5 and 6 at this place
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -292,7 +299,7 @@ class StagedSchedule(Schedule):
 
     mixture: Mixture
     source_of: np.ndarray
-    _orders: dict[int, dict[int, np.ndarray]] = field(default_factory=dict, repr=False)
+    _orders: dict[int, dict[int, np.ndarray]] = field(default_factory=dict[int, dict[int, np.ndarray]], repr=False)
 
     def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_orders": {}}
@@ -332,12 +339,8 @@ class StagedSchedule(Schedule):
     def _order(self, source: int, pass_: int, length: int) -> np.ndarray:
         if not self.shuffle:
             return np.arange(length)
-        kept = self._orders.setdefault(source, {})
-        if pass_ not in kept:
-            while len(kept) >= _KEPT_PASSES:
-                del kept[min(kept)]
-            kept[pass_] = np.random.default_rng((self.seed, 4, source, pass_)).permutation(length)
-        return kept[pass_]
+        rng = np.random.default_rng((self.seed, _SEED_USE, source, pass_))
+        return _remember(self._orders.setdefault(source, {}), pass_, lambda _: rng.permutation(length))
 
 
 def stage(schedule: Schedule, mixture: Mixture, source_of: np.ndarray, names: tuple[str, ...]) -> StagedSchedule:
@@ -346,6 +349,7 @@ def stage(schedule: Schedule, mixture: Mixture, source_of: np.ndarray, names: tu
     for name, number, shares in zip(names, held, zip(*mixture.shares, strict=True), strict=True):
         if not number and any(shares):
             fix = "Take it out of the stages, or see data.eval and the dropped rows."
-            raise UserError(f"there is nothing to train on in {name}", where="data.stages", fix=fix)
+            what = f"there is nothing to train on in {name}"
+            raise UserError(what, where="data.stages", fix=fix, code="stage-without-data")
     given = {item.name: getattr(schedule, item.name) for item in fields(schedule)}
     return StagedSchedule(**given, mixture=mixture, source_of=source_of)

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -106,9 +107,9 @@ class Segments:
     def tokens_along(self, numbers: Iterable[int]) -> np.ndarray:
         """Return the places in the row of all tokens on each segment's path: int64. The segments `numbers` come in turn."""
         pieces = np.array([piece for number in numbers for piece in self.paths[number]])
-        lengths = np.array(self.lengths)[pieces]
+        lengths: npt.NDArray[np.int64] = np.array(self.lengths)[pieces]
         ends = lengths.cumsum()
-        return np.arange(ends[-1]) + np.repeat(np.array(self.starts)[pieces] - ends + lengths, lengths)
+        return np.arange(int(ends[-1])) + np.repeat(np.array(self.starts)[pieces] - ends + lengths, lengths)
 
     def unrolled(self) -> Unrolled:
         """Return the documents without sharing: each leaf with a copy of everything before it."""

@@ -21,7 +21,7 @@ from packtrain.config.rules import check_checkpointing, check_strategy
 from packtrain.config.schema import Checkpointing, Optim, RunConfig
 from packtrain.errors import UserError
 from packtrain.objectives.spec import CHECKED_LOGITS, COMPARED_PAIRS, HEAD_CHUNK
-from packtrain.optimizers.spec import STEPPED
+from packtrain.optimizers import STEPPED
 from packtrain.plan.known_model import (
     SCORE,
     Layers,

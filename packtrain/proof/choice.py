@@ -17,8 +17,7 @@ from packtrain.attention.backends import serve
 from packtrain.attention.spec import BACKENDS, Backend, tried_by_auto
 from packtrain.errors import CheckFailed, Problem, UserError
 from packtrain.packing.segments import Segments
-from packtrain.proof.isolation import DOCUMENTS, TREE, Proof, prove_isolation
-from packtrain.proof.leak import Leak, find_leak
+from packtrain.proof.isolation import DOCUMENTS, TREE, Leak, Proof, find_leak, prove_isolation
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +64,8 @@ def choose_attention(
         name, service = backend.name, serve(backend, model, device, autocast)
         reason, kernel = service.why, service.kernel
         if kernel is None and named:
-            raise UserError(
-                f"{name} attention is not available: {reason}", where="model.attention", fix="set it to auto"
-            )
+            what, fix = f"{name} attention is not available: {reason}", "set it to auto"
+            raise UserError(what, where="model.attention", fix=fix, code="attention-not-available")
         if kernel is not None and named and not prove:
             return AttentionChoice(backend, "asked for", kernel, None)
         if kernel is not None:
@@ -87,6 +85,7 @@ def choose_attention(
     raise CheckFailed(
         f"no way to run packed rows of {type(model).__name__} exactly: {rejected[-1][1]}",
         fix="set packing.mode=padding, or, if no batch runs at all, see what model.config sets; else use another model",
+        code="no-exact-attention",
     )
 
 

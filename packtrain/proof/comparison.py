@@ -1,17 +1,21 @@
-"""Common parts of all proofs: compare a candidate with a definition, within rounding.
+"""The engine of all proofs: compare a candidate with its definition, within the tolerance of rounding.
 
-The candidate is the computation of training. The definition is the model's own computation, one document or padded batch at a time. Both
-run inside `evaluating`; `model_refusals` reports calls that the model refuses there.
+The candidate is the computation of training. The definition is the model's own computation: one document or padded batch at a time, or the
+model before a change. A perturbation of something else must not move the candidate, and a control that leaks on purpose must: else the
+proof sees nothing. Both run inside `evaluating`; `model_refusals` reports calls that the model refuses there. Outputs are compared by
+`difference`, losses and gradients of a change (a fused kernel, another number format) by `prove_change`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from packtrain.attention.backends import NEEDED
@@ -20,6 +24,14 @@ from packtrain.wording import first_line
 
 CONTROL_FACTOR = 5
 """A control leaks on purpose: it must differ by this many times the difference measured without a leak."""
+
+
+PER_WEIGHT = 5
+"""Tolerance of one weight's gradient, as a multiple of the tolerance of all: over all weights rounding errors even out."""
+SMALLEST = 1e-3
+"""Smallest share of the total gradient norm: smaller gradients (a key's bias, mere rounding) are measured against this share."""
+MakeChange = Callable[[], Callable[[], object]]
+"""Makes a change and returns the function that undoes it; if it raises an exception, nothing is changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +92,7 @@ def check_equal(
     what: str,
     *,
     fix: str,
+    code: str = "outputs-differ",
     scale: torch.Tensor | None = None,
 ) -> float:
     """Return the `difference` of values [n]. Raises CheckFailed above `tolerance`, naming the value that is furthest off.
@@ -91,7 +104,7 @@ def check_equal(
         by_value = (candidate - definition).abs() / (1 if scale is None else scale)
         worst = int(by_value.nan_to_num(torch.inf).argmax())
         values = {"candidate": candidate[worst].item(), "definition": definition[worst].item()}
-        raise CheckFailed(what.format(number=worst + 1, **values), fix=fix)
+        raise CheckFailed(what.format(number=worst + 1, **values), fix=fix, code=code)
     return off
 
 
@@ -104,7 +117,7 @@ def evaluating(model: PreTrainedModel, autocast: torch.dtype | None = None) -> I
     """
     formats, kind = [autocast or model.dtype], model.device.type
 
-    def note(*_: Any) -> None:
+    def note(*_: object) -> None:
         if torch.is_autocast_enabled(kind):
             formats.append(torch.get_autocast_dtype(kind))
 
@@ -139,4 +152,104 @@ def model_refusals(what: str, *, fix: str) -> Iterator[None]:
     except Exception as error:
         if NEEDED in str(error):  # refused by trainer.deterministic, not by the model
             raise
-        raise CheckFailed(f"{what}: {first_line(error)}", fix=fix) from error
+        raise CheckFailed(f"{what}: {first_line(error)}", fix=fix, code="model-refuses-call") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeProof:
+    """Relative errors of `loss` and `gradients` after the change, and of the `worst` weight's gradient. `refusal`: the reason for undoing the
+    change, "" if it stays."""
+
+    refusal: str = ""
+    loss: float = math.inf
+    gradients: float = math.inf
+    worst: str = ""
+    worst_gradient: float = math.inf
+
+    def figures(self) -> str:
+        """Return the figures in words."""
+        return f"loss off by {self.loss:.1g}, gradients by {self.gradients:.1g}, of {self.worst} by {self.worst_gradient:.1g}"
+
+
+def prove_change(
+    change: MakeChange,
+    loss: Callable[[], torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
+    tolerance: Tolerance,
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+) -> ChangeProof:
+    """Make the change. Undo it on all ranks unless all find the `loss` and its gradients within `tolerance`.
+
+    The second time the NEGATIVE loss adds its gradients to the first ones: `.grad` then holds the difference, and no second copy of the
+    gradients takes memory. Gradients are compared as one vector, and weight by weight: a norm's gradients are so small a part of the vector that
+    errors in them would not show.
+
+    `loss` computes the same scalar each time, with its graph. `weights` are the trained ones by name; they keep no gradients.
+    `sum_over_ranks` takes float64 [n] on their device. All ranks call this together. An exception is a refusal on all ranks. If `change`
+    raises it, no rank computes with the change: under FSDP2 the other ranks would wait for this rank's weights.
+    """
+    device, failures = next(iter(weights.values())).device, list[str]()
+    before = after = torch.zeros(1 + len(weights), dtype=torch.float64, device=device)
+
+    def failed() -> torch.Tensor:
+        return torch.tensor([float(bool(failures))], dtype=torch.float64, device=device)
+
+    undo: Callable[[], object] | None = None
+    try:
+        with _noting(failures, "the loss cannot be computed even without it"):
+            before = _backward(loss(), weights)
+        with _noting(failures, ""):
+            undo = change()
+        if not sum_over_ranks(failed()).item():
+            with _noting(failures, "the model cannot compute by it"):
+                after = _backward(-loss(), weights)
+    finally:
+        for weight in weights.values():
+            weight.grad = None
+    total = sum_over_ranks(torch.cat([before, after, failed()])).tolist()
+    proof = _compare(total[: len(before)], total[len(before) : -1], [*weights], tolerance)
+    if total[-1]:
+        proof = ChangeProof(failures[0] if failures else "another process cannot compute by it")
+    if proof.refusal and undo is not None:
+        undo()
+    return proof
+
+
+@contextmanager
+def _noting(failures: list[str], what: str) -> Iterator[None]:
+    """Add an exception of the block to `failures`. Kernels and compilers raise any type."""
+    try:
+        yield
+    except Exception as error:
+        failures.append(": ".join(filter(None, [what, first_line(error)])))
+
+
+def _backward(loss: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Add gradients by a backward pass. Return float64 [1 + weights]: the loss, and each weight's Σ x² over this rank's `.grad`."""
+    loss.backward()
+    squares = [loss.detach().new_zeros((), dtype=torch.float64) for _ in weights]
+    for number, weight in enumerate(weights.values()):
+        if weight.grad is not None:
+            own = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+            squares[number] = torch.linalg.vector_norm(own, dtype=torch.float32).double().square()
+    return torch.stack([loss.detach().double(), *squares])
+
+
+def _compare(before: list[float], after: list[float], names: list[str], tolerance: Tolerance) -> ChangeProof:
+    """Compare two results of `_backward`. The second has the negative loss, and gradients added to the first ones."""
+    whole = math.sqrt(sum(before[1:]))
+    if not (0 < abs(before[0]) < math.inf and 0 < whole < math.inf):
+        return ChangeProof("the first rows have no loss to compare, or one that is not finite")
+    loss, gradients = abs(before[0] + after[0]) / abs(before[0]), math.sqrt(sum(after[1:])) / whole
+    off = [
+        math.sqrt(moved) / max(math.sqrt(own), SMALLEST * whole)
+        for own, moved in zip(before[1:], after[1:], strict=True)
+    ]
+    worst = max(range(len(off)), key=lambda number: math.inf if math.isnan(off[number]) else off[number])
+    single, refusal = PER_WEIGHT * tolerance.gradients, ""
+    if not loss <= tolerance.loss:
+        refusal = f"the loss of the first rows is off by {loss:.2g} (tolerance {tolerance.loss:.1g})"
+    elif not (gradients <= tolerance.gradients and off[worst] <= single):
+        which = f"{gradients:.2g}, those of {names[worst]} by {off[worst]:.2g}"
+        refusal = f"its gradients are off by {which} (tolerances {tolerance.gradients:.1g} and {single:.1g})"
+    return ChangeProof(refusal, loss, gradients, names[worst], off[worst])

@@ -16,19 +16,23 @@ bfloat16's rounding would hide a small leak.
 
 In 16 bits products round differently when the number of tokens changes. When other documents change, a router may then choose another
 expert for single tokens. This is no leak: so unchanged documents keep their experts. A leak still changes their outputs.
+
+A leak is found in the innermost module whose output depends on another document although its input does not. The row runs twice, the second
+time with other tokens in its outer documents. Every module's inputs and outputs for the middle document are compared by two sums each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
@@ -41,17 +45,19 @@ from packtrain.packing.segments import Segments, own_tokens, split_row
 from packtrain.proof.comparison import CONTROL_FACTOR, difference, evaluating, model_refusals, tolerance_of
 
 LENGTHS = (5, 27, 5)
-"""Documents of the proof: 37 tokens, a prime, since few weights have a dimension of that size (proof/leak.py looks for it).
+"""Documents of the proof: 37 tokens, a prime, since few weights have a dimension of that size (`find_leak` looks for it).
 The outer ones are longer than the filters of convolutions, the middle one is longer than small windows."""
 DOCUMENTS = Segments(LENGTHS)
 TREE = Segments((3, 1, 3, 1, 2, 27, 2, 2, 1), (None, 0, 1, 1, 0, None, None, 6, 6))
 """Two prompts with two continuations each (one has two of its own), and between them a document as long as the longest of
 DOCUMENTS: one proof serves trees and documents."""
+_MIDDLE = slice(LENGTHS[0], LENGTHS[0] + LENGTHS[1])
+_LONGEST_FILTER = 16  # a convolution's output may exceed the row by its filter's length
 NO_FIGURES: dict[str, None] = dict.fromkeys(
     ("max_abs_diff_before", "max_abs_diff_after", "max_abs_diff_alone", "control", "tolerance", "least_control")
 )
 """The figures of a proof that could not run."""
-Routing = dict[torch.nn.Module, tuple[torch.Tensor, ...]]
+Routing = dict[nn.Module, tuple[torch.Tensor, ...]]
 """By layer of experts: the experts chosen by each token, and their weights."""
 
 
@@ -129,7 +135,7 @@ def prove_isolation(
     segments = segments.repeated(-(-parts // segments.tokens))  # a token for each part
     ids = random_ids(model, segments)
     with evaluating(model, autocast) as computed_in:
-        alone = _run_each_alone(model, ids[0], segments)
+        alone = run_each_alone(model, ids[0], segments)
         with attending_by(model, backend):
             run = partial(logits_in_row, model, part=part, parts=parts)
             control = run(ids[0], segments, separated=False)
@@ -196,7 +202,7 @@ def _routed(model: PreTrainedModel, routing: Routing, keep: torch.Tensor | None 
     Hooks intercept the layer's call `experts(hidden [T, h], chosen [T, k], weights [T, k])`, as in transformers' models.
     """
 
-    def before(module: torch.nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def before(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if len(given) != 3 or not all(isinstance(tensor, torch.Tensor) and tensor.dim() == 2 for tensor in given[1:]):
             return None
         if keep is None:
@@ -235,10 +241,11 @@ def check_causal_and_padding(model: PreTrainedModel, *, padding: bool, autocast:
                 f"{name} is not causal: a later token changes the outputs of earlier ones by {seen:.2g} (tolerance {tolerance:.1g})",
                 where="model.path",
                 fix="take a causal language model; models such as BERT need model.config.is_decoder=true",
+                code="not-causal",
             )
         if not padding:
             return
-        alone = torch.cat(_run_each_alone(model, ids[0], DOCUMENTS))
+        alone = torch.cat(run_each_alone(model, ids[0], DOCUMENTS))
         documents = [Document(part, np.zeros(len(part), dtype=bool)) for part in np.split(ids[0], DOCUMENTS.starts[1:])]
         padded = logits_of(model, collate_padded(documents, 0))
     beside = torch.cat([padded[number, :length] for number, length in enumerate(LENGTHS)])
@@ -248,6 +255,7 @@ def check_causal_and_padding(model: PreTrainedModel, *, padding: bool, autocast:
             f"outputs of padded documents of {name} differ by {off:.2g} from those without padding (tolerance {tolerance:.1g})",
             where="packing.mode",
             fix="set it to packed with model.attention=per_document, which needs no padding, or take another model",
+            code="padding-changes-outputs",
         )
 
 
@@ -256,7 +264,7 @@ def random_ids(model: PreTrainedModel, segments: Segments) -> np.ndarray:
     return np.random.default_rng(0).integers(0, vocabulary_size(model), (2, segments.tokens))
 
 
-def _run_each_alone(model: PreTrainedModel, ids: np.ndarray, segments: Segments) -> list[torch.Tensor]:
+def run_each_alone(model: PreTrainedModel, ids: np.ndarray, segments: Segments) -> list[torch.Tensor]:
     """Return each segment's float32 [length, vocabulary]. Each document runs alone, with the model's own attention.
 
     Shared tokens have the outputs of the first document that contains them.
@@ -318,7 +326,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return next((number for number in sizes if type(number) is int and number > 0), None)
 
 
-def logits_of(model: PreTrainedModel, batch: dict[str, object]) -> torch.Tensor:
+def logits_of(model: PreTrainedModel, batch: Mapping[str, object]) -> torch.Tensor:
     """Return float32 [rows, T, vocabulary] of a collated batch. A model without a head gives hidden states [rows, T, d].
 
     Raises CheckFailed if the model cannot run the batch.
@@ -330,3 +338,83 @@ def logits_of(model: PreTrainedModel, batch: dict[str, object]) -> torch.Tensor:
     with model_refusals(what, fix=fix):
         outputs = model(**batch, use_cache=False)
     return (outputs.logits if "logits" in outputs else outputs.last_hidden_state).float()
+
+
+class Leak(NamedTuple):
+    """Module that mixes documents: `module` is its dotted name in the model, `kind` its class."""
+
+    module: str
+    kind: str
+
+
+@torch.no_grad()
+def find_leak(
+    model: PreTrainedModel, backend: str | None, run: Callable[[np.ndarray], object] | None = None
+) -> Leak | None:
+    """Find the first module that mixes documents of a row under `backend`. Returns None if no module does.
+
+    `backend` None keeps the model's attention. `run` is the caller's way to run the model on a row of the documents, int64 [T].
+    """
+    run = run or (lambda row: logits_in_row(model, row, DOCUMENTS))
+    attention = nullcontext() if backend is None else attending_by(model, backend)
+    rows = random_ids(model, DOCUMENTS)
+    rows[1, _MIDDLE] = rows[0, _MIDDLE]
+    # compiled layers (trainer.torch_compile) do not see hooks
+    with evaluating(model) as computed_in, attention, torch.compiler.set_stance("force_eager"):
+        training_mode_without_dropout(model)  # like the proof
+        first, second = (_sums_by_module(model, run, row) for row in rows)
+    tolerance = tolerance_of(computed_in()).outputs
+    for name, (inputs, outputs) in first.items():  # in the order of returning calls: innermost first
+        inputs_then, outputs_then = second.get(name, (inputs, outputs))
+        if not _moved(inputs, inputs_then, tolerance) and _moved(outputs, outputs_then, tolerance):
+            kind = type(model.get_submodule(name)).__name__
+            return Leak(name or kind, kind)
+    return None
+
+
+def _sums_by_module(
+    model: PreTrainedModel, run: Callable[[np.ndarray], object], row: np.ndarray
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Return `_sums` of each module's inputs and outputs; the first call to return comes first."""
+    sums: dict[str, tuple[list[float], list[float]]] = {}
+
+    def note(name: str, _: nn.Module, args: object, kwargs: object, output: object) -> None:
+        sums[name] = (_sums([args, kwargs]), _sums(output))
+
+    handles = [
+        module.register_forward_hook(partial(note, name), with_kwargs=True) for name, module in model.named_modules()
+    ]
+    try:
+        run(row)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sums
+
+
+def _sums(value: Any) -> list[float]:
+    """Return Σ|x| and Σ x·sin(1, 2, …) over the middle document. Covers every floating-point tensor in `value` along the row."""
+    if isinstance(value, dict | list | tuple):
+        return [total for part in (value.values() if isinstance(value, dict) else value) for total in _sums(part)]
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return []
+    # dimensions of the row's size, or else of the next larger size that a convolution may give
+    size = min(
+        (size for size in value.shape if DOCUMENTS.tokens <= size < DOCUMENTS.tokens + _LONGEST_FILTER), default=0
+    )
+    along = [dim for dim, length in enumerate(value.shape) if length == size]
+    if not size:
+        return []
+    part = value.narrow(along[0], _MIDDLE.start, LENGTHS[1]).double()
+    if len(along) > 1 and along[1] == value.dim() - 1:  # a mask or scores [.., T, T]
+        part = part.narrow(along[1], _MIDDLE.start, LENGTHS[1])
+    part = part.nan_to_num(0, 0, 0)
+    weights = torch.arange(1, part.numel() + 1, device=part.device, dtype=part.dtype).reshape(part.shape).sin()
+    return [part.abs().sum().item(), (part * weights).sum().item()]
+
+
+def _moved(first: list[float], second: list[float], tolerance: float) -> bool:
+    if len(first) != len(second):
+        return True
+    scale = max((abs(total) for total in first), default=0.0)
+    return any(abs(a - b) > tolerance * scale for a, b in zip(first, second, strict=True))

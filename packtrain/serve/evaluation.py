@@ -32,7 +32,8 @@ from packtrain.errors import Json, UserError, boundary
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder
 from packtrain.serve.trained import adapters_of, find_trained, load_trained
-from packtrain.train.verify.command import finite, on_this_machine, stdout_on_stderr
+from packtrain.system import stdout_on_stderr
+from packtrain.train.verify.command import finite, on_this_machine
 from packtrain.wording import counted, shortened, visible
 
 if TYPE_CHECKING:

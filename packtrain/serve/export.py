@@ -137,8 +137,7 @@ def write_merged(trained: Trained, target: Path, dtype: str | None) -> None:
 
     from packtrain.model.load import base_model, dequantized_in
     from packtrain.model.save import complete, mend_generation_config
-    from packtrain.train.optim.final_weights import merged_in
-    from packtrain.train.results import published, staging
+    from packtrain.train.results import merged_in, published, staging
 
     wanted = base_model(model).dtype if dtype is None else getattr(torch, dtype)
     quantised = known_sizes(Model(path=trained.path)).get("quantization_config")

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from packtrain.config.fault import Fault
+from packtrain.config import Fault
+from packtrain.errors import Json
 from packtrain.registry import Registry
 
 if TYPE_CHECKING:
@@ -76,12 +77,8 @@ class Overhead:
 class Launcher:
     """The strategy in accelerate's words: a part of its YAML, and the same as `flags`."""
 
-    settings: Mapping[str, Any]
+    settings: Json
     flags: tuple[str, ...]
-
-
-def _no_rules(config: RunConfig) -> Iterable[Fault]:
-    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +98,11 @@ class StrategySpec:
     """Count the bytes that the strategy itself takes."""
     launcher: Callable[[str], Launcher]
     """Return the settings of accelerate's launcher. It is given the later path of `engine_settings`."""
-    engine_settings: Callable[[str, float], dict[str, Any]] | None = None
+    engine_settings: Callable[[str, float], Json] | None = None
     """Return the JSON of the engine, from model.dtype and optim.max_grad_norm. None: there is none."""
     engine: str = ""
     """The section of plan.json with `engine_settings`, which is null for other strategies."""
-    rules: Callable[[RunConfig], Iterable[Fault]] = _no_rules
+    rules: Callable[[RunConfig], Iterable[Fault]] = lambda config: ()
     """Return combinations with other keys that cannot work."""
     package: str = ""
     """The package that it needs beside packtrain's own."""
@@ -156,7 +153,8 @@ def check_optimizer(config: RunConfig) -> Iterator[Fault]:
     name, optimizer = config.strategy.name, config.optim.name
     if why := config.optim.spec.whole:
         what = f"{optimizer} {why}, and {name} gives it parts of weights: the training would differ"
-        yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw or optim=sgd, or strategy=ddp.")
+        fix = "Choose optim=adamw or optim=sgd, or strategy=ddp."
+        yield Fault(("optim.name", "strategy.name"), what, fix, code="optimizer-needs-whole-weights")
 
 
 def check_dtype(config: RunConfig) -> Iterator[Fault]:
@@ -164,4 +162,4 @@ def check_dtype(config: RunConfig) -> Iterator[Fault]:
     if config.model.dtype == "float16":
         what = f"float16 weights cannot be spread by {config.strategy.name}"
         fix = "Set model.dtype to float32 or bfloat16, or strategy=ddp."
-        yield Fault(("model.dtype", "strategy.name"), what, fix)
+        yield Fault(("model.dtype", "strategy.name"), what, fix, code="float16-not-spread")

@@ -21,6 +21,7 @@ from packtrain.launch.worker import end_with_parent
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
 from packtrain.monitor.heartbeat import write_stacks_on_signal
+from packtrain.objectives.answers import Inputs
 from packtrain.packing.balance import cost_of_attention, parts_of_rank
 from packtrain.packing.collate import (
     RowLayout,
@@ -28,6 +29,7 @@ from packtrain.packing.collate import (
     collate_padded,
     collate_shared,
     label_positions,
+    on_device,
     part_of,
 )
 from packtrain.packing.schedule import Schedule
@@ -44,7 +46,7 @@ class MicroBatch:
     tokens of part number `part`; the counts are for the whole row.
     """
 
-    inputs: dict[str, Any]
+    inputs: Inputs
     trained: int
     tokens: int
     slots: int
@@ -64,6 +66,10 @@ class MicroBatch:
         """Return this rank's part of the step's counts. Only the first rank of a split row counts it."""
         return self.counts if self.part == 0 else (0, 0, 0, 0)
 
+    def inputs_on(self, device: torch.device) -> Inputs:
+        """Return the inputs, copied to `device`."""
+        return on_device(self.inputs, device)
+
     def split(self, rank: int, parts: int) -> MicroBatch:
         """Return the part of this row that `rank` computes."""
         part = rank % parts
@@ -71,10 +77,9 @@ class MicroBatch:
 
     def pin_memory(self) -> MicroBatch:
         """Return a copy in pinned memory; the DataLoader calls this."""
-        inputs = {
-            name: value.pin_memory() if hasattr(value, "pin_memory") else value for name, value in self.inputs.items()
-        }
-        return replace(self, inputs=inputs, mismatched=tuple(batch.pin_memory() for batch in self.mismatched))
+        pinned = {name: value.pin_memory() for name, value in self.inputs.items() if hasattr(value, "pin_memory")}
+        mismatched = tuple(batch.pin_memory() for batch in self.mismatched)
+        return replace(self, inputs=self.inputs | pinned, mismatched=mismatched)
 
 
 class WorkRecord:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,20 +17,18 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers.trainer_utils import align_special_tokens
 
-from packtrain.model.precision import weights_cast_once
+from packtrain.errors import Json
 from packtrain.model.spread import max_over_ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import on_device, to_device
 from packtrain.train.checkpoint.folder import folder_of
 from packtrain.train.checkpoint.state import Checkpoints
 from packtrain.train.engine import engine_of
-from packtrain.train.largest_row import try_largest
 from packtrain.train.loader import MicroBatch, Steps, WorkRecord, step_loader
-from packtrain.train.log.metrics import LateCopy, SourceCounts, StepMetrics
-from packtrain.train.log.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
+from packtrain.train.log.metrics import EXCHANGE_EVERY, LateCopy, RankTimes, SourceCounts, StepClock, StepMetrics
 from packtrain.train.objectives.loss import Loss
-from packtrain.train.optim.seen_updates import FEW, SeenUpdates
-from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
+from packtrain.train.optim.dither import FEW, SeenUpdates
+from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch, try_largest
 from packtrain.train.run_state import Listener, LoopSettings, RunState
 from packtrain.train.spikes import Judgement, Norm, SpikeJudge
 
@@ -43,7 +40,8 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
     Raises CheckFailed if a spike ends the run.
     """
     trainer.prepare(checkpoint)
-    trainer.begin_listeners()
+    for listener in trainer.listeners:
+        listener.train_begin(trainer.state)
     if trainer.evaluation and not trainer.settings.first_step:
         trainer.evaluate()
     upcoming = trainer.load_steps(checkpoint)
@@ -84,7 +82,6 @@ class StepTrainer:
         self.engine = engine_of(settings.strategy)(loss, settings)
         self.checkpoints = Checkpoints(self.engine, settings, loss.tokenizer)
         self.writer = self.checkpoints.writer
-        self._sharded = settings.sharded
         self.spikes = SpikeJudge(settings.spikes, self.accelerator, settings.say)
         self.work = WorkRecord(loss.device)
         self.changes: dict[str, str] = {}
@@ -101,9 +98,8 @@ class StepTrainer:
         self.state, self.listeners = RunState(), [*listeners]
         self._steps_watched, self._resumed_from = 0, None
         self._loss_and_counts = (torch.zeros(()), torch.zeros(4))  # of the current step, for `_judge_for_engine`
-        self._marks: LateCopy | None = (
-            None  # of a stream: sums over all ranks of Feed.marks, which show whether ranks read the same rows
-        )
+        self._marks: LateCopy | None = None
+        """Sums of a stream's Feed.marks over all ranks. They show whether ranks read the same rows."""
         self._losses_since_log: list[torch.Tensor] = []
         self._forget_step: Callable[[], None] = lambda: None
         """Removes the current step's figures from the objective's metrics: a skipped step leaves none."""
@@ -126,7 +122,7 @@ class StepTrainer:
         self.steps = self.spikes.without_skipped(self.steps)
         if self.settings.largest_first and self.settings.first_step < len(self.steps):
             self.clock.enter("proof")
-            try_largest(self.steps, self.settings.first_step, self.engine, self.loss, self.work, self.settings)
+            try_largest(self)
         self.engine.wrapped.zero_grad()
 
     def restore_state(self, checkpoint: Path | None) -> None:
@@ -147,11 +143,6 @@ class StepTrainer:
                 self.steps.feed.go_on_from(checkpoint, self.state.step)
                 self.state.last_step = self.steps.feed.end_after(self.state.step, self.state.last_step)
         return iter(step_loader(self.steps, first=self.state.step))
-
-    def begin_listeners(self) -> None:
-        """Tell the listeners that steps follow."""
-        for listener in self.listeners:
-            listener.train_begin(self.state)
 
     # The parts of a step, in order.
 
@@ -201,8 +192,7 @@ class StepTrainer:
         total = torch.zeros((), device=self.loss.device)
         self._forget_step = self.loss.mark_metrics()
         self.loss.open_step(micro_batches)
-        # sharded weights are gathered one layer at a time; caching their bfloat16 copies would keep every layer in memory
-        with nullcontext() if self._sharded else weights_cast_once():
+        with self.engine.casting_once():
             for number, batch in enumerate(micro_batches, start=1):
                 self.work.begin(self.state.step, number, batch)
                 self.clock.enter("forward", micro=number)
@@ -369,7 +359,7 @@ class StepTrainer:
 
     def _judge_for_engine(self, norm: Callable[[], torch.Tensor]) -> bool | None:
         """Judge a step before DeepSpeed's engine updates. Return whether it is a spike. None: steps are not judged."""
-        if self.work.tried is not None:  # largest_row.py tries a row: no step runs
+        if self.work.tried is not None:  # preflight.py tries a row: no step runs
             return True  # no update
         loss, counts = self._loss_and_counts
         step, judges = self.state.step + 1, self.spikes.judges_every_step
@@ -427,7 +417,7 @@ class StepTrainer:
         steps, at = self.steps.at(step - 1)
         self.spikes.stop_at(step, losses[first], steps.schedule.documents(at).tolist())
 
-    def _log(self, line: dict[str, Any]) -> None:
+    def _log(self, line: Json) -> None:
         """Keep a line in the state of the run, and tell the listeners."""
         line["epoch"] = self.state.epoch
         self.state.lines.append({**line, "step": self.state.step})
@@ -435,7 +425,7 @@ class StepTrainer:
             listener.log(self.state, line)
 
     def _pop_seen_updates(self) -> dict[str, float]:
-        """Return `updates_seen` (seen_updates.py) since the last line, if measured. Warn once if it is small."""
+        """Return `updates_seen` (dither.py) since the last line, if measured. Warn once if it is small."""
         sums = self.seen_updates.pop(self.loss.device)
         if sums is None:
             return {}

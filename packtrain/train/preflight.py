@@ -1,12 +1,14 @@
-"""Proofs on the loaded model: attention of packed rows, changes, first real rows."""
+"""Proofs on the loaded model: attention of packed rows, changes, first rows, memory for the largest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, cast
+from heapq import nlargest
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
@@ -20,15 +22,33 @@ from packtrain.model.layers import recompute_in_eval
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
+from packtrain.objectives.answers import Inputs
+from packtrain.packing.balance import parts_of_rank
 from packtrain.packing.collate import IGNORE
-from packtrain.proof.change import ChangeProof, prove_change
+from packtrain.plan.memory import optimizer_bytes
 from packtrain.proof.choice import AttentionChoice, choose_attention
-from packtrain.proof.comparison import check_equal, evaluating, has_routers, model_refusals, tolerance_of
-from packtrain.train.loader import first_documents
+from packtrain.proof.comparison import (
+    ChangeProof,
+    check_equal,
+    evaluating,
+    has_routers,
+    model_refusals,
+    prove_change,
+    tolerance_of,
+)
+from packtrain.train.engine import Engine
+from packtrain.train.loader import Steps, first_documents
 from packtrain.train.log.console import Log
 from packtrain.train.objectives.loss import Loss
+from packtrain.train.optim.dither import local
+from packtrain.train.run_state import LoopSettings
+
+if TYPE_CHECKING:
+    from packtrain.train.loop import StepTrainer
 
 WATCHED_STEPS = 3
+_CANDIDATES = 16
+"""Number of steps with the longest documents, and of steps with the most tokens: one of them has the fullest micro-batch."""
 _FEWEST = 16  # trained tokens; rounding errors average out over them
 _ROW_TOO_LONG = "set model.attention=per_document: the row may be longer than position tables of the model"
 
@@ -62,6 +82,7 @@ def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Prob
             f"of times; under {ranks.strategy} all have to call it together",
             "strategy.name",
             "set packing.mode=padding, or strategy=zero2",
+            code="calls-differ-by-rank",
         )
     return None
 
@@ -87,7 +108,8 @@ def same_everywhere(choice: str, what: str, where: str, world_size: int) -> None
     if len(set(choices)) > 1:
         ranks = ", ".join(f"rank {rank}: {own}" for rank, own in enumerate(choices))
         fix = "install the same packages everywhere, or name what to use"
-        raise CheckFailed(f"the processes would not use the same {what} ({ranks})", where=where, fix=fix)
+        what = f"the processes would not use the same {what} ({ranks})"
+        raise CheckFailed(what, where=where, fix=fix, code="choices-differ-by-rank")
 
 
 def make_changes(loss: Loss, ranks: Ranks, found: Sequence[tuple[str, Proposal]], log: Log) -> dict[str, str]:
@@ -104,7 +126,8 @@ def make_changes(loss: Loss, ranks: Ranks, found: Sequence[tuple[str, Proposal]]
         if not lacks and ranks.spec.gathers_by_engine and not proposal.unproved:
             lacks = f"{ranks.strategy} {NO_GRADIENTS}"
         if lacks and proposal.key:
-            raise UserError(f"{what}: not available, {lacks}", where=proposal.key, fix="set it to auto")
+            what = f"{what}: not available, {lacks}"
+            raise UserError(what, where=proposal.key, fix="set it to auto", code="change-unavailable")
         if proposal.unproved:
             _on_all(loss, proposal.make)()
         elif not lacks:
@@ -112,7 +135,7 @@ def make_changes(loss: Loss, ranks: Ranks, found: Sequence[tuple[str, Proposal]]
             lacks = proof.refusal
         if proof and lacks and proposal.key:
             why = f"{what} would not train as the model itself does: {lacks}"
-            raise CheckFailed(why, where=proposal.key, fix="set it to auto")
+            raise CheckFailed(why, where=proposal.key, fix="set it to auto", code="change-inexact")
         said = f"as the model comes; {what}: {lacks}" if lacks else what
         figures = "" if lacks else f" ({proof.figures() if proof else proposal.unproved})"
         decided[name] = said + figures
@@ -167,7 +190,7 @@ class FirstStepWatch:
     tolerance: float
 
     @torch.no_grad()
-    def check(self, model: Any, row: dict[str, Any], *, step: int) -> float:
+    def check(self, model: Any, row: Inputs, *, step: int) -> float:
         """Return the largest difference of a document's loss packed and alone. It is relative to the largest of: its loss, one nat for
         each of its trained tokens, and 16 nats (rounding errors of few tokens do not average out).
 
@@ -196,6 +219,58 @@ class FirstStepWatch:
         )
 
 
-def _sums(values: torch.Tensor, row: dict[str, Any]) -> torch.Tensor:
+def _sums(values: torch.Tensor, row: Inputs) -> torch.Tensor:
     """Sum `values` [1, T] over each document of `row`: float64 [documents] on the CPU."""
     return torch.stack([part.sum() for part in values[0].double().cpu().split(row["segments"].lengths)])
+
+
+def largest_row(steps: Steps, first_step: int) -> tuple[np.ndarray, bool]:
+    """Return the micro-batch with the most token slots of any rank. Returned are its examples, int [n], and whether ranks split it.
+    Searched are the steps from `first_step` to the end of the first pass."""
+    schedule = steps.schedule
+    end = min(len(steps), max(first_step + 1, schedule.steps_per_epoch(0)))
+    lengths = {step: schedule.lengths[schedule.documents(step)] for step in range(min(first_step, end - 1), end)}
+
+    def slots(row: tuple[np.ndarray, bool]) -> float:
+        return schedule.slots(row[0]) / (schedule.ranks_per_row if row[1] else 1)
+
+    longest = nlargest(_CANDIDATES, lengths, key=lambda step: lengths[step].max(initial=0))
+    fullest = nlargest(_CANDIDATES, lengths, key=lambda step: lengths[step].sum())
+    layouts = [schedule.layout(step, steps.world_size) for step in sorted({*longest, *fullest})]
+    return max(
+        (row for layout in layouts for rank in range(len(layout)) for row in parts_of_rank(layout, rank)), key=slots
+    )
+
+
+def try_largest(trainer: StepTrainer) -> None:
+    """Run the largest micro-batch forward and backward, on every rank. It runs twice: the second time gradients exist.
+
+    An engine that steps in the backward pass takes it for a step; `ask_before_update` must refuse the update.
+    """
+    steps, engine, loss, settings = trainer.steps, trainer.engine, trainer.loss, trainer.settings
+    numbers, is_split = largest_row(steps, settings.first_step)
+    batch, device = steps.collate_part(numbers, is_split), loss.device
+    buffers = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers()]
+    counts = torch.tensor(batch.counts, device=device)
+    trainer.work.begin(settings.first_step, 1, batch, numbers)
+    engine.wrapped.train()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), loss.keeping_metrics(), engine.trying():
+        held = torch.empty(_states_to_come(engine, settings), dtype=torch.uint8, device=device)
+        for again in (False, True):
+            last = engine.spec.steps_in_backward or (engine.exchanges_once and again)
+            with engine.casting_once(), engine.exchanging_gradients(last=last):
+                engine.accelerator.backward(loss.compute(engine.wrapped, batch, counts))
+        del held
+    engine.wrapped.zero_grad()
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    trainer.work.end()
+
+
+def _states_to_come(engine: Engine, settings: LoopSettings) -> int:
+    """Return the bytes of this process's optimizer states that do not exist yet."""
+    if engine.spec.steps_in_backward or engine.plain_optimizer.state:
+        return 0
+    trained = [weight for weight in engine.model.parameters() if weight.requires_grad]
+    number, width = sum(local(weight).numel() for weight in trained), trained[0].itemsize
+    return optimizer_bytes(settings.optim, engine.spec, number, width)

@@ -5,11 +5,12 @@ Train, verify and bench prepare a run with these functions, which fill in a `Pre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from packtrain.attention.backends import own_attention
 from packtrain.attention.over_ranks import KEY as SPLIT_KEY
@@ -21,10 +22,10 @@ from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.streaming import open_stream
 from packtrain.data.tokens.chat_template import give_template
 from packtrain.data.tokens.pretrained import load_tokenizer
-from packtrain.errors import CheckFailed, UserError, boundary
-from packtrain.model.heads import outputs_of_tokens
+from packtrain.errors import CheckFailed, Json, UserError, boundary
+from packtrain.model.forward import outputs_of_tokens
 from packtrain.model.layers import check_offload, compile_layers
-from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
+from packtrain.model.load import base_model, check_before_loading, load_model
 from packtrain.model.precision import Precision, decide_precision
 from packtrain.model.spread import Ranks, max_over_ranks, placement_of, reading_mesh, spread
 from packtrain.monitor.heartbeat import own_heartbeat
@@ -51,13 +52,13 @@ class Prepared:
     ranks: Ranks
     peers: Peers | None
     objective: TrainingObjective
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     data: PreparedData = field(init=False)
-    model: Any = None
+    model: PreTrainedModel = field(init=False)
     attention: str = ""
     precision: Precision = field(init=False)
     day: str = ""  # the date in the chat template
-    origin: dict[str, Any] = field(default_factory=dict)
+    origin: Json = field(default_factory=dict)
     """Values of precision, masters and reference that a resumed run must repeat."""
     backend: AttentionChoice | None = None
     """None: batches are padded, or nothing runs packed rows."""
@@ -79,7 +80,7 @@ class Prepared:
 
     def steps(self, part: Any, *, evaluation: bool = False, **length: Any) -> Steps:
         """Return the steps over a data set. They are one pass in order, unless `length` (max_steps, epochs, shuffle) differs."""
-        config, pad = self.config, int(self.tokenizer.pad_token_id or 0)
+        config, pad = self.config, cast(int, self.tokenizer.pad_token_id or 0)
         known = config.packing.attention_cost
         # an evaluation is in order, and needs to know equal beginnings only if rows share them
         compares = config.compares_prefixes and (config.packing.share_prefix or length.get("shuffle") == "by_prefix")
@@ -123,7 +124,7 @@ def prepare_data(run: Prepared, *, progress: bool = False) -> None:
     """Tokenise the data, the same on all ranks. Raises UserError for data that cannot be used."""
     own_heartbeat().enter("prepare")
     config, day = run.config, run.day
-    with boundary("the data cannot be used", "data.train"):
+    with boundary("the data cannot be used", "data.train", code="data-unusable"):
         kind, progress = config.objective.kind, progress and run.ranks.main
         if config.data.streaming:
             examples = config.batch.examples_per_step or 1
@@ -141,7 +142,7 @@ def load(run: Prepared) -> None:
     config, scores = run.config, run.config.objective.spec.scores
     limit_s, mesh = preparing_s(config.topology.step_timeout), reading_mesh(run.ranks)
 
-    def read() -> Any:
+    def read() -> PreTrainedModel:
         return load_model(config.model, config.peft, run.tokenizer, seed=config.trainer.seed, scores=scores, mesh=mesh)
 
     run.model = on_all_or_none(run.peers if mesh else None, "loaded", read, timeout_s=limit_s)
@@ -150,23 +151,13 @@ def load(run: Prepared) -> None:
     run.attention = own_attention(base_model(run.model))
 
 
-def check_model(run: Prepared, *, padded: bool, trains: bool) -> None:
-    """Check a loaded model. Raise UserError if it cannot be used.
-
-    It must take documents this long and, if it `trains`, be trainable. `padded`: the documents are padded, not flat.
-    """
-    if trains:
-        check_trainable(run.model)
-    check_positions(run.model, run.longest, padded=padded)
-
-
-def settle_precision(run: Prepared, recorded: Mapping[str, Any]) -> None:
+def settle_precision(run: Prepared, recorded: Json) -> None:
     """Decide the number formats, the reference in them, and the dither of masters. `recorded` is a resumed checkpoint's origin."""
     own_heartbeat().enter("proof")
     asked, seed, optim = run.config.trainer.mixed_precision, run.config.trainer.seed, run.config.optim
     run.precision = decide_precision(run.model, asked, run.ranks, recorded.get("trainer.mixed_precision"))
     check_changes(run.situation)
-    reference = run.objective.take_reference(run.model, run.tokenizer, run.ranks, run.precision, seed=seed)
+    reference = run.objective.take_reference(run)
     # seed and strategy as the run began: the checkpoint's masters were moved with them
     dither = [seed, run.ranks.spec.casts_weights] if optim.dithers else None
     run.origin = {"trainer.mixed_precision": run.precision.mixed, "dither": recorded.get("dither", dither)}
@@ -182,11 +173,9 @@ def spread_model(run: Prepared) -> None:
 
 def settle_attention(run: Prepared) -> None:
     """Choose the attention of packed rows by proof. Raises UserError or CheckFailed if none is exact."""
-    base, prove = base_model(run.model), run.config.verify.preflight
     if run.config.packing.mode != "padding":
-        with outputs_of_tokens(base):
-            wanted = run.config.model.attention
-            run.backend = run.objective.decide_attention(wanted, base, run.ranks, run.precision, prove=prove)
+        with outputs_of_tokens(base_model(run.model)):
+            run.backend = run.objective.decide_attention(run)
 
 
 def settle_split(run: Prepared) -> str:
@@ -208,7 +197,8 @@ def settle_split(run: Prepared) -> str:
     backend = run.backend.backend.name if run.backend else ""
     if why := why_not_split(base, backend):
         fix = f"set data.max_length to at most {limit}, and {SPLIT_KEY}=1"
-        raise UserError(f"documents cannot be split over processes: {why}", where=SPLIT_KEY, fix=fix)
+        what = f"documents cannot be split over processes: {why}"
+        raise UserError(what, where=SPLIT_KEY, fix=fix, code="cannot-split")
     open_group(parts)
     segments = TREE if run.objective.layout == "shared" else DOCUMENTS
     with outputs_of_tokens(base):
@@ -216,9 +206,8 @@ def settle_split(run: Prepared) -> str:
             backend, base, run.precision.autocast, segments, part=run.ranks.rank % parts, parts=parts
         )
     if reason:
-        raise CheckFailed(
-            f"a row split over {parts} processes is not exact: {reason}", where=SPLIT_KEY, fix="set it to 1"
-        )
+        what = f"a row split over {parts} processes is not exact: {reason}"
+        raise CheckFailed(what, where=SPLIT_KEY, fix="set it to 1", code="split-inexact")
     off = "" if proof is None else f"; proved, within {proof.max_difference:.1g}"
     longer = f"documents above {limit:,} tokens (the longest has {longest:,}), and those that are more than a process' share of a step,"
     return f"{longer} over {parts} processes each{off}"

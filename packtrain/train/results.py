@@ -10,22 +10,26 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from peft import set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from rich.markup import escape
 from safetensors.torch import load_file
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import attention_of
 from packtrain.config.schema import Model, Peft
 from packtrain.data.prepare import PreparedData
-from packtrain.errors import UserError
+from packtrain.errors import Json, UserError
+from packtrain.model.adapters import untie_if_adapted
 from packtrain.model.load import base_model, dequantized_in, load_model
 from packtrain.model.save import complete, weights_at_least
 from packtrain.model.spread import loading_whole
@@ -38,26 +42,18 @@ from packtrain.system import aside, publish
 from packtrain.train.checkpoint.folder import tidy
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.optim.final_weights import merged_in
+from packtrain.train.optim.dither import dithered
 from packtrain.train.optim.float32_step import AVERAGE
 from packtrain.wording import count_dropped, counted
 
 
 def save_final(
-    folder: RunFolder,
-    trainer: StepTrainer,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: Model,
-    peft: Peft,
-    *,
-    dtype: torch.dtype,
-    scores: bool,
+    folder: RunFolder, trainer: StepTrainer, model: PreTrainedModel, settings: Model, peft: Peft
 ) -> list[str]:
-    """Write final/ and the folders beside it, each whole or absent. Return a line about each folder.
-
-    All processes call it. Whole models get weights in `dtype`; `scores`: they are reward models.
-    """
+    """Write final/ and the folders beside it, each whole or absent. Return a line about each folder. All processes call it."""
+    own, tokenizer = base_model(model).dtype, trainer.loss.tokenizer
+    formats = {"never": torch.float32, "undithered": torch.float32, "final": torch.bfloat16}
+    dtype = formats.get(trainer.settings.optim.bf16_rounding, own)
     contents, adapters, merged = {folder.final: "the trained model"}, folder.final, []
     if peft.kind == "lora":
         contents = {folder.final: f"the adapters of {base_of(settings.path) or settings.path}"}
@@ -69,24 +65,22 @@ def save_final(
             merged.append(folder.merged)
             contents[folder.merged] = "the merged model"
     if trainer.engine.ema:
-        contents[folder.average] = (
-            f"the same, with the average of its weights over the steps (decay {trainer.engine.ema:g})"
-        )
+        averaged = f"with the average of its weights over the steps (decay {trainer.engine.ema:g})"
+        contents[folder.average] = f"the same, {averaged}"
     main = trainer.accelerator.is_main_process
     with published([*contents] if main else [], partly=True):
-        if peft.kind == "none" and dtype == base_model(model).dtype and not trainer.engine.dither.moved:
-            trainer.checkpoints.save_model(staging(adapters))
-        else:
-            trainer.checkpoints.save_weights_in(dtype, staging(adapters))
+        as_is = peft.kind == "none" and dtype == own and not trainer.engine.dither.moved
+        trainer.checkpoints.save_model(staging(adapters), None if as_is else dtype)
         if trainer.engine.ema:
-            trainer.checkpoints.save_weights_in(dtype, staging(folder.average), AVERAGE)
+            trainer.checkpoints.save_model(staging(folder.average), dtype, AVERAGE)
         if not main:
             return []
-        base: Any = base_model(model)
+        base = base_model(model)
         if merged:
-            seed, quantised = trainer.settings.trainer.seed, getattr(base_model(model), "is_quantized", False)
+            quantised = getattr(base_model(model), "is_quantized", False)
             # the trainer's model may have only this process's share of the weights, or quantised ones
             if trainer.settings.sharded or quantised:
+                seed, scores = trainer.settings.trainer.seed, trainer.loss.objective.spec.scores
                 with loading_whole():
                     model = load_model(settings, peft, tokenizer, seed=seed, scores=scores, dequantize=True)
             if quantised:
@@ -102,6 +96,48 @@ def save_final(
         for place in contents if peft.kind == "none" else merged:
             contents[place] += complete(base, settings, staging(place))
     return [f"{place.name}/ holds {what}" for place, what in contents.items()]
+
+
+@contextmanager
+def merged_in(model: Any, trained: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[PreTrainedModel]:
+    """Merge the adapters `trained` (as saved) into `model`, with weights in `dtype` inside the block.
+
+    If `dtype` is not the model's format, the weights are on the CPU, and merged in float32 for `dtype` float32. In bfloat16 sums are rounded by
+    chance (dither.py), so that small ones are not lost. Afterwards the merged model is back in its format and on its device.
+    """
+    own, device = base_model(model).dtype, base_model(model).device
+    if dtype == torch.float32 != own:
+        _move(model, lambda name, weight: weight.cpu().float())
+    set_peft_model_state_dict(model, trained)
+    untie_if_adapted(model)
+    if dtype == own == torch.bfloat16:
+        _add_adapters(model)
+    whole = model.merge_and_unload()
+    if dtype == own:
+        yield whole
+        return
+    by_chance = dtype == torch.bfloat16
+    _move(whole, lambda name, weight: (dithered(weight, 0, name) if by_chance else weight).to(dtype).cpu())
+    yield whole
+    _move(whole, lambda name, weight: weight.to(device, own))
+
+
+@torch.no_grad()
+def _add_adapters(model: nn.Module) -> None:
+    """Add the adapters to their bfloat16 layers in float32, then zero them. peft adds adapters of experts in one tensor."""
+    layers: list[tuple[str, Any]] = [one for one in model.named_modules() if isinstance(one[1], LoraLayer)]
+    for name, layer in layers:
+        for adapter in layer.active_adapters if hasattr(layer.get_base_layer(), "weight") else ():
+            weight = layer.get_base_layer().weight
+            weight.data = dithered(weight.float() + layer.get_delta_weight(adapter).float(), 0, name).to(weight.dtype)
+            for second in (layer.lora_B, layer.lora_embedding_B):
+                if adapter in second:
+                    getattr(second[adapter], "weight", second[adapter]).zero_()
+
+
+def _move(model: nn.Module, where: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    for name, weight in model.named_parameters():
+        weight.data = where(name, weight.data)
 
 
 def staging(place: Path) -> Path:
@@ -191,7 +227,7 @@ class Summary:
     early: bool
     answers: Sequence[tuple[str, str, str]] = ()
 
-    def to_json(self, status: str) -> dict[str, Any]:
+    def to_json(self, status: str) -> Json:
         """Return the content of summary.json."""
         state, report, feed = self.trainer.state, self.data.train.report, self.trainer.steps.feed
         report = report if feed is None else feed.report(state.tokens)
@@ -245,7 +281,7 @@ def print_results(log: Log, summary: Summary, folder: RunFolder, contents: list[
         log.say(escape(line))
 
 
-def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
+def _losses(summary: Summary, figures: Json) -> list[str]:
     """Return clauses on training and held-out loss (first → last), and on ranked held-out pairs."""
     clauses, state, early = [], summary.trainer.state, summary.early
     if (last := figures["train_loss"]) is not None:
@@ -255,16 +291,14 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
         clauses.append(f"held-out loss {figures['first_eval_loss']:.4f} → {last:.4f}{of_sets and f' ({of_sets})'}")
         if early and state.best_loss is not None:
             clauses.append(f"the weights are those of step {figures['best_step']}, with the lowest held-out loss")
-    lines = [line for line in state.lines if "eval_loss" in line]
-    best = [line for line in lines if early and line["step"] == state.best_step]
-    spec, final = summary.trainer.loss.objective.spec, (best or lines[-1:] or [{}])[0]
+    spec, first = summary.trainer.loss.objective.spec, next((line for line in state.lines if "eval_loss" in line), {})
     said = [
-        figure.moved(lines[0].get(key, final[key]), final[key])
+        figure.moved(first.get(key, figures[key]), figures[key])
         for figure in spec.headlines
-        if (key := f"eval_{figure.name}") in final
+        if (key := f"eval_{figure.name}") in figures
     ]
     if said:
-        clauses.append(f"of {final[f'eval_{spec.examples}']:,} held-out {spec.examples}: {', '.join(said)}")
+        clauses.append(f"of {figures[f'eval_{spec.examples}']:,} held-out {spec.examples}: {', '.join(said)}")
     return clauses
 
 

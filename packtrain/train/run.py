@@ -28,26 +28,25 @@ from packtrain.changes.spec import proposals
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.prepare import PreparedData
-from packtrain.errors import LostPeers, PacktrainError, UserError, boundary
+from packtrain.errors import Json, LostPeers, PacktrainError, UserError, boundary
 from packtrain.inspect.audit import sample_answers
 from packtrain.inspect.corpus import find_places, open_corpus
-from packtrain.model.heads import is_reward_model, outputs_of_tokens
-from packtrain.model.load import base_model
+from packtrain.model.forward import outputs_of_tokens
+from packtrain.model.load import base_model, check_positions, check_trainable, is_reward_model
 from packtrain.model.precision import settle_kernels
 from packtrain.model.save import end_answers_at, mend_generation_config, try_saving
 from packtrain.model.spread import Ranks, machines_of, open_strategy
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.packing.feed import Feed
-from packtrain.plan.memory import Memory, estimate
+from packtrain.plan.memory import Memory
 from packtrain.plan.origin import check_length, check_origin, length_of, origin_in, shared_values
 from packtrain.proof.isolation import check_causal_and_padding
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.system import stopped_by, told_at_once
-from packtrain.train import results
-from packtrain.train.checkpoint.folder import best_step_of, find_resume, origin_of, prune, set_aside, step_of
-from packtrain.train.largest_row import memory_error
-from packtrain.train.library_errors import explained
+from packtrain.train import preparation, results
+from packtrain.train.checkpoint.folder import find_resume, origin_of, prune, set_aside, step_of
+from packtrain.train.library_errors import explained, memory_error
 from packtrain.train.loader import Steps
 from packtrain.train.log import console
 from packtrain.train.log.console import Log, quiet_libraries, warnings_to
@@ -57,34 +56,12 @@ from packtrain.train.loop import StepTrainer, run_steps
 from packtrain.train.objectives.loss import Setup
 from packtrain.train.objectives.training_objective import Start
 from packtrain.train.optim.dither import Dither
-from packtrain.train.optim.final_weights import format_of
 from packtrain.train.optim.weight_groups import freeze_unreached, reduce_unreached
 from packtrain.train.preflight import make_changes
-from packtrain.train.preparation import (
-    Prepared,
-    begin,
-    check_model,
-    choose_checkpointing,
-    load,
-    masters_of,
-    plan_memory,
-    prepare_data,
-    settle_attention,
-    settle_precision,
-    settle_split,
-    spread_model,
-)
-from packtrain.train.run_state import Listener, LoopSettings, StopRequest
+from packtrain.train.preparation import Prepared
+from packtrain.train.run_state import Listener, LoopSettings, RunState, StopRequest
 from packtrain.train.spikes import SpikeRules
-from packtrain.train.sync import (
-    Peers,
-    agree_on_start,
-    check_run_folder,
-    connect,
-    join,
-    limit_collectives,
-    preparing_s,
-)
+from packtrain.train.sync import Peers, agree_on_start, check_run_folder, connect, join, limit_collectives, preparing_s
 from packtrain.wording import clean, counted, listed
 
 _MAX_DESCRIBED = 200_000
@@ -180,7 +157,7 @@ def _train(run: Run, trainer: StepTrainer, checkpoint: Path | None, finish: Fini
                 run_steps(trainer, checkpoint)
                 trainer.clock.enter("checkpoint")
         except RuntimeError as error:
-            if known := _explain_memory_error(error, run, trainer):
+            if known := memory_error(error, trainer, run.prepared):
                 raise known from error
             raise
         except KeyboardInterrupt:  # the second Ctrl-C
@@ -223,19 +200,21 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     if ranks.world_size > 1 and (remark := check_run_folder(run.folder.logs, main=ranks.main, needed=needed)):
         log.warn(remark)
 
-    prepared = run.prepared = begin(config, ranks, peers)
+    prepared = run.prepared = preparation.begin(config, ranks, peers)
     prepared.day = (origin_in(checkpoint) if checkpoint else {}).get("data.day") or today
-    prepare_data(prepared, progress=ranks.main and sys.stderr.isatty())
+    preparation.prepare_data(prepared, progress=ranks.main and sys.stderr.isatty())
     data, tokenizer = prepared.data, prepared.tokenizer
     remarks, ends = sample_answers(data.train, tokenizer, config.data.max_length)
     for remark in remarks if ranks.main and not log.evaluates else ():
         log.warn(remark)
 
-    load(prepared)
+    preparation.load(prepared)
     base, scores = base_model(prepared.model), config.objective.spec.scores
     if not scores and is_reward_model(base.config) and config.model.init == "pretrained":
         log.warn(f"{config.model.path} is a reward model or classifier: its head is left away, and final/ has none")
-    check_model(prepared, padded=config.packing.mode == "padding", trains=not log.evaluates)
+    if not log.evaluates:
+        check_trainable(prepared.model)
+    check_positions(prepared.model, prepared.longest, padded=config.packing.mode == "padding")
 
     trainer = _make_trainer(run, checkpoint)
     if not log.evaluates:
@@ -282,13 +261,13 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     config, ranks, log, prove = run.config, run.ranks, run.log, run.config.verify.preflight
     prepared = run.prepared
     data, model, base = prepared.data, prepared.model, base_model(prepared.model)
-    settle_precision(prepared, {} if checkpoint is None else origin_in(checkpoint))
+    preparation.settle_precision(prepared, {} if checkpoint is None else origin_in(checkpoint))
     origin = origin_of(asdict(config), data.train, model, prepared.tokenizer, ranks.world_size) | prepared.origin
     if checkpoint is not None:
         check_origin(checkpoint, origin)  # before proofs take time
-    spread_model(prepared)
-    settle_attention(prepared)
-    split = settle_split(prepared)
+    preparation.spread_model(prepared)
+    preparation.settle_attention(prepared)
+    split = preparation.settle_split(prepared)
     frozen, at_times = freeze_unreached(model, prepared.longest, prepared.precision.autocast)
     reduce_unreached(model, ranks, at_times)
     steps = _training_steps(run)
@@ -297,16 +276,15 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     if checkpoint is not None:
         check_length(checkpoint, step_of(checkpoint), len(steps))
         console.log_changes(log, checkpoint.name, *check_origin(checkpoint, origin))
-    console.log_model(log, config.model, config.peft, config.optim, model, prepared.precision, ranks.spec)
+    console.log_model(log, prepared)
     console.log_ways(log, frozen, split, prepared.compiled)
-    thing = config.objective.spec.examples
-    console.log_steps(log, thing, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
+    console.log_steps(log, prepared, steps, evaluation)
     console.log_attention(log, base, prepared.backend)
     if prove:
         with outputs_of_tokens(base):
             check_causal_and_padding(base, padding=prepared.backend is None, autocast=prepared.precision.autocast)
-    memory = plan_memory(prepared)
-    checkpointing, why = choose_checkpointing(config.trainer.gradient_checkpointing, memory)
+    memory = preparation.plan_memory(prepared)
+    checkpointing, why = preparation.choose_checkpointing(config.trainer.gradient_checkpointing, memory)
     if checkpointing != "none" or ranks.device.type == "cuda":
         moved = ", from inputs of layers in the host's memory" if config.trainer.activation_offload else ""
         log.fact("recompute", f"{checkpointing} ({why}){moved}")
@@ -333,7 +311,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         checkpointing=checkpointing,
         unused_at_times=at_times,
     )
-    with boundary("the trainer cannot be made", "optim"):
+    with boundary("the trainer cannot be made", "optim", code="trainer-unusable"):
         loss = prepared.objective.loss(Setup(model, prepared.tokenizer, settings))
         trainer = StepTrainer(loss, settings, _listeners(run))
     if peak := trainer.step_metrics.peak:
@@ -359,7 +337,10 @@ def _training_steps(run: Run) -> Steps:
 
 def _dither_of(run: Run, trainer: StepTrainer) -> Dither:
     """Choose the masters to dither, and log their number."""
-    dither, more = masters_of(run.prepared), "begin with weights in bfloat16, as optim.bf16_rounding=final leaves them"
+    dither, more = (
+        preparation.masters_of(run.prepared),
+        "begin with weights in bfloat16, as optim.bf16_rounding=final leaves them",
+    )
     more = "set optim.bf16_rounding=auto" if run.config.optim.bf16_rounding == "undithered" else more
     trainer.seen_updates.advice = f"{more}, raise optim.learning_rate, or set trainer.mixed_precision=no"
     if dither.moved:
@@ -403,20 +384,6 @@ def _spike_rules(run: Run, data: PreparedData, steps: Steps) -> SpikeRules:
 
     how = config.trainer.on_spike, config.trainer.spike_factor, run.folder.spikes
     return SpikeRules(*how, places if steps.feed is None else steps.feed.rows)
-
-
-def _explain_memory_error(error: Exception, run: Run, trainer: StepTrainer) -> UserError | None:
-    """Return the message for out of memory in a micro-batch; None for other errors."""
-    config, spikes = run.config, trainer.settings.spikes
-    return memory_error(
-        error,
-        trainer.work,
-        trainer.steps,
-        run.ranks,
-        spikes.places if spikes else lambda _: [],
-        lambda total: estimate(config, run.ranks.world_size, total, run.ranks.copies),
-        by_tokens=config.batch.limits(config.packing.mode)[1] is not None,
-    )
 
 
 def tries_largest(trainer: Trainer, ranks: Ranks) -> bool:
@@ -473,7 +440,7 @@ def _wait_for_all(run: Run, stage: str) -> None:
         run.peers.settle(stage, {}, {}, timeout_s=preparing_s(run.config.topology.step_timeout))
 
 
-def _begin_run_folder(run: Run, checkpoint: Path | None, origin: dict[str, Any]) -> None:
+def _begin_run_folder(run: Run, checkpoint: Path | None, origin: Json) -> None:
     """Take over the run folder once every process is ready to train. Move away results that would be wrong from now on."""
     if not run.ranks.main:
         return
@@ -484,14 +451,15 @@ def _begin_run_folder(run: Run, checkpoint: Path | None, origin: dict[str, Any])
             run.log.say(escape(f"{folder.root} held {what}: now in {shown(moved)}"))
         write_json(folder.facts, {"started": run.log.started, "facts": run.log.facts})
     except OSError as error:
-        raise UserError(f"cannot begin: {error}", where=f"trainer.output_dir ({folder.root})") from error
+        what = f"cannot begin: {error}"
+        raise UserError(what, where=f"trainer.output_dir ({folder.root})", code="run-folder-unwritable") from error
     for stale in (folder.summary, folder.data):
         stale.unlink(missing_ok=True)
     for remark in set_aside(folder.checkpoints, step_of(checkpoint) if checkpoint else 0):
         run.log.warn(remark)
     if checkpoint:  # a kill may have come between the newest checkpoint and the removal of the oldest
         with suppress(OSError):
-            prune(folder.checkpoints, run.config.trainer.keep_checkpoints, best_step_of(checkpoint), origin)
+            prune(folder.checkpoints, run.config.trainer.keep_checkpoints, RunState.load(checkpoint).best_step, origin)
 
 
 def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
@@ -503,18 +471,14 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
     trainer.clock.enter("final")
     if summary.early:
         trainer.checkpoints.restore_best_weights(trainer.state)
-    model, tokenizer, scores = run.prepared.model, run.prepared.tokenizer, config.objective.spec.scores
-    dtype = format_of(config.optim.bf16_rounding, base_model(model).dtype)
-    folders = results.save_final(
-        folder, trainer, model, tokenizer, config.model, config.peft, dtype=dtype, scores=scores
-    )
+    folders = results.save_final(folder, trainer, run.prepared.model, config.model, config.peft)
     if run.ranks.sharded and config.trainer.samples:
         _wait_for_all(run, "results")  # all ranks compute the answers, and the main process has been writing alone
     answers = list(zip(config.trainer.samples, run.before, _answers(run), strict=False))
     summary = replace(summary, answers=answers)
     _describe_data(run, summary.data)
     _write_summary(run, summary.to_json("done"))  # last: after it the same command begins a new run
-    commands = results.next_commands(folder, held_out=bool(config.data.eval), scores=scores)
+    commands = results.next_commands(folder, held_out=bool(config.data.eval), scores=config.objective.spec.scores)
     results.print_results(run.log, summary, folder, folders, commands)
 
 

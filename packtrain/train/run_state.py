@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from packtrain.config.schema import Optim, Trainer
+from packtrain.errors import Json
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.strategies.spec import DEFAULT, STRATEGIES
 from packtrain.train.loader import Steps
@@ -48,7 +48,7 @@ class LoopSettings:
     """One pass over each set of data.eval, by name; {} for none."""
     stop: StopRequest
     checkpoints: Path
-    origin: dict[str, Any]
+    origin: Json
     first_step: int = 0
     say: Callable[[str], None] = print
     strategy: str = DEFAULT
@@ -134,7 +134,7 @@ class RunState:
     """Passes over the data, with a fraction."""
     tokens: int = 0
     """Tokens trained on, padding and virtual tokens excluded."""
-    lines: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    lines: list[Json] = field(default_factory=list[Json])
     """Logged lines, evaluations included. Each has its `step`."""
     best_loss: float | None = None
     """The lowest evaluation loss. None: no evaluation yet, or trainer.early_stop_patience is not set."""
@@ -168,7 +168,7 @@ class Listener:
     def step_end(self, state: RunState) -> None:
         """A step was made."""
 
-    def log(self, state: RunState, line: dict[str, Any]) -> None:
+    def log(self, state: RunState, line: Json) -> None:
         """A line was logged; `line` has its figures by name, and the epoch."""
 
     def evaluate(self, state: RunState, figures: dict[str, float]) -> None:

@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch.distributed.tensor import DTensor
 
-from packtrain.errors import CheckFailed
+from packtrain.errors import CheckFailed, Json
 from packtrain.monitor.heartbeat import waiting
 from packtrain.system import write_text
 from packtrain.train.loader import Steps
@@ -88,28 +88,24 @@ class SpikeJudge:
 
     def __init__(self, rules: SpikeRules | None, accelerator: Accelerator, say: Callable[[str], None]) -> None:
         self.rules, self._accelerator, self._say = rules, accelerator, say
+        self.judges_every_step = rules is not None and (rules.action != "stop" or rules.factor is not None)
+        """Whether each step is judged before its update. Otherwise a loss that is not finite is noticed when it is logged."""
         self.recent = RecentFigures()
-        self.decided: dict[int, dict[str, Any]] = {}
+        self.decided: dict[int, Json] = {}
         """Decision by step with a spike: a line of spikes.jsonl."""
         self.spike_reason = ""
         """Why the current step gets no update, "" if it gets one."""
         self._figures = (0.0, 0.0)
         self._skipped = 0
 
-    @property
-    def judges_every_step(self) -> bool:
-        """Return whether each step is judged before its update. Otherwise a loss that is not finite is noticed when it is logged."""
-        return self.rules is not None and (self.rules.action != "stop" or self.rules.factor is not None)
-
     def read(self, checkpoint: Path | None) -> None:
         """Restore the recent figures from the resumed `checkpoint`, and later decisions, on all ranks."""
         if self.rules is None or not self.judges_every_step:
             return
-        lines: list[Any] = [[]]
-        if checkpoint is not None and self._accelerator.is_main_process:
-            lines = [_load_decisions(self.rules.file, checkpoint)]
+        main = self._accelerator.is_main_process
+        found = _load_decisions(self.rules.file, checkpoint) if checkpoint is not None and main else []
         with waiting("rank 0 to read spikes.jsonl"):
-            lines = cast(list, broadcast_object_list(lines))[0]
+            lines = cast(list[list[Json]], broadcast_object_list([found]))[0]
         self.decided = {line["step"]: line for line in lines if line["action"] != "stop"}
         self.roll_back(checkpoint)
 
@@ -166,7 +162,8 @@ class SpikeJudge:
                 fix += ", and go on from a checkpoint before these steps"
             else:
                 fix += ", or set trainer.on_spike=skip; the checkpoints before this step are kept"
-            raise CheckFailed(f"{reason} at step {step} (spikes.jsonl)", where="optim.learning_rate", fix=fix)
+            what = f"{reason} at step {step} (spikes.jsonl)"
+            raise CheckFailed(what, where="optim.learning_rate", fix=fix, code="spike")
         self.decided[step] = line
         then = "its update is skipped"
         then += ", as there is no checkpoint to go back to yet" if action != self.rules.action else ""
@@ -185,7 +182,7 @@ class SpikeJudge:
             self._write({**line, "grad_norm": None}, [(number, None) for number in documents])
         what = f"the loss is {loss:g} at step {step}"
         fix = "lower it, warm up, or clip (optim.max_grad_norm); the checkpoints before this step are kept"
-        raise CheckFailed(what, where="optim.learning_rate", fix=fix)
+        raise CheckFailed(what, where="optim.learning_rate", fix=fix, code="loss-not-finite")
 
     def pop_metrics(self) -> dict[str, int]:
         """Return `skipped`, the number of updates skipped since the last logged line, if any."""
@@ -202,7 +199,7 @@ class SpikeJudge:
                     skipped_from[number] = min(line["from"], skipped_from.get(number, line["from"]))
         return replace(steps, skipped_from=skipped_from, given_up=frozenset(given_up)) if skipped_from else steps
 
-    def _write(self, line: dict[str, Any], losses: Sequence[tuple[int, float | None]]) -> None:
+    def _write(self, line: Json, losses: Sequence[tuple[int, float | None]]) -> None:
         """Add a line to spikes.jsonl, on the main process."""
         if self.rules is None or not self._accelerator.is_main_process:
             return
@@ -217,12 +214,12 @@ class SpikeJudge:
             self._say(f"{self.rules.file.name} cannot be written: {error}")
 
 
-def _load_decisions(file: Path, checkpoint: Path) -> list[dict[str, Any]]:
+def _load_decisions(file: Path, checkpoint: Path) -> list[Json]:
     """Return the lines of spikes.jsonl that the run continues with. If `file` is missing, read the run folder of `checkpoint`.
 
     Then `file` has only these lines: a kill may have cut its last one, and a power loss may have damaged any.
     """
-    text, lines = "", list[dict[str, Any]]()
+    text, lines = "", list[Json]()
     for place in (checkpoint.parent.parent / file.name, file):
         with suppress(OSError):
             text = place.read_text(errors="replace")

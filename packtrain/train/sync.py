@@ -82,11 +82,11 @@ class Peers:
                     time.sleep(_READ_S if self.rank == 0 else _READ_S + 2 * _LONGEST_PAUSE_S)
         except DistError as error:
             what = f"rank {self.rank} lost rank 0 at the stage {stage!r}: {shortly(error)}"
-            raise PeerFailed(what, fix="its terminal or log says why it ended") from error
+            raise PeerFailed(what, fix="its terminal or log says why it ended", code="rank-0-lost") from error
         if verdict["missing"]:
             what = f"at the stage {stage!r} {verdict['missing']} did not come within {timeout_s:g} s"
             fix = "their logs say why, if they were started at all; topology.join_timeout and topology.step_timeout are the limits"
-            raise PeerFailed(what, fix=fix)
+            raise PeerFailed(what, fix=fix, code="ranks-missing")
         if verdict["problems"]:
             shown = self.rank == 0 or LOG_DIR in os.environ  # other ranks report in their logs only
             raise Disagreement([Problem(**problem) for problem in verdict["problems"]], shown=shown)
@@ -99,7 +99,8 @@ class Peers:
             with waiting("rank 0"):
                 return self.store.get(name).decode()
         except DistError as error:
-            raise PeerFailed(f"rank {self.rank} lost rank 0: {shortly(error)}", fix="its log says why") from error
+            what = f"rank {self.rank} lost rank 0: {shortly(error)}"
+            raise PeerFailed(what, fix="its log says why", code="rank-0-lost") from error
 
     def _statements(self, store: Store) -> dict[int, tuple[str, dict[str, str]]]:
         """Return host and facts of the ranks that have come to the stage of `store`."""
@@ -145,9 +146,10 @@ def join(*, timeout_s: float) -> Peers | None:
             fix = "set topology.main_port (MASTER_PORT) to a free one, on all machines"
             if "EADDRINUSE" in str(error):
                 what = f"port {port} of this machine is taken"
-                raise CheckFailed(what, where="topology.main_port", fix=fix) from error
+                raise CheckFailed(what, where="topology.main_port", fix=fix, code="port-taken") from error
             why = shortly(error) if isinstance(error, DistError) else "what listens there does not answer"
-            raise PeerFailed(f"no connection to rank 0 at {address}:{port}: {why}", fix=fix) from error
+            what = f"no connection to rank 0 at {address}:{port}: {why}"
+            raise PeerFailed(what, fix=fix, code="rank-0-unreachable") from error
     return Peers(PrefixStore("packtrain", store), world_size, rank, host)
 
 
@@ -160,7 +162,7 @@ def preparing_s(step_timeout: float) -> float:
 def agree_on_start(peers: Peers | None, config: Mapping[str, str], device: str, *, timeout_s: float) -> None:
     """Check that all ranks have the same `config`, packages and `device` (cpu, cuda).
 
-    `config` is from plan.agreement.shared_values. Our launchers have compared all but the device already. Raises Disagreement, PeerFailed.
+    `config` is from plan.origin.shared_values. Our launchers have compared all but the device already. Raises Disagreement, PeerFailed.
     """
     facts, fixes = {"device": device}, {"device": "look at nvidia-smi and CUDA_VISIBLE_DEVICES there"}
     if LOG_DIR not in os.environ:
@@ -242,6 +244,7 @@ def check_run_folder(logs: Path, *, main: bool, needed: bool) -> str:
             where=f"trainer.output_dir ({logs.parent})",
             fix="Name a folder on a disk that all machines share; without one, trainer.checkpoint_every=null with "
             "trainer.resume=never trains without checkpoints.",
+            code="disk-not-shared",
         )
     return f"{what}: the run cannot go on from where it is stopped"
 
@@ -281,7 +284,8 @@ def connect(
     names = [name for name in SOCKETS if name.partition("_")[0].lower() in backend and os.environ.get(name)]
     settings = "".join(f" ({name} is {os.environ[name].removeprefix('=')})" for name in names)
     where = f"rank {peers.rank} on {peers.host}"
-    raise CheckFailed(f"the first all-reduce over {backend} {problem}{settings}", where=where, fix=_NETWORK_FIX)
+    what = f"the first all-reduce over {backend} {problem}{settings}"
+    raise CheckFailed(what, where=where, fix=_NETWORK_FIX, code="first-all-reduce")
 
 
 def limit_collectives(seconds: float) -> None:
@@ -339,5 +343,5 @@ def _wait_for_listener(address: str, port: int, rank: int, timeout_s: float) -> 
                 place = f"{address}:{port} within {timeout_s:g} s: {error.strerror or error}"
                 what = f"rank {rank} on {socket.gethostname()} did not reach rank 0 at {place}"
                 fix = "look whether it was started, whether the name leads to it from here, and for a firewall"
-                raise PeerFailed(what, fix=fix) from error
+                raise PeerFailed(what, fix=fix, code="rank-0-unreachable") from error
         time.sleep(_LONGEST_PAUSE_S)

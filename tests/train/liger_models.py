@@ -13,8 +13,7 @@ from tiny_models import tiny_model
 
 from packtrain.changes.liger import fuse_by_liger
 from packtrain.model.load import base_model
-from packtrain.proof.change import prove_change
-from packtrain.proof.comparison import has_routers, tolerance_of
+from packtrain.proof.comparison import has_routers, prove_change, tolerance_of
 from tests.standin.site import triton_interpreter
 
 ROW = torch.arange(14)[None] * 7 % 94 + 3

@@ -22,7 +22,7 @@ from packtrain.config.schema import Model
 from packtrain.errors import CheckFailed, UserError
 from packtrain.run_folder import RunFolder
 from packtrain.train.run import verify_in
-from packtrain.train.verify.modes import MODES
+from packtrain.train.verify.loss_proofs import MODES
 
 LN2 = 0.6931472
 PAIRS = {"train_rows": preferences(22, 0), "eval_rows": preferences(5, 1), "small": "batch.tokens_per_device=190"}

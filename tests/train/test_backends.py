@@ -27,11 +27,11 @@ from packtrain.proof.isolation import (
     DOCUMENTS,
     TREE,
     check_causal_and_padding,
+    find_leak,
     logits_in_row,
     prove_isolation,
     random_ids,
 )
-from packtrain.proof.leak import find_leak
 
 # two prompts, the first one shared twice and once more later, and a lone document; equal lengths, neighbours and not
 SHARED = Segments((13, 7, 7, 21, 5, 1, 13, 7), (None, 0, 0, None, 3, 3, None, 0))

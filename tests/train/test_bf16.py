@@ -16,8 +16,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.data.dataset import Document
 from packtrain.model.forward import add_loss_sum
-from packtrain.model.precision import weights_cast_once
 from packtrain.packing.collate import collate_padded
+from packtrain.train.engine import weights_cast_once
 
 LOSS, GRADIENT = 1e-2, 5e-2
 """How far bfloat16 may be from float32: losses, and gradients relative to their norm."""

@@ -23,8 +23,7 @@ from packtrain.changes.spec import Change, Proposal
 from packtrain.errors import CheckFailed, PacktrainError, UserError
 from packtrain.model.load import base_model
 from packtrain.model.spread import embedding_apart, layers_of
-from packtrain.proof.change import ChangeProof, MakeChange, prove_change
-from packtrain.proof.comparison import tolerance_of
+from packtrain.proof.comparison import ChangeProof, MakeChange, prove_change, tolerance_of
 from packtrain.train import loader, preflight
 from packtrain.train import run as train_run
 from tests.train import forked

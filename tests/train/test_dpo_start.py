@@ -25,8 +25,8 @@ from packtrain.packing.collate import RowLayout, row_arguments
 from packtrain.packing.segments import Segments
 from packtrain.train.loader import MicroBatch
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives import first_loss
 from packtrain.train.objectives.pairs_and_answers import PairSteps
+from packtrain.train.verify import loss_proofs
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -147,7 +147,7 @@ def test_the_first_check_makes_few_logits_whatever_the_layout_and_the_reference(
     layout: RowLayout, precomputed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most, made = 8 * 5 * cast(Any, policy()).config.vocab_size, []
-    monkeypatch.setattr(first_loss, "CHECKED_LOGITS", most)
+    monkeypatch.setattr(loss_proofs, "CHECKED_LOGITS", most)
     given: dict[str, Any] = {"reference": None if precomputed else policy(), "loss_type": ["sigmoid"]}
     trainer = ours(tmp_path, layout, precompute_ref_log_probs=precomputed, **given)
     for model in filter(None, (trainer.model, trainer.loss.reference)):

@@ -19,11 +19,11 @@ from packtrain.config.schema import Batch, Data, Model, Optim, Packing, Peft, Ru
 from packtrain.data.prepare import prepare
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError
-from packtrain.model import reference
 from packtrain.model.load import load_model
 from packtrain.model.precision import Precision
 from packtrain.model.weights import weights_hash
 from packtrain.run_folder import RunFolder
+from packtrain.train.objectives import training_objective
 from packtrain.train.objectives.training_objective import identity_of_reference
 from packtrain.train.run import verify_in
 
@@ -77,7 +77,7 @@ def test_a_second_model_its_own_folder_and_what_it_said_once_are_the_same_refere
     (kept,) = (tmp_path / "cache" / "reference").glob("*.npy")
 
     computed = []
-    monkeypatch.setattr(reference, "reduce", lambda *_: computed.append(1))
+    monkeypatch.setattr(training_objective, "reduce", lambda *_: computed.append(1))
     again = trained(start, "again", objective=against("precomputed"))
     assert again.losses == once.losses and not computed  # from the cache
     monkeypatch.undo()
@@ -120,7 +120,7 @@ def test_kept_log_probabilities_are_named_by_the_pairs_the_weights_and_the_setti
         identity = identity_of_reference(model, config.peft, weights_hash(model))
         bf16 = torch.bfloat16 if config.trainer.mixed_precision == "bf16" else None
         precision = Precision(model.dtype, bf16)
-        return reference.cache_key(prepared.fingerprint, identity, precision, ld_alpha)
+        return repr((prepared.fingerprint, identity, precision, ld_alpha))
 
     known = name()
     assert known == name(optim=Optim(), batch=Batch(examples_per_step=3), packing=Packing(mode="padding"))

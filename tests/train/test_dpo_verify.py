@@ -20,7 +20,7 @@ from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder
 from packtrain.train.run import verify_in
 from packtrain.train.verify.command import print_verdicts
-from packtrain.train.verify.modes import MODES
+from packtrain.train.verify.loss_proofs import MODES
 
 start = test_dpo_user.start
 TWO = Objective(kind="dpo", loss=["ipo", "sft"], options={"loss_weights": [1.0, 0.5]}, beta=0.3)

@@ -20,7 +20,7 @@ from packtrain.attention.backends import attending_by
 from packtrain.changes.experts import group_experts
 from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
-from packtrain.model.expert_loop import can_group, loop_over_experts
+from packtrain.model.layers import can_group, loop_over_experts
 from packtrain.packing.segments import Segments
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss"]

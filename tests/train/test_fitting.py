@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from packtrain.config.schema import Optim
 from packtrain.errors import UserError
-from packtrain.optimizers.muon import MuonAndAdamW
-from packtrain.optimizers.spec import OPTIMIZERS
-from packtrain.train.optim.weight_groups import group_weights
+from packtrain.optimizers import OPTIMIZERS
+from packtrain.train.optim.weight_groups import MuonAndAdamW, group_weights
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
 NEEDS_BITSANDBYTES = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes")
@@ -252,7 +251,7 @@ def test_an_optimizer_has_class_and_arguments_of_transformers(name: str, tmp_pat
     theirs = {"optim": name, "learning_rate": 3e-4, "adam_beta1": 0.8, "adam_beta2": 0.95, "report_to": "none"}
     kind, arguments = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(str(tmp_path), use_cpu=True, **theirs))
     assert spec.load() is kind
-    assert {"lr": 3e-4, **spec.betas(0.8, 0.95), **spec.options} == arguments
+    assert {"lr": 3e-4, **spec.arguments(0.8, 0.95)} == arguments
 
 
 def test_weights_decay_as_transformers_decides(folder: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from packtrain.changes.float8 import TOLERANCE, check_float8, multiply_in_float8
 from packtrain.errors import UserError
-from packtrain.proof.change import prove_change
+from packtrain.proof.comparison import prove_change
 
 pytest.importorskip("torchao")
 IDS = torch.randint(3, 97, (4, 61), generator=torch.Generator().manual_seed(0))

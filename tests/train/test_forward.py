@@ -19,6 +19,7 @@ from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.forward import add_loss_sum, choose_head
 from packtrain.model.load import check_trainable
+from packtrain.objectives.sft.spec import TOKEN_WEIGHTS
 from packtrain.packing.collate import FILLER, IGNORE, collate_flat, collate_padded, shifted_labels
 
 LENGTHS = (1, 2, 17, 33, 33, 33, 5, 64)
@@ -80,7 +81,7 @@ def test_an_empty_micro_batch_is_a_zero_that_reaches_every_parameter(family: str
 
 def test_dft_weighs_each_token_by_its_own_probability() -> None:
     items = documents()
-    model = with_loss_sum(tiny_model("llama"), loss="dft")
+    model = with_loss_sum(tiny_model("llama"), weigh=TOKEN_WEIGHTS["dft"])
     model.set_attn_implementation(segmented.NAME)
     loss = model(**collate_flat(items), loss_sum=True).item()
     expected = 0.0
@@ -128,7 +129,7 @@ def test_a_layer_that_is_not_told_its_segments_fails_at_once() -> None:
 def test_a_head_that_the_fused_one_does_not_fit_is_found_and_runs_as_the_model_has_it(loss: str) -> None:
     model, items = tiny_model("llama"), documents()
     add_fused_lm_head(model)
-    head = add_loss_sum(model, loss=loss)
+    head = add_loss_sum(model, weigh=TOKEN_WEIGHTS[loss])
     batch = collate_padded(items, 0)
     with torch.no_grad():
         expected = model(**batch, loss_sum=True).item()

@@ -13,7 +13,7 @@ from running import base_config, train
 
 from packtrain.monitor.heartbeat import Heartbeat, Phase
 from packtrain.train import loop
-from packtrain.train.log.rank_times import RankTimes, StepClock
+from packtrain.train.log.metrics import RankTimes, StepClock
 from tests.train import forked
 
 

@@ -20,7 +20,7 @@ from packtrain.config.compose import load_config
 from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
-from packtrain.model.heads import add_scores, outputs_of_tokens
+from packtrain.model.forward import add_scores, outputs_of_tokens
 from packtrain.model.load import load_model
 from packtrain.model.weights import weights_hash
 from packtrain.packing.collate import RowLayout, collate_scored

@@ -199,4 +199,7 @@ def test_a_rank_with_a_wrong_sum_or_none_in_time_fails_with_its_network_settings
     error = errors[rank]
     assert isinstance(error, CheckFailed) and ends == ([3] if fault is stuck else [])
     where = f"rank {rank} on n{1 + rank // 2}"
-    assert str(error) == f"{where}: the first all-reduce over nccl {said} (NCCL_SOCKET_IFNAME is eth0)\n    → {FIX}"
+    assert (
+        str(error)
+        == f"{where}: the first all-reduce over nccl {said} (NCCL_SOCKET_IFNAME is eth0) [first-all-reduce]\n    → {FIX}"
+    )

@@ -30,7 +30,7 @@ from packtrain.run_folder import RunFolder
 from packtrain.train.run import verify_in
 from packtrain.train.verify import measure as verifying
 from packtrain.train.verify.command import print_verdicts
-from packtrain.train.verify.modes import MODES, Comparison, compare_modes, lengths_for, loss_on_random_examples
+from packtrain.train.verify.loss_proofs import MODES, Comparison, compare_modes, lengths_for, loss_on_random_examples
 from tests.train import forked
 
 MAMBA = {"model_type": "mamba", "hidden_size": 48, "state_size": 8, "num_hidden_layers": 2}

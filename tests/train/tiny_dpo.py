@@ -25,10 +25,10 @@ from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.loader import Steps
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.first_loss import check_answer_forward, check_first_loss
 from packtrain.train.objectives.loss import Setup
 from packtrain.train.objectives.pairs_and_answers import PairSteps
 from packtrain.train.run_state import LoopSettings, StopRequest
+from packtrain.train.verify.loss_proofs import check_answer_forward, check_first_loss
 
 TOKENIZER = load_tokenizer(Model(tokenizer="quickstart"))
 LAYOUTS: tuple[RowLayout, ...] = ("padding", "flat", "shared")

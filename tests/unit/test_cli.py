@@ -65,11 +65,11 @@ def test_a_bad_config_is_refused_with_all_problems_once_on_stderr_and_exit_code_
     assert done.stdout == ""
     for line in (
         "error: 5 problems",
-        "  bad.yaml:3, optim.lr: there is no such key",
+        "  bad.yaml:3, optim.lr: there is no such key [no-such-key]",
         "    → Did you mean optim.learning_rate?",
-        "  command line, trainer.seed: found the text 'x'",
-        "  command line, -m: no such option",
-        "  bad.yaml, data.train: there is nothing to train on",
+        "  command line, trainer.seed: found the text 'x' [bad-value]",
+        "  command line, -m: no such option [no-such-flag]",
+        "  bad.yaml, data.train: there is nothing to train on [no-data]",
     ):
         assert done.stderr.count(f"{line}\n") == 1
     assert "Traceback" not in done.stderr

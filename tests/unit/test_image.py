@@ -54,7 +54,8 @@ def test_the_locks_can_be_installed(lock: str, python: str, tmp_path: Path) -> N
     platform = ("--python-version", python, "--python-platform", "x86_64-manylinux_2_28")
     given = ("--require-hashes", "--no-deps", "-r", str(ROOT / "deploy" / lock), "--target", str(tmp_path))
     command = [uv, "pip", "install", "--dry-run", *platform, *given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    system_certificates = {"UV_SYSTEM_CERTS": "true", "UV_NATIVE_TLS": "true"}  # as pip's; a proxy may have its own
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | system_certificates)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("\n + ") == len(pinned(lock))
 

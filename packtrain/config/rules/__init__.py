@@ -7,13 +7,12 @@ Most rules are rows of table.py; the functions here compute something. They refu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict
 
-from packtrain.config.fault import Fault, is_number
+from packtrain.config import Fault, Option, is_list, is_mapping, is_number
 from packtrain.config.keys import check_resume_despite, keys, suggest
 from packtrain.config.objective import Objective
-from packtrain.config.rules.fitting import PEFT_OPTIONS, SCHEDULE_OPTIONS, check_options, is_pattern
 from packtrain.config.rules.slurm import check_sbatch, check_secrets
 from packtrain.config.rules.table import check_table
 from packtrain.config.schema import Data, Optim, Peft, RunConfig, Topology, name_sources, sources
@@ -22,6 +21,86 @@ from packtrain.wording import shortened, speaks_of_secrets
 
 # launchers set these for each process
 _LAUNCH_VARIABLE = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|PACKTRAIN_.*)"
+
+
+def is_pattern(value: object) -> bool:
+    """Return whether it is the text of a regular expression."""
+    try:
+        return isinstance(value, str) and bool(re.compile(value))
+    except re.error:
+        return False
+
+
+def _is_counts(value: object) -> bool:
+    return is_mapping(value) and all(is_pattern(at) and type(to) is int and to > 0 for at, to in value.items())
+
+
+_SWITCH = Option(False, "true or false", lambda value: isinstance(value, bool))
+_COUNTS = Option({}, "mapping of regular expressions to whole numbers ≥ 1", _is_counts)
+_NAMES = Option(
+    None,
+    "list of names, or a regular expression",
+    lambda value: all(map(is_pattern, value)) if is_list(value) else is_pattern(value),
+)
+_STARTS = (
+    "true|gaussian. pissa and olora change the base model's weights, but final/ and a reference need the original ones; "
+    "corda, eva and lora_ga need data of their own"
+)
+_NUMBERS = Option(None, "list of numbers of layers", lambda value: is_list(value) and {*map(type, value)} == {int})
+PEFT_OPTIONS = {
+    **dict.fromkeys(("use_dora", "use_rslora"), _SWITCH),
+    "init_lora_weights": Option(True, _STARTS, lambda value: value is True or value == "gaussian"),
+    "layers_to_transform": _NUMBERS,
+    **dict.fromkeys(("layers_pattern", "exclude_modules"), _NAMES),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), _COUNTS),
+}
+"""The entries of peft.options, with names and defaults of PEFT's LoraConfig."""
+
+
+def _whole(least: int) -> Option:
+    return Option(least, f"whole number ≥ {least}", lambda value: type(value) is int and value >= least)
+
+
+_POSITIVE = Option(1, "number > 0", lambda value: is_number(value) and value > 0)
+_SHARE = Option(0, "number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
+_FORM = Option("linear", "linear|cosine|1-sqrt", lambda value: value in ("linear", "cosine", "1-sqrt"))
+SCHEDULE_OPTIONS: dict[str, dict[str, Option]] = {
+    "cosine": {"num_cycles": _POSITIVE},
+    "cosine_with_restarts": {"num_cycles": _POSITIVE},
+    "cosine_with_min_lr": {"num_cycles": _POSITIVE, "min_lr": _SHARE, "min_lr_rate": _SHARE},
+    "polynomial": {"lr_end": _SHARE, "power": _POSITIVE},
+    "inverse_sqrt": {"timescale": _whole(1)},
+    "warmup_stable_decay": {
+        "num_decay_steps": _whole(1),
+        "num_stable_steps": _whole(0),
+        "num_cycles": _POSITIVE,
+        **dict.fromkeys(("warmup_type", "decay_type"), _FORM),
+        "min_lr_ratio": _SHARE,
+    },
+}
+"""The entries of optim.schedule_options by schedule: arguments of transformers' schedules beside the step counts."""
+
+
+def check_options(
+    where: str,
+    given: Mapping[str, object],
+    known: Mapping[str, Option],
+    unknown: str,
+    elsewhere: Mapping[str, str] = {},
+) -> Iterator[Fault]:
+    """Yield faults of the arguments `given` at the key `where`. `unknown` says that there is none of a name.
+
+    `elsewhere`: name of an argument that has another place → advice.
+    """
+    for name, value in given.items():
+        if name not in known:
+            fix = elsewhere.get(name) or suggest(name, known, f"It has {', '.join(known)}." if known else "Remove it.")
+            yield Fault((f"{where}.{name}",), unknown, fix, code="no-such-option")
+            continue
+        default = known[name].default  # which need not be an allowed value, as null; true is not 1
+        if (type(value), value) != (type(default), default) and not known[name].accepts(value):
+            what = f"found {shortened(value)}"
+            yield Fault((f"{where}.{name}",), what, f"Allowed: {known[name].allowed}.", code="bad-value")
 
 
 def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
@@ -71,29 +150,28 @@ def _unused(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         users = keys()[path].objectives
         if users and config.objective.kind not in users:
             fix = f"Remove it, or use packtrain {users[0]} (objective.kind={users[0]})."
-            yield Fault((path,), f"it is a key of packtrain {' and '.join(users)}", fix)
+            yield Fault((path,), f"it is a key of packtrain {' and '.join(users)}", fix, code="key-of-other-verb")
         if path.startswith("peft.") and config.peft.kind == "none":
             what = "it does nothing without adapters (peft.kind is none)"
-            yield Fault((path,), what, "Choose peft=lora, or remove the key.", because="peft.kind")
+            yield Fault((path,), what, "Choose peft=lora, or remove the key.", because="peft.kind", code="no-adapters")
 
 
 def _sources(config: RunConfig) -> Iterator[Fault]:
     data, train = config.data, sources(config.data.train)
     for key, value in (("data.train", data.train), ("data.eval", data.eval)):
         if any(not source.path for source in sources(value)):
-            yield Fault((key,), "a source has no path", "Give it a file, a folder, or a hub id.")
+            what = "a source has no path"
+            yield Fault((key,), what, "Give it a file, a folder, or a hub id.", code="source-without-path")
     names = [source.name for source in train if source.name]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        yield Fault(("data.train",), f"two sources are called {twice!r}", "Give each a name of its own.")
+        what = f"two sources are called {twice!r}"
+        yield Fault(("data.train",), what, "Give each a name of its own.", code="two-sources-alike")
     if data.stages and any(source.weight != 1 or source.samples for source in train):
         what, fix = "stages replace the weights and samples of sources", "Remove them, or data.stages."
-        yield Fault(("data.train", "data.stages"), what, fix)
+        yield Fault(("data.train", "data.stages"), what, fix, code="stages-and-weights")
     if data.streaming and any(source.samples for source in train):
         what = "samples are the examples of an epoch, and a stream has none: use weights"
-        yield Fault(("data.train", "data.streaming"), what, "Remove them, or data.streaming.")
-    if not data.streaming and any(source.repeat for source in train):
-        fix = "Set data.streaming=true, or write a weight."
-        yield Fault(("data.train", "data.streaming"), "only streaming data can use repeat", fix)
+        yield Fault(("data.train", "data.streaming"), what, "Remove them, or data.streaming.", code="samples-of-stream")
 
 
 def _held_out(data: Data) -> Iterator[Fault]:
@@ -102,14 +180,15 @@ def _held_out(data: Data) -> Iterator[Fault]:
     for name in sets:
         if name in names_of_figures() or not re.fullmatch(r"[\w-]+", name, re.ASCII):
             fix = "Use letters, digits, _ and -, and not the name of a figure, such as loss."
-            yield Fault((f"{key}.{name}",), f"a set cannot be called {name!r}", fix)
+            yield Fault((f"{key}.{name}",), f"a set cannot be called {name!r}", fix, code="bad-set-name")
     fraction = isinstance(held_out, float) and not 0 < held_out < 1
     if fraction or held_out in ([], {}) or [] in sets.values() or str(held_out).endswith("%"):
         fix = "A fraction of data.train lies between 0 and 1, as in 0.05; null holds nothing out."
-        yield Fault((key,), f"{held_out!r} is neither a source nor a fraction", fix)
+        yield Fault((key,), f"{held_out!r} is neither a source nor a fraction", fix, code="bad-held-out")
     elif isinstance(held_out, float) and data.streaming:
         what = "a fraction of a stream cannot be held out"
-        yield Fault((key, "data.streaming"), what, "Change data.eval, or leave data.streaming out.")
+        fix = "Change data.eval, or leave data.streaming out."
+        yield Fault((key, "data.streaming"), what, fix, code="fraction-of-stream")
 
 
 def _stages(data: Data) -> Iterator[Fault]:
@@ -118,16 +197,19 @@ def _stages(data: Data) -> Iterator[Fault]:
     ends = [stage.until for stage in data.stages]
     if ends and (ends[-1] is not None or None in ends[:-1] or ends[:-1] != sorted({end for end in ends[:-1] if end})):
         fix = "Write {until: 1000, weights: {a: 1}}, {until: 2000, …}, and at last {weights: {a: 1, b: 2}}."
-        yield Fault((key,), "each stage but the last needs its last step (until), later than the stage before", fix)
+        what = "each stage but the last needs its last step (until), later than the stage before"
+        yield Fault((key,), what, fix, code="stages-out-of-order")
     for at, stage in enumerate(data.stages):
         for name, weight in stage.weights.items():
             path = (f"{key}[{at}].weights.{name}",)
             if name not in names:
-                yield Fault(path, "no source has this name", suggest(name, names, f"Sources are {', '.join(names)}."))
+                what = "no source has this name"
+                yield Fault(path, what, suggest(name, names, f"Sources are {', '.join(names)}."), code="no-such-source")
             elif not is_number(weight) or weight < 0:
-                yield Fault(path, f"found {shortened(weight)}", "Allowed: number ≥ 0.")
+                yield Fault(path, f"found {shortened(weight)}", "Allowed: number ≥ 0.", code="bad-value")
         if not any(is_number(weight) and weight > 0 for weight in stage.weights.values()):
-            yield Fault((f"{key}[{at}].weights",), "it takes from no source", "Give one a weight above 0.")
+            what = "it takes from no source"
+            yield Fault((f"{key}[{at}].weights",), what, "Give one a weight above 0.", code="empty-stage")
 
 
 def _rows(config: RunConfig) -> Iterator[Fault]:
@@ -136,7 +218,7 @@ def _rows(config: RunConfig) -> Iterator[Fault]:
     if batch.tokens_per_step is not None and row and batch.tokens_per_step % row:
         what = f"{batch.tokens_per_step} tokens are not a whole number of rows of {row} (batch.tokens_per_device)"
         fix = f"The nearest sizes that are: {nearest_multiples(batch.tokens_per_step, row)}."
-        yield Fault(("batch.tokens_per_step", "batch.tokens_per_device"), what, fix)
+        yield Fault(("batch.tokens_per_step", "batch.tokens_per_device"), what, fix, code="step-not-whole-rows")
     if row is None or ranks == "auto" or config.data.max_length is None:
         return
     documents = config.objective.spec.documents
@@ -146,7 +228,7 @@ def _rows(config: RunConfig) -> Iterator[Fault]:
         thing = "documents" if documents == 1 else "pairs of documents"
         what = f"{thing} of {config.data.max_length} tokens do not fit in rows of {row}{origin}"
         fix = f"Set batch.tokens_per_device to at least {-(-longest // ranks)}, or data.max_length to at most {row // documents}."
-        yield Fault(("data.max_length", "batch.tokens_per_device"), what, fix)
+        yield Fault(("data.max_length", "batch.tokens_per_device"), what, fix, code="row-too-short")
 
 
 def _schedule(optim: Optim) -> Iterator[Fault]:
@@ -157,13 +239,15 @@ def _schedule(optim: Optim) -> Iterator[Fault]:
         lowest = options.get(name)
         # transformers would use it
         if name in known and isinstance(lowest, int | float) and optim.learning_rate < lowest <= 1:
-            yield Fault((f"{key}.{name}",), f"found {lowest}", f"Allowed: number from 0 to {optim.learning_rate:g}.")
+            fix = f"Allowed: number from 0 to {optim.learning_rate:g}."
+            yield Fault((f"{key}.{name}",), f"found {lowest}", fix, code="bad-value")
     if optim.schedule == "cosine_with_min_lr" and ("min_lr" in options) == ("min_lr_rate" in options):
         what = "the schedule cosine_with_min_lr needs its lowest learning rate, set once"
-        yield Fault((key, "optim.schedule"), what, "Set {min_lr_rate: 0.1} (of the peak) or {min_lr: 2e-6}.")
+        fix = "Set {min_lr_rate: 0.1} (of the peak) or {min_lr: 2e-6}."
+        yield Fault((key, "optim.schedule"), what, fix, code="no-lowest-rate")
     if optim.schedule == "warmup_stable_decay" and "num_decay_steps" not in options:
         what = "the schedule warmup_stable_decay needs the length of its decay"
-        yield Fault((key, "optim.schedule"), what, "Set {num_decay_steps: 100}.")
+        yield Fault((key, "optim.schedule"), what, "Set {num_decay_steps: 100}.", code="no-decay-length")
 
 
 def _rounding(config: RunConfig) -> Iterator[Fault]:
@@ -177,13 +261,13 @@ def _rounding(config: RunConfig) -> Iterator[Fault]:
     key, at_updates = "optim.bf16_rounding", rounding == "stochastic"
     if lora and not trained and (at_updates or not whole):
         what = "adapters are float32, in training and in final/"
-        yield Fault((key, "peft.kind"), what, "Remove it.", because="peft.kind")
+        yield Fault((key, "peft.kind"), what, "Remove it.", because="peft.kind", code="nothing-to-round")
     elif config.model.dtype == "float32" and rounding != "final" and not (lora and whole):
         what = "the weights are float32, so nothing is rounded"
-        yield Fault((key, "model.dtype"), what, "Remove it.", because="model.dtype")
+        yield Fault((key, "model.dtype"), what, "Remove it.", because="model.dtype", code="nothing-to-round")
     elif at_updates and strategy.keeps_masters:
         what = f"{strategy.name} keeps float32 copies of the weights, which take the updates"
-        yield Fault((key, "strategy.name"), what, "Remove it, or use strategy=fsdp2.")
+        yield Fault((key, "strategy.name"), what, "Remove it, or use strategy=fsdp2.", code="masters-kept-anyway")
 
 
 def _patterns(optim: Optim, peft: Peft) -> Iterator[Fault]:
@@ -191,17 +275,17 @@ def _patterns(optim: Optim, peft: Peft) -> Iterator[Fault]:
     is_text = isinstance(peft.target_modules, str)
     if is_text and not is_pattern(peft.target_modules):
         what, fix = "it is no regular expression", "A text is a pattern for whole names; write several names as a list."
-        yield Fault(("peft.target_modules",), what, fix)
+        yield Fault(("peft.target_modules",), what, fix, code="not-a-pattern")
     unknown = "adapters have no such option, or packtrain has not tried it"
     yield from check_options("peft.options", peft.options, PEFT_OPTIONS, unknown)
     if is_text and "layers_to_transform" in peft.options:
         what = "PEFT counts layers only where target_modules is a list of names"
         fix = "Set peft.target_modules to a list, such as [q_proj, v_proj], or name the layers in the pattern."
-        yield Fault(("peft.options.layers_to_transform", "peft.target_modules"), what, fix)
+        yield Fault(("peft.options.layers_to_transform", "peft.target_modules"), what, fix, code="layers-need-names")
     for at, group in enumerate(optim.groups):
         if not group.match or not is_pattern(group.match):
             what, fix = f"{group.match!r} is no regular expression", r"Write a part of names, as in layers\.0\."
-            yield Fault((f"optim.groups[{at}].match",), what, fix)
+            yield Fault((f"optim.groups[{at}].match",), what, fix, code="not-a-pattern")
 
 
 def _losses(objective: Objective) -> Iterator[Fault]:
@@ -213,11 +297,12 @@ def _losses(objective: Objective) -> Iterator[Fault]:
         others = [kind for kind, spec in OBJECTIVES.all().items() if loss in spec.losses]
         allowed = f"Allowed: {', '.join(known)}" if known else "Remove the key"
         fix = f"{allowed}; or use packtrain {others[0]} (objective.kind={others[0]})."
-        yield Fault(where, f"{loss} is no loss of packtrain {objective.kind}", fix)
+        yield Fault(where, f"{loss} is no loss of packtrain {objective.kind}", fix, code="no-such-loss")
     if not objective.losses:
-        yield Fault(where, "there is no loss", "Name at least one.")
+        yield Fault(where, "there is no loss", "Name at least one.", code="no-loss")
     elif not unknown and isinstance(objective.loss, list) and not objective.spec.adds_losses:
-        yield Fault(where, f"packtrain {objective.kind} has one loss, not a list", f"Write {objective.loss[0]}.")
+        what = f"packtrain {objective.kind} has one loss, not a list"
+        yield Fault(where, what, f"Write {objective.loss[0]}.", code="one-loss-only")
 
 
 def _options(objective: Objective) -> Iterator[Fault]:
@@ -233,25 +318,29 @@ def _options(objective: Objective) -> Iterator[Fault]:
 def _places(config: RunConfig) -> Iterator[Fault]:
     folder, address = config.trainer.output_dir, config.topology.main_address
     if not folder.strip():
-        yield Fault(("trainer.output_dir",), "the run folder has no name", "Name a folder, e.g. runs/sft.")
+        what = "the run folder has no name"
+        yield Fault(("trainer.output_dir",), what, "Name a folder, e.g. runs/sft.", code="no-run-folder")
     for key, text in (("trainer.output_dir", folder), ("topology.command", config.topology.command or "")):
         if "\n" in text:
-            yield Fault((key,), "it has a line break", "Write it in one line.")
+            yield Fault((key,), "it has a line break", "Write it in one line.", code="line-break")
     # IPv6 addresses have two colons or more
     if address is not None and (address.count(":") == 1 or not re.fullmatch(r"[\w.:%-]+", address)):
         what = f"{address!r} is neither a host name nor an address"
-        yield Fault(("topology.main_address",), what, "Write only the host; its port is topology.main_port.")
+        fix = "Write only the host; its port is topology.main_port."
+        yield Fault(("topology.main_address",), what, fix, code="not-a-host")
 
 
 def _environment(topology: Topology) -> Iterator[Fault]:
     for name, value in topology.environment.items():
         path = (f"topology.environment.{name}",)
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            yield Fault(path, f"{name!r} is no name of a variable", "Use letters, digits and _.")
+            yield Fault(path, f"{name!r} is no name of a variable", "Use letters, digits and _.", code="not-a-variable")
         elif re.fullmatch(_LAUNCH_VARIABLE, name):
-            yield Fault(path, "packtrain sets it itself, for each process", "Remove it; use topology's own keys.")
+            what = "packtrain sets it itself, for each process"
+            yield Fault(path, what, "Remove it; use topology's own keys.", code="variable-of-launcher")
         elif speaks_of_secrets(name):
             what = "its name says that it is a secret, and it would be written to config.yaml"
-            yield Fault(path, what, f"Remove it, and export {name} in the shell or your job's environment.")
+            fix = f"Remove it, and export {name} in the shell or your job's environment."
+            yield Fault(path, what, fix, code="secret-in-config")
         elif not (is_number(value) or (isinstance(value, str) and "\0" not in value)):
-            yield Fault(path, f"found {shortened(value)}", "Allowed: text or number.")
+            yield Fault(path, f"found {shortened(value)}", "Allowed: text or number.", code="bad-value")

@@ -1,22 +1,29 @@
-"""Rules about files, folders and packages that must exist, checked before anything is loaded."""
+"""Rules about files, folders and packages that must exist, checked before anything is loaded.
+
+A run folder stands for its final/, and a name in LLaMA-Factory's dataset_info.json for the file with its place: `lf:alpaca_en_demo` →
+`lf:data/dataset_info.json#alpaca_en_demo`."""
 
 from __future__ import annotations
 
 import glob
 import importlib.util
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
-from packtrain.config.fault import Fault
+from packtrain.config import Fault, is_list, is_mapping
 from packtrain.config.keys import near, suggest
 from packtrain.config.objective import REFERENCES
 from packtrain.config.rules.table import holds
-from packtrain.config.schema import LISTED, Data, RunConfig, sources
-from packtrain.errors import UserError
+from packtrain.config.schema import LISTED, Data, DataSource, RunConfig, sources
+from packtrain.errors import Json, UserError
 
 BUILT_IN = "quickstart"
 DATA_SUFFIXES = (
@@ -37,6 +44,9 @@ _PACKAGES = {
 """Package that a value needs, and where pip gets it."""
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
 _MODEL_FILES = ("config.json", "adapter_config.json")
+_LIST = "dataset_info.json"
+_LISTS = (_LIST, f"data/{_LIST}", f"*/{_LIST}", f"*/*/{_LIST}")
+"""Places of LLaMA-Factory's list of data sets, the nearest first. Its own configs are in examples/, its list is in data/."""
 
 
 def check_paths(config: RunConfig) -> Iterator[Fault]:
@@ -50,16 +60,16 @@ def check_paths(config: RunConfig) -> Iterator[Fault]:
         models["objective.reference"] = reference
     elif reference not in REFERENCES:
         hint = suggest(reference, REFERENCES, f"Allowed: {', '.join(REFERENCES)}, a folder, or a hub id.")
-        yield Fault(("objective.reference",), f"there is no reference {reference!r}", hint)
+        yield Fault(("objective.reference",), f"there is no reference {reference!r}", hint, code="no-such-reference")
     for key, path in models.items():
         yield from _missing(key, path, MODEL_SUFFIXES)
         try:
             model_of(path)
         except UserError as error:
-            yield from (Fault((key,), f"{one.where}: {one.what}", one.fix) for one in error.problems)
+            yield from (Fault((key,), f"{one.where}: {one.what}", one.fix, code=one.code) for one in error.problems)
     for key, folder in (("trainer.output_dir", config.trainer.output_dir), ("data.cache_dir", config.data.cache_dir)):
         if folder and _there(folder) and not os.path.isdir(os.path.expanduser(folder)):
-            yield Fault((key,), f"{folder} is a file", "Name a folder, existing or new.")
+            yield Fault((key,), f"{folder} is a file", "Name a folder, existing or new.", code="file-not-folder")
 
 
 def check_packages(config: RunConfig) -> Iterator[Fault]:
@@ -77,7 +87,7 @@ def check_packages(config: RunConfig) -> Iterator[Fault]:
     compiler = config.topology.variables.get("CXX") or os.environ.get("CXX") or "g++"  # torch searches in the same way
     if config.trainer.torch_compile and not shutil.which(compiler):
         fix = "apt-get install g++ (or dnf install gcc-c++, conda install gxx_linux-64), name one in CXX, or set it to false."
-        yield Fault(("trainer.torch_compile",), f"there is no C++ compiler ({compiler})", fix)
+        yield Fault(("trainer.torch_compile",), f"there is no C++ compiler ({compiler})", fix, code="no-compiler")
     yield from _bucket("trainer.mirror", config.trainer.mirror)
 
 
@@ -102,7 +112,8 @@ def as_name(text: str) -> str:
 
 def _not_installed(key: str, wanted: str, package: str, install: str) -> Iterator[Fault]:
     if importlib.util.find_spec(package) is None:
-        yield Fault((key,), f"{wanted} needs the package {package}, which is not installed", f"pip install {install}")
+        what = f"{wanted} needs the package {package}, which is not installed"
+        yield Fault((key,), what, f"pip install {install}", code="package-missing")
 
 
 def _bucket(key: str, url: str | None) -> Iterator[Fault]:
@@ -113,7 +124,7 @@ def _bucket(key: str, url: str | None) -> Iterator[Fault]:
     protocol, _, name = url.partition("://")
     if not name.strip("/") or protocol not in known:
         fix = suggest(protocol, known, "It begins with s3://, gs://, az://, … (docs/resume.md).")
-        yield Fault((key,), f"{url!r} is no URL of a bucket", fix)
+        yield Fault((key,), f"{url!r} is no URL of a bucket", fix, code="not-a-bucket")
     else:
         package = known[protocol]["class"].partition(".")[0]
         yield from _not_installed(key, f"{protocol}://", package, package)
@@ -129,7 +140,7 @@ def _data(data: Data) -> Iterator[Fault]:
                 yield from _missing(place, source.path, DATA_SUFFIXES)
             elif not _there(source.path) and not glob.glob(os.path.expanduser(source.path), recursive=True):
                 fix = f"Relative paths start at {Path.cwd()}."
-                yield Fault((place,), f"there is no file that matches {source.path}", fix)
+                yield Fault((place,), f"there is no file that matches {source.path}", fix, code="no-such-path")
     template = data.chat_template or ""
     if template.lower().endswith(TEMPLATE_SUFFIXES):
         yield from _missing("data.chat_template", template, TEMPLATE_SUFFIXES)
@@ -137,7 +148,7 @@ def _data(data: Data) -> Iterator[Fault]:
         otherwise = "The names are chatml and TRL's templates, such as qwen3 and llama3."
         hint = suggest(as_name(template), template_names(), otherwise, 3)
         what, fix = f"there is no chat template {template!r}", f"{hint} Or name a .jinja file."
-        yield Fault(("data.chat_template",), what, fix)
+        yield Fault(("data.chat_template",), what, fix, code="no-such-template")
 
 
 def resume_folder(resume: str) -> Iterator[Fault]:
@@ -147,16 +158,19 @@ def resume_folder(resume: str) -> Iterator[Fault]:
         return
     if not os.path.isdir(folder):
         fix = suggest(resume, words, f"Allowed: auto, never, or a folder. {nearest(resume)}")
-        yield Fault(("trainer.resume",), f"there is no checkpoint folder {resume or repr(resume)}", fix)
+        what = f"there is no checkpoint folder {resume or repr(resume)}"
+        yield Fault(("trainer.resume",), what, fix, code="no-such-checkpoint")
         return
     inside = [item for place in ("", "checkpoints/") for item in glob.glob(f"{glob.escape(folder)}/{place}step-*")]
     fix = f"Name one in it, such as {max(inside)}." if inside else "Allowed: auto, never, or RUN/checkpoints/step-N."
-    yield Fault(("trainer.resume",), f"{resume} is no checkpoint: it has no manifest.json", fix)
+    what = f"{resume} is no checkpoint: it has no manifest.json"
+    yield Fault(("trainer.resume",), what, fix, code="not-a-checkpoint")
 
 
 def _missing(key: str, path: str, suffixes: tuple[str, ...]) -> Iterator[Fault]:
     if path and path != BUILT_IN and is_local(path, suffixes) and not _there(path):
-        yield Fault((key,), f"there is no file or folder {path}", f"{nearest(path)} A hub id has the form owner/name.")
+        what = f"there is no file or folder {path}"
+        yield Fault((key,), what, f"{nearest(path)} A hub id has the form owner/name.", code="no-such-path")
 
 
 def _there(path: str) -> bool:
@@ -184,12 +198,13 @@ def model_of(path: str) -> str:
         return path
     if not _is_run(place):
         what = f"there is neither a {_MODEL_FILES[0]} nor an {_MODEL_FILES[1]}"
-        raise UserError(what, where=path, fix="Name a run folder (trainer.output_dir), or a model's own folder.")
+        fix = "Name a run folder (trainer.output_dir), or a model's own folder."
+        raise UserError(what, where=path, fix=fix, code="not-a-model")
     if (place / "final").is_dir():
         return os.path.join(path, "final")
     steps = sorted(place.glob("checkpoints/step-*"))
     fix = f"Name its newest checkpoint, {steps[-1]}, or let" if steps else "Name another folder, or let"
-    raise UserError("this run has no final/ yet", where=path, fix=f"{fix} the run end.")
+    raise UserError("this run has no final/ yet", where=path, fix=f"{fix} the run end.", code="run-not-ended")
 
 
 def _is_run(place: Path) -> bool:
@@ -209,3 +224,60 @@ def _near(wanted: Path) -> list[Path]:
     """Return entries beside a missing path with a similar name."""
     entries = [] if wanted.exists() else glob.glob(f"{glob.escape(str(wanted.parent))}/*")
     return [wanted.parent / name for name in near(wanted.name, map(os.path.basename, entries))]
+
+
+def name_files(data: Data, folders: Sequence[Path]) -> Data:
+    """Add the file to each name without one: the nearest below each of the `folders` (the config's, and where the command runs).
+
+    Raises UserError for a name that no file has, or several have.
+    """
+
+    def named(value: object, key: str) -> object:
+        if is_list(value):
+            return [named(item, key) for item in value]
+        if is_mapping(value):
+            return {name: named(item, f"{key}.{name}") for name, item in value.items()}
+        if isinstance(value, DataSource):
+            return replace(value, path=named(value.path, key))
+        if not isinstance(value, str) or not value.startswith(LISTED) or "#" in value:
+            return value
+        return f"{LISTED}{_file_of(value.removeprefix(LISTED), folders, key)}#{value.removeprefix(LISTED)}"
+
+    return replace(data, train=named(data.train, "data.train"), eval=named(data.eval, "data.eval"))
+
+
+def read_info(file: Path) -> dict[str, Json]:
+    """Return the entries of a dataset_info.json by name. Raises UserError if it is unreadable or not LLaMA-Factory's."""
+    try:
+        entries = json.loads(file.expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        fix = "Write lf:NAME, or lf:FOLDER/dataset_info.json#NAME."
+        what = f"cannot read the list of data sets: {error}"
+        raise UserError(what, where=str(file), fix=fix, code="unreadable-data-set-list") from error
+    if not is_mapping(entries) or not all(map(is_mapping, entries.values())):
+        what = "this is no list of data sets as LLaMA-Factory has it, an object for each name"
+        raise UserError(what, where=str(file), fix="Name another file.", code="not-a-data-set-list")
+    return dict(entries)
+
+
+def _file_of(name: str, folders: Sequence[Path], key: str) -> Path:
+    found = [next(filter(None, (sorted(folder.glob(place)) for place in _LISTS)), list[Path]()) for folder in folders]
+    files = list(dict.fromkeys(chain.from_iterable(found)))
+    lists: dict[Path, dict[str, Path]] = {}
+    for file in files:
+        with suppress(UserError):  # `datasets` saves a file of this name beside its own
+            lists.setdefault(file.resolve(), {}).update(dict.fromkeys(read_info(file), file))
+    having = [entries[name] for entries in lists.values() if name in entries]
+    if len(having) == 1:
+        return having[0]
+    fix = f"Write {LISTED}FOLDER/{_LIST}#{name}."
+    if having:
+        what = f"{' and '.join(map(str, having))} both have {name!r}"
+        raise UserError(what, where=key, fix=fix, code="name-in-two-lists")
+    if not lists:
+        what = f"no {_LIST} is beside this config or below its folder"
+        raise UserError(what, where=key, fix=fix, code="no-data-set-list")
+    known = [entry for entries in lists.values() for entry in entries]
+    what = f"{' and '.join(map(str, files))} has no data set {name!r}"
+    fix = suggest(name, known, f"It has {', '.join(known[:8])} …", 3)
+    raise UserError(what, where=key, fix=fix, code="no-such-data-set")

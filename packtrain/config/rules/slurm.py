@@ -13,8 +13,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
-from packtrain.config import is_list, is_mapping
-from packtrain.config.fault import Fault
+from packtrain.config import Fault, is_list, is_mapping
 from packtrain.config.schema import Topology
 from packtrain.wording import is_certain, learn, speaks_of_secrets, variable_of, whole
 
@@ -51,14 +50,16 @@ def check_sbatch(topology: Topology) -> Iterator[Fault]:
     asked = count_gpus(topology)
     if asked and topology.gpus_per_node is not None and topology.gpus_per_node > asked:
         what = f"a machine has {topology.gpus_per_node} processes, but topology.sbatch asks for {asked} GPUs"
-        yield Fault(("topology.gpus_per_node", "topology.sbatch"), what, "Remove one of the two keys.")
+        fix = "Remove one of the two keys."
+        yield Fault(("topology.gpus_per_node", "topology.sbatch"), what, fix, code="more-processes-than-gpus")
     for at, line in enumerate(topology.sbatch):
         where, options = (f"topology.sbatch[{at}]",), parse_options([line])
         if not options or "\n" in line or not line.startswith("-"):
-            yield Fault(where, f"{line!r} is no option of sbatch", "Write it as on its command line: --exclude=n7.")
+            what = f"{line!r} is no option of sbatch"
+            yield Fault(where, what, "Write it as on its command line: --exclude=n7.", code="not-an-sbatch-option")
             continue
         for name in sorted(_FIXED.keys() & options):
-            yield Fault(where, f"--{name} cannot be set here", _FIXED[name])
+            yield Fault(where, f"--{name} cannot be set here", _FIXED[name], code="sbatch-option-taken")
 
 
 def parse_options(lines: list[str]) -> dict[str, str]:
@@ -105,14 +106,17 @@ def _secrets_in(path: str, text: str) -> Iterator[Fault]:
     bare = _BARE_KEY.fullmatch(text) and path not in _NAMES and not os.path.exists(text)
     if variable := variable_of(text):
         what = f"it has the value of ${variable}, which by its name is a secret and would be written into files"
-        yield Fault((path,), what, f"If it is no secret, unset {variable}, or rename the variable.")
+        fix = f"If it is no secret, unset {variable}, or rename the variable."
+        yield Fault((path,), what, fix, code="secret-in-config")
     elif is_certain(text) or bare or (code and _SAID.search(text)) or (named and text and speaks_of_secrets(named[1])):
         what = f"it has a secret (a password or token), which would be written into {'the script' if code else 'files'}"
-        yield Fault((path,), what, _EXPORT.format(", and name the variable: $NAME" if code else ""))
+        fix = _EXPORT.format(", and name the variable: $NAME" if code else "")
+        yield Fault((path,), what, fix, code="secret-in-config")
     for variable in _ASSIGNED.findall(text) if code else ():
         if speaks_of_secrets(variable):
             what = f"by its name {variable} is a secret, which would be written into the script"
-            yield Fault((path,), what, _EXPORT.format(f", or read it from a file: {variable}=$(cat FILE)"))
+            fix = _EXPORT.format(f", or read it from a file: {variable}=$(cat FILE)")
+            yield Fault((path,), what, fix, code="secret-in-config")
 
 
 def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:

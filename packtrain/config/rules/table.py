@@ -7,157 +7,158 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, fields
 from functools import cache
 
-from packtrain.config import is_mapping
-from packtrain.config.fault import Fault
+from packtrain.config import Fault, is_mapping
 from packtrain.config.schema import RunConfig
 
 TABLE = """
 # model
-model.path=null (model.init=pretrained)
+[no-model] model.path=null (model.init=pretrained)
     there are no pretrained weights without a model → Set model.path, or model.init=random.
-model.path=null (model.init=random) (!model.config.model_type)
+[no-model-type] model.path=null (model.init=random) (!model.config.model_type)
     neither a model nor a model type gives the shape of the new model → Set model.path, or model.config.model_type.
-(model.path=null) (model.init=random) (model.config.model_type) model.tokenizer=null
+[no-tokenizer] (model.path=null) (model.init=random) (model.config.model_type) model.tokenizer=null
     a model made from model.config brings no tokenizer → Name a hub id, a folder, or quickstart.
-model.dtype=float16 (peft.kind=none) (!trainer.mixed_precision=bf16|fp8)
+[float16-weights] model.dtype=float16 (peft.kind=none) (!trainer.mixed_precision=bf16|fp8)
     weights in float16 cannot be trained: small updates become 0, and the loss soon becomes NaN
     → Set it to float32 or bfloat16, or train adapters on them: peft=lora.
-!model.quantize=no because peft.kind=none
+[quantized-training] !model.quantize=no because peft.kind=none
     quantised weights cannot be trained: they have too few values for an update to show → Train adapters: peft=lora.
-!model.quantize=no !model.is_base_for_adapters
+[not-quantizable] !model.quantize=no !model.is_base_for_adapters
     only a model's own files can be loaded in fewer bits, not new weights or a .gguf file
     → Name a hub id or a folder, or remove the key.
-!model.quantize=no trainer.mixed_precision=fp8
+[fp8-over-quantized] !model.quantize=no trainer.mixed_precision=fp8
     matrix products in 8 bits need weights in 16 bits, not quantised ones → Set trainer.mixed_precision=auto.
-model.backend.by_document strategy.spec.shards_weights
+[by-document-sharded] model.backend.by_document strategy.spec.shards_weights
     {model.attention} calls the model once per document, and under {strategy.name} all processes must call it together
     → Choose strategy=zero2, or packing.mode=padding with model.attention=auto.
 
 # data
-data.train=null|[] | there is nothing to train on → Set it to a file, a folder, or a hub id.
-!data.overlong=auto|truncate because data.max_length=null
+[no-data] data.train=null|[] | there is nothing to train on → Set it to a file, a folder, or a hub id.
+[nothing-overlong] !data.overlong=auto|truncate because data.max_length=null
     no document is overlong, and {data.overlong!r} does nothing → Set data.max_length, or leave data.overlong out.
-data.overlong=split (!objective.spec.examples=documents)
+[split-answers] data.overlong=split (!objective.spec.examples=documents)
     the later parts of a split answer would have no prompt → Choose truncate, drop or error.
-data.loss_on:given !data.loss_on=all data.format=text
+[text-has-no-part] data.loss_on:given !data.loss_on=all data.format=text
     plain text has no {data.loss_on} part to train on → Set data.loss_on to all or auto.
-data.loss_on:given (!objective.spec.examples=documents)
+[loss-on-answers] data.loss_on:given (!objective.spec.examples=documents)
     packtrain {objective.kind} learns from the answers alone → Remove the key.
-data.shuffle=by_prefix (!objective.spec.examples=documents)
+[families-of-answers] data.shuffle=by_prefix (!objective.spec.examples=documents)
     packtrain {objective.kind} draws its examples one by one → Set it to true.
-data.shuffle=by_prefix batch.examples_per_step=null (objective.spec.examples=documents)
+[families-by-tokens] data.shuffle=by_prefix batch.examples_per_step=null (objective.spec.examples=documents)
     families of documents need steps of a fixed number of documents, not tokens → Set batch.examples_per_step.
 
 # stages
-!data.temperature=1 data.stages | stages already set the shares of the sources
-batch.examples_per_step=null data.stages | stages share out a fixed number of examples per step
-trainer.max_steps=null data.stages | a run by stages has no epochs, only steps
-data.shuffle=by_prefix data.stages | stages draw examples one by one
-objective.reference=precomputed data.stages | it is computed for epochs, and stages have none
+[stages-by-tokens] batch.examples_per_step=null data.stages | stages share out a fixed number of examples per step
+[stages-without-steps] trainer.max_steps=null data.stages | a run by stages has no epochs, only steps
+[stages-and-families] data.shuffle=by_prefix data.stages | stages draw examples one by one
+[stages-and-precomputed] objective.reference=precomputed data.stages | it is computed for epochs, and stages have none
 
 # streaming
-data.shuffle_buffer:given because !data.streaming
+[buffer-without-stream] data.shuffle_buffer:given because !data.streaming
     only streaming data can use it → Set data.streaming=true, or remove it.
-trainer.max_steps=null data.streaming | the length of a stream is unknown, so it has no epochs
-batch.examples_per_step=null data.streaming | only data that is read as a whole can fill rows
-data.shuffle=by_prefix data.streaming | only data that is read as a whole shows which documents begin alike
-packing.share_prefix data.streaming (objective.spec.examples=documents)
+[stream-without-steps] trainer.max_steps=null data.streaming | the length of a stream is unknown, so it has no epochs
+[stream-by-tokens] batch.examples_per_step=null data.streaming | only data that is read as a whole can fill rows
+[stream-and-families] data.shuffle=by_prefix data.streaming
     only data that is read as a whole shows which documents begin alike
-!data.temperature=1 data.streaming | it uses the sizes of sources, which a stream does not know: weights are its shares
-data.max_length=null data.streaming | the lengths of documents are unknown before they are read
-objective.reference=precomputed data.streaming | it is computed for all data before step 1
-trainer.on_spike=rollback data.streaming | a stream cannot go back; use skip or stop
-!strategy.sequence_parallel=1 data.streaming | it depends on the longest document, which a stream does not know
+[stream-shares-prefix] packing.share_prefix data.streaming (objective.spec.examples=documents)
+    only data that is read as a whole shows which documents begin alike
+[stream-without-max-length] data.max_length=null data.streaming
+    the lengths of documents are unknown before they are read
+[stream-and-precomputed] objective.reference=precomputed data.streaming | it is computed for all data before step 1
+[stream-cannot-go-back] trainer.on_spike=rollback data.streaming | a stream cannot go back; use skip or stop
+[stream-not-split] !strategy.sequence_parallel=1 data.streaming
+    it depends on the longest document, which a stream does not know
 
 # packing and batch
-packing.share_prefix packing.mode=padding|padding_free (objective.spec.examples=documents)
+[prefix-needs-packed] packing.share_prefix packing.mode=padding|padding_free (objective.spec.examples=documents)
     only packed rows can share a prefix → Choose packing.mode=packed.
-packing.share_prefix because packing.mode=padding (objective.spec.examples=pairs)
+[prefix-in-padding] packing.share_prefix because packing.mode=padding (objective.spec.examples=pairs)
     padded batches have a prompt for every answer → Choose packing.mode=packed or padding_free.
-!packing.share_prefix=null (objective.spec.examples=answers)
+[prefix-of-answers] !packing.share_prefix=null (objective.spec.examples=answers)
     answers with labels do not share prompts → Remove the key.
-packing.share_prefix packing.strategy=in_order (objective.spec.examples=documents)
+[prefix-in-order] packing.share_prefix packing.strategy=in_order (objective.spec.examples=documents)
     documents that begin alike must be neighbours in a row, which changes the order of the data
     → Choose packing.strategy=best_fit.
-packing.share_prefix batch.examples_per_step=null (objective.spec.examples=documents)
+[prefix-by-tokens] packing.share_prefix batch.examples_per_step=null (objective.spec.examples=documents)
     with batch.tokens_per_step, rows are filled before the common prefixes are known → Set batch.examples_per_step.
-batch.examples_per_step=null (batch.tokens_per_step=null)
+[no-step-size] batch.examples_per_step=null (batch.tokens_per_step=null)
     the size of an optimizer step is not set
     → Set batch.examples_per_step (e.g. 32: the same training in every packing mode) or batch.tokens_per_step.
-batch.examples_per_step batch.tokens_per_step
+[two-step-sizes] batch.examples_per_step batch.tokens_per_step
     the size of a step is set in documents and in tokens → Keep one of them and set the other to null.
-batch.tokens_per_step batch.tokens_per_device=null (!packing.mode=packed)
+[no-row-length] batch.tokens_per_step batch.tokens_per_device=null (!packing.mode=packed)
     a step in tokens is made of rows, and their length is not set
     → Set batch.tokens_per_device (the length of a row), or use batch.examples_per_step.
 
 # objective and optimizer
-objective.reference=adapters_off (peft.kind=none) (objective.spec.reference)
+[reference-without-adapters] objective.reference=adapters_off (peft.kind=none) (objective.spec.reference)
     there are no adapters to switch off → Choose peft=lora, or objective.reference=model.
-optim.warmup_steps optim.schedule=constant
+[constant-has-no-warmup] optim.warmup_steps optim.schedule=constant
     the schedule constant has no warm-up → Choose optim.schedule=constant_with_warmup.
 
 # trainer
-trainer.epochs:given because trainer.max_steps
+[two-lengths] trainer.epochs:given because trainer.max_steps
     the length of the run is set twice, in steps and in epochs → Keep one of them.
-trainer.samples (objective.spec.scores) | a reward model scores answers, and writes none → Remove the key.
-trainer.eval_every because (data.eval=null)
+[reward-writes-none] trainer.samples (objective.spec.scores)
+    a reward model scores answers, and writes none → Remove the key.
+[nothing-to-evaluate] trainer.eval_every because (data.eval=null)
     there is nothing to evaluate on → Set data.eval to a source, or to a fraction such as 0.05.
-trainer.early_stop_patience because (data.eval=null)
+[early-stop-without-eval] trainer.early_stop_patience because (data.eval=null)
     stopping early needs evaluations during training → Set data.eval and trainer.eval_every.
-trainer.early_stop_patience because (trainer.eval_every=null) (!data.eval=null)
+[early-stop-without-eval] trainer.early_stop_patience because (trainer.eval_every=null) (!data.eval=null)
     stopping early needs evaluations during training → Set trainer.eval_every.
-trainer.restarts trainer.checkpoint_every=null
+[restarts-without-checkpoints] trainer.restarts trainer.checkpoint_every=null
     without checkpoints a run could only restart from its beginning → Set trainer.checkpoint_every.
-trainer.on_spike=rollback because (trainer.checkpoint_every=null)
+[rollback-without-checkpoints] trainer.on_spike=rollback because (trainer.checkpoint_every=null)
     there is no checkpoint to go back to → Set trainer.checkpoint_every, or trainer.on_spike=skip.
-trainer.mixed_precision=bf16|fp8 model.dtype=float16
+[mixed-over-float16] trainer.mixed_precision=bf16|fp8 model.dtype=float16
     {trainer.mixed_precision} computation over float16 weights is not supported → Set model.dtype to float32 or bfloat16.
-trainer.mixed_precision=fp8 !peft.kind=none
+[fp8-with-adapters] trainer.mixed_precision=fp8 !peft.kind=none
     torchao's layers also compute gradients of frozen weights, which nothing uses → Set trainer.mixed_precision=auto.
-trainer.mixed_precision=fp8 objective.spec.reference
+[fp8-with-reference] trainer.mixed_precision=fp8 objective.spec.reference
     losses that compare with a reference have not been tried in 8 bits → Set trainer.mixed_precision=auto.
-trainer.activation_offload !trainer.gradient_checkpointing=full
+[offload-without-recomputation] trainer.activation_offload !trainer.gradient_checkpointing=full
     without full recomputation, layers keep weights beside their activations, and these would move to the host too
     → Set trainer.gradient_checkpointing=full.
-trainer.gradient_checkpointing=selective trainer.torch_compile
+[selective-compiled] trainer.gradient_checkpointing=selective trainer.torch_compile
     compiled parts hide their matrix products, so none can be kept
     → Set trainer.gradient_checkpointing=full or every_2, or trainer.torch_compile=false.
-trainer.gradient_checkpointing=selective trainer.tokens_per_mlp_tile
+[selective-with-tiles] trainer.gradient_checkpointing=selective trainer.tokens_per_mlp_tile
     selective keeps a product of the MLP for all tokens, and tiles must not keep it
     → Set trainer.gradient_checkpointing=full or every_2, or leave the tiles out.
-trainer.tokens_per_mlp_tile trainer.torch_compile
+[tiles-compiled] trainer.tokens_per_mlp_tile trainer.torch_compile
     a compiled MLP runs all tokens in one program, so it has no tiles → Keep one of them.
 
 # strategy
-strategy.shard_within=machine !strategy.spec.shards_within_machines
+[not-within-machine] strategy.shard_within=machine !strategy.spec.shards_within_machines
     {strategy.name} cannot spread the model within a machine → Remove it, or choose strategy=fsdp2.
-!strategy.sequence_parallel=1 packing.mode=padding
+[padding-not-split] !strategy.sequence_parallel=1 packing.mode=padding
     padded batches are not split over processes → Choose packing.mode=packed.
-!strategy.sequence_parallel=1 model.backend.why_not_split
+[backend-cannot-split] !strategy.sequence_parallel=1 model.backend.why_not_split
     {model.attention} {model.backend.why_not_split} → Choose model.attention=auto.
-!strategy.sequence_parallel=1 batch.tokens_per_device=null (packing.mode=padding_free)
+[no-row-to-split] !strategy.sequence_parallel=1 batch.tokens_per_device=null (packing.mode=padding_free)
     without a row length, no document is long enough to be split → Set batch.tokens_per_device.
-!strategy.sequence_parallel=1 batch.tokens_per_step
+[tokens-not-split] !strategy.sequence_parallel=1 batch.tokens_per_step
     a step in tokens consists of rows of one process, and has no place for split documents
     → Set batch.examples_per_step in place of batch.tokens_per_step.
-!strategy.sequence_parallel=1 packing.strategy=in_order
+[split-in-order] !strategy.sequence_parallel=1 packing.strategy=in_order
     a step begins with its split documents, so it cannot keep the order of the data → Choose packing.strategy=best_fit.
-!strategy.sequence_parallel=1 model.experts=loop
+[split-with-expert-loop] !strategy.sequence_parallel=1 model.experts=loop
     a part of a row may be empty, and a loop over experts without tokens gives their weights no gradient
     → Choose model.experts=auto.
 
 # topology
-topology.nodes !topology.nodes=1 topology.kind=single|local
+[one-machine] topology.nodes !topology.nodes=1 topology.kind=single|local
     topology={topology.kind} is one machine, not {topology.nodes} → Choose topology=auto, slurm or manual.
-!topology.main_address=null topology.kind=single|local
+[one-machine] !topology.main_address=null topology.kind=single|local
     topology={topology.kind} runs on one machine and does not use this key → Remove the key, or use topology=manual.
-!topology.node_rank=null topology.kind=single|local
+[one-machine] !topology.node_rank=null topology.kind=single|local
     topology={topology.kind} runs on one machine and does not use this key → Remove the key, or use topology=manual.
-topology.gpus_per_node !topology.gpus_per_node=1 topology.kind=single
+[one-process] topology.gpus_per_node !topology.gpus_per_node=1 topology.kind=single
     one process cannot use {topology.gpus_per_node} GPUs → Choose topology=local, or take topology.gpus_per_node away.
-topology.min_nodes !trainer.restarts
+[min-nodes-without-restarts] topology.min_nodes !trainer.restarts
     it does nothing without trainer.restarts → Set trainer.restarts, or remove the key.
-topology.requeue !trainer.resume=auto
+[requeue-without-resume] topology.requeue !trainer.resume=auto
     with trainer.resume={trainer.resume} a requeued job would not resume from its newest checkpoint
     → Use trainer.resume=auto.
 """

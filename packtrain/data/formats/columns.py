@@ -11,9 +11,10 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, cast
 
+from packtrain.config import is_list
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Format
-from packtrain.data.sources.chunks import UNLISTED, BadRow, RawRow, wrong_type
+from packtrain.data.sources.chunks import UNLISTED, BadRow, RawRow, is_object, wrong_type
 from packtrain.errors import UserError
 from packtrain.objectives.spec import OBJECTIVES, Examples, objective_for
 
@@ -31,8 +32,10 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 PROMPTS = ("conversations", "prompt", "messages", "instruction")
 """Columns that may hold the prompt of a preference; the first one present counts."""
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
-OPTIONAL = ("tools", "system", "input", "history", "reasoning_content", "attention_mask", "chat_template_kwargs")
-OPTIONAL += (*MASKS, "margin")
+OPTIONAL = (
+    *("tools", "system", "input", "history", "reasoning_content", "attention_mask", "chat_template_kwargs"),
+    *(*MASKS, "margin"),
+)
 LABEL = "label"
 """The column of packtrain kto that marks an answer as desirable or not."""
 LABELS = {"true": True, "false": False, "1": True, "0": False}
@@ -91,8 +94,8 @@ class Row:
     keys: frozenset[str]
     system: str | None = None
     nameless: frozenset[str] = frozenset()
-    asked: set[str] = field(default_factory=set)
-    unknown: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set[str])
+    unknown: set[str] = field(default_factory=set[str])
 
     def name(self, ours: str) -> str:
         """Return the file's name of our column."""
@@ -102,7 +105,7 @@ class Row:
         """Return whether the row has the column."""
         return self.name(ours) in self.values
 
-    def optional(self, ours: str) -> Any:
+    def optional(self, ours: str) -> object:
         """Return the value, or None without one."""
         self.asked.add(ours)
         return self.values.get(self.name(ours))
@@ -115,7 +118,7 @@ class Row:
         found = {name: _use_of(name, value, absent) for name, value in left if value not in (None, "", [], {})}
         return found | {name: NOTE if _classify(name)[0] else "" for name in self.unknown}
 
-    def take(self, ours: str) -> Any:
+    def take(self, ours: str) -> object:
         """Return the value; raises BadRow without this column."""
         self.asked.add(ours)
         name = self.name(ours)
@@ -150,12 +153,12 @@ def fill_in_questions(rows: list[tuple[str, RawRow]], columns: Mapping[str, str]
     """Give rows without an `instruction` a null one, as in tables. Only if another row of the chunk has one."""
 
     def asks(row: RawRow) -> bool:
-        return isinstance(row, dict) and column_of("instruction", row, columns) in row
+        return is_object(row) and column_of("instruction", row, columns) in row
 
     if not any(asks(row) for _, row in rows):
         return rows
     null = {columns.get("instruction", "instruction"): None}
-    return [(where, null | row if isinstance(row, dict) and not asks(row) else row) for where, row in rows]
+    return [(where, null | row if is_object(row) and not asks(row) else row) for where, row in rows]
 
 
 @lru_cache(4096)
@@ -191,7 +194,7 @@ def name_unread(source: str, unread: Mapping[str, str]) -> list[str]:
     return [f"{source}: {what}: {', '.join(names)}" for what, names in both if names]
 
 
-def parse_json(text: str, reason: str, what: str, where: str) -> Any:
+def parse_json(text: str, reason: str, what: str, where: str) -> object:
     """Parse JSON text. If it is not JSON, raise BadRow with a message that begins with `what`."""
     try:
         return json.loads(text)
@@ -203,7 +206,7 @@ def list_of(value: object, where: str) -> list[Any]:
     """Return a list, or the list in a JSON string. Csv and parquet files often hold nested columns as strings."""
     if isinstance(value, str):
         value = parse_json(value, "wrong type", "expected a list, found a string that is not JSON", where)
-    if not isinstance(value, list):
+    if not is_list(value):
         raise wrong_type("a list", value, where)
     return value
 
@@ -229,16 +232,16 @@ def detect_format(
             del lacking["chosen"]
         return [*lacking.values()]
 
-    def refuse(what: str, fix: str) -> UserError:
-        return UserError(f"{what}; found: {', '.join(names)}", where=where, fix=fix)
+    def refuse(what: str, fix: str, code: str) -> UserError:
+        return UserError(f"{what}; found: {', '.join(names)}", where=where, fix=fix, code=code)
 
     known = {*OPTIONAL, *PROMPTS, LABEL, *(name for needed in REQUIRED.values() for name in needed)}
     if unknown := sorted(set(columns) - known):
         fix = suggest(unknown[0], known, f"Ours, which come first, are {', '.join(sorted(known))}.")
-        raise refuse(f"data.columns: packtrain has no column {unknown[0]!r}", fix)
+        raise refuse(f"data.columns: packtrain has no column {unknown[0]!r}", fix, code="no-such-column")
     if absent := sorted(set(columns.values()) - set(names)):
         what = f"data.columns names the column {absent[0]!r}, which is not there"
-        raise refuse(what, f"The columns are {', '.join(names)}.")
+        raise refuse(what, f"The columns are {', '.join(names)}.", code="column-missing")
     fits = [name for name in REQUIRED if not missing(name, first)] if wanted == "auto" else [wanted]
     is_labelled = examples == "answers" and column_of(LABEL, first, columns) in first
     if "preference" in fits and examples != "documents" and not is_labelled:
@@ -249,10 +252,12 @@ def detect_format(
         meant: Examples = "answers" if label in names and examples != "answers" else "documents"
         verb = objective_for("pairs" if "preference" in fits else meant).name
         what = f"these are rows of {' or '.join(fits)}, and packtrain {objective} needs rows of {' or '.join(allowed)}"
-        raise refuse(what, f"Train on them with packtrain {verb}.")
+        raise refuse(what, f"Train on them with packtrain {verb}.", code="rows-of-other-verb")
     if len(fits) > 1:
-        raise refuse(f"the columns fit {' and '.join(fits)}", f"Set data.format to {' or '.join(fits)}.")
-    if not fits or (lacking := missing(fits[0], names)):
+        fix = f"Set data.format to {' or '.join(fits)}."
+        raise refuse(f"the columns fit {' and '.join(fits)}", fix, code="two-formats-fit")
+    lacking = missing(fits[0], names) if fits else []
+    if lacking or not fits:
         what = f"data.format={fits[0]} needs the column {lacking[0]!r}" if fits else "the columns fit no known format"
         needs = "; ".join(f"{name} ({', '.join(REQUIRED[name])})" for name in fits or allowed)
         pair = "data.columns.prompt=question data.columns.chosen=better data.columns.rejected=worse"
@@ -260,11 +265,12 @@ def detect_format(
         chat += "data.columns.prompt=question data.columns.completion=answer for plain text without the chat template"
         example = pair if allowed == ["preference"] else chat
         fix = f"Say which column is which, as in {example}. Formats with their columns: {needs}."
-        raise refuse(what, fix)
+        code = "column-missing" if fits else "no-format-fits"
+        raise refuse(what, fix, code)
     if examples == "answers" and fits != ["preference"] and label not in names:
         other = objective_for("documents").name
         fix = f"Name it with data.columns.{LABEL}=COLUMN, or train on all answers with packtrain {other}."
-        raise refuse(f"no column {label!r} says which answers are desirable", fix)
+        raise refuse(f"no column {label!r} says which answers are desirable", fix, code="no-label")
     return cast(Format, fits[0])
 
 

@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, cast
+from typing import BinaryIO, TextIO, cast
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from packtrain.config import is_list
 from packtrain.config.schema import DataSource, SplitText
 from packtrain.data.formats.columns import COLUMNS
 from packtrain.data.sources.chunks import (
@@ -36,6 +37,7 @@ from packtrain.data.sources.chunks import (
     Value,
     check_object,
     cut_into_chunks,
+    is_object,
     refuse_repeated_keys,
 )
 from packtrain.data.tokens.pretrained import OFFLINE_ADVICE, offline_unless_reachable
@@ -83,7 +85,7 @@ def read_file(path: Path | RemoteFile, split_text: SplitText = "document", first
     except UnicodeDecodeError as error:
         fix = "Convert it (iconv -f latin1 -t utf-8, or -f utf-16), or download it again if it is damaged."
         what = f"cannot read the file, it is not {error.encoding}: {error}"
-        raise UserError(what, where=str(path), fix=fix) from error
+        raise UserError(what, where=str(path), fix=fix, code="not-utf8") from error
     except Exception as error:
         remote = isinstance(path, RemoteFile) and not isinstance(error, UserError)  # libraries raise anything
         if not (remote or isinstance(error, (OSError, *_DAMAGED))):
@@ -91,7 +93,8 @@ def read_file(path: Path | RemoteFile, split_text: SplitText = "document", first
         away = remote and not isinstance(error, (*_DAMAGED, PermissionError, FileNotFoundError))
         fix = "Check the network and your access to it." if remote else "Check the file, or download it again."
         kind_of_error = PeerFailed if away else UserError  # after PeerFailed an engine may start the job again
-        raise kind_of_error(f"cannot read the file: {error}", where=str(path), fix=fix) from error
+        what = f"cannot read the file: {error}"
+        raise kind_of_error(what, where=str(path), fix=fix, code="unreadable-data") from error
 
 
 def _open_raw(path: Path | RemoteFile) -> BinaryIO:
@@ -105,8 +108,7 @@ def _open_bytes(path: Path | RemoteFile) -> BinaryIO:
         return cast(BinaryIO, gzip.open(_open_raw(path)))
     if name.endswith(".zst"):
         packed = pa.OSFile(str(path)) if isinstance(path, Path) else pa.PythonFile(path.open(), mode="r")
-        unpacked: Any = pa.CompressedInputStream(packed, "zstd")
-        return io.BufferedReader(unpacked, 1 << 20)
+        return io.BufferedReader(pa.CompressedInputStream(packed, "zstd"), 1 << 20)
     return _open_raw(path)
 
 
@@ -144,11 +146,10 @@ def _find_rows(text: bytes, path: Path | RemoteFile) -> list[object] | None:
         if isinstance(error, UnicodeDecodeError):
             raise
         fix = "A broken list cannot be skipped row by row: mend it, or write one object a line (.jsonl)."
-        raise UserError(f"broken JSON: {error}", where=str(path), fix=fix) from error
-    if isinstance(value, list):
+        raise UserError(f"broken JSON: {error}", where=str(path), fix=fix, code="broken-json") from error
+    if not is_object(value):
         return value
-    parts = {name: part for name, part in value.items() if isinstance(part, list) and part}
-    lists = {name: part for name, part in parts.items() if all(isinstance(row, dict) for row in part)}
+    lists = {name: part for name, part in value.items() if is_list(part) and part and all(map(is_object, part))}
     is_row = kind_of(path) != ".json" and b"\n" not in text.strip() and len(value) > 1 and not _HOLDERS & lists.keys()
     (rows,) = lists.values() if len(lists) == 1 and not is_row else ([],)
     if rows and not (value.keys() & COLUMNS or {"role", "from"} & rows[0].keys()):
@@ -193,10 +194,11 @@ def _read_csv(path: Path | RemoteFile, separator: str | None) -> Iterator[tuple[
         separator = separator or max(",;\t", key=start.count)
         # strict: otherwise an open quote swallows the rest of the file
         reader = csv.reader(chain([start], file), delimiter=separator, strict=True)
-        names = next(filter(None, reader), [])
+        names = next((line for line in reader if line), list[str]())
         if repeated := [name for name in names if names.count(name) > 1]:
             fix = "Give each column its own name."
-            raise UserError(f"two columns are called {repeated[0]!r}", where=f"{path}:{reader.line_num}", fix=fix)
+            what = f"two columns are called {repeated[0]!r}"
+            raise UserError(what, where=f"{path}:{reader.line_num}", fix=fix, code="two-columns-alike")
         while True:
             line = reader.line_num + 1
             try:
@@ -266,13 +268,13 @@ class RemoteFile:
 
     def open(self) -> BinaryIO:
         """Open the file; its bytes are fetched while they are read."""
-        return cast(Any, fsspec.open(self.url, "rb")).open()
+        return fsspec.open(self.url, "rb").open()
 
 
 def list_remote(url: str, where: str) -> list[RemoteFile]:
     """List the file at `url`, or all files of a folder or glob. Sorted by name. UserError if it cannot be reached."""
     try:
-        system, path = cast("tuple[Any, str]", fsspec.core.url_to_fs(url))
+        system, path = fsspec.core.url_to_fs(url)
         if any(sign in path for sign in "*?["):
             found = system.glob(path)
         else:
@@ -282,10 +284,12 @@ def list_remote(url: str, where: str) -> list[RemoteFile]:
         seen = [name for name in sorted(map(str, found)) if "/." not in name.removeprefix(path)]  # none hidden
         return [RemoteFile(str(system.unstrip_protocol(name))) for name in seen]
     except ImportError as error:
-        raise UserError(f"{url} cannot be read: {error}", where=where, fix="Install the package it names.") from error
+        what = f"{url} cannot be read: {error}"
+        raise UserError(what, where=where, fix="Install the package it names.", code="package-missing") from error
     except Exception as error:  # libraries of buckets may raise anything: no access, no such bucket, no network
         what = f"{url} cannot be read: {type(error).__name__}: {error}"
-        raise UserError(what, where=where, fix="Check the URL and your access to it.") from error
+        fix = "Check the URL and your access to it."
+        raise UserError(what, where=where, fix=fix, code="unreachable-url") from error
 
 
 def read_patiently(name: str, read: Callable[[int], Iterator[Chunk]], first: int) -> Iterator[tuple[int, Chunk]]:
@@ -311,9 +315,11 @@ def list_hub(source: DataSource, where: str) -> list[RemoteFile]:
             files = datasets.load_dataset_builder(source.path, source.subset).config.data_files
         except Exception as error:  # the same errors as from load_dataset
             fix = "Check the spelling and the subset, and your access (hf auth login)." if online else OFFLINE_ADVICE
-            raise UserError(f"the hub has no such data set: {error}", where=where, fix=fix) from error
+            what = f"the hub has no such data set: {error}"
+            raise UserError(what, where=where, fix=fix, code="not-on-hub") from error
     if not files or source.split not in files:
         named = f"its splits are {', '.join(map(str, files))}" if files else "it is not made of files"
         fix = "Name a split, or its files as hf://datasets/OWNER/NAME/PATH."
-        raise UserError(f"no files of the split {source.split!r} of {source.path}: {named}", where=where, fix=fix)
+        what = f"no files of the split {source.split!r} of {source.path}: {named}"
+        raise UserError(what, where=where, fix=fix, code="no-such-split")
     return [RemoteFile(str(file)) for file in files[source.split]]

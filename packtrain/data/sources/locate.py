@@ -17,16 +17,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
-from packtrain.config.dataset_names import read_info
+from packtrain.config import is_list
 from packtrain.config.keys import suggest
-from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest
+from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest, read_info
 from packtrain.config.schema import LISTED, DataSource, Split, SplitText
 from packtrain.data.sources import quickstart
-from packtrain.data.sources.chunks import CHUNK_ROWS, UNLISTED, BadRow, Chunk, JsonObject, RawRow, cut_into_chunks
+from packtrain.data.sources.chunks import (
+    CHUNK_ROWS,
+    UNLISTED,
+    BadRow,
+    Chunk,
+    Json,
+    RawRow,
+    cut_into_chunks,
+    is_object,
+)
 from packtrain.data.sources.files import (
     READABLE,
     SUFFIXES,
@@ -54,7 +61,7 @@ _SPLITS = {
 }
 """Words for splits in file names, as in `datasets`."""
 _READABLE = f"{READABLE}, and folders of these or of datasets.save_to_disk."
-_QUICKSTART: dict[Examples, Callable[..., list[JsonObject]]] = {
+_QUICKSTART: dict[Examples, Callable[..., list[Json]]] = {
     "documents": quickstart.conversations,
     "pairs": quickstart.preferences,
     "answers": quickstart.labelled,
@@ -116,13 +123,13 @@ def locate(
     if "://" in path:
         if not streaming:
             fix = "Set data.streaming=true, or copy the files to this machine."
-            raise UserError(f"{path} is read where it is only as a stream", where=where, fix=fix)
+            raise UserError(f"{path} is read where it is only as a stream", where=where, fix=fix, code="only-as-stream")
         return _choose(path, list_remote(path, where), source, split_text, where)
     if path == "quickstart":
         if source.split not in ("train", "eval") or source.subset or (role, source.split) == ("eval", "train"):
             named = f"subset {source.subset!r}" if source.subset else f"split {source.split!r}"
             fix = "Take split train or eval to train on, eval to evaluate on; no subset."
-            raise UserError(f"quickstart has no {named} for {where}", where=where, fix=fix)
+            raise UserError(f"quickstart has no {named} for {where}", where=where, fix=fix, code="no-such-split")
         return _generate(source.split, seed, objective)
     local = Path(path).expanduser()
     if (local / "state.json").exists() or (local / "dataset_dict.json").exists():
@@ -135,7 +142,7 @@ def locate(
             return load_from_hub(source, where)
         hint = f"Did you mean {forgotten}?" if forgotten else nearest(path)
         fix = _READABLE if local.suffix and suffix_of(local) is None else f"{hint} A hub id is owner/name."
-        raise UserError(f"no such file: {path}", where=where, fix=fix)
+        raise UserError(f"no such file: {path}", where=where, fix=fix, code="no-such-path")
     return _choose(str(local), _list_files(local), source, split_text, where)
 
 
@@ -156,16 +163,16 @@ def _choose(
     files = [file for file in found if suffix_of(file) and not _is_about_data(file.name)]
     if not files:
         fix = f"{_READABLE} If a file is one of these under another suffix, rename it."
-        raise UserError(f"{name!r}: there is nothing to read in it", where=where, fix=fix)
+        raise UserError(f"{name!r}: there is nothing to read in it", where=where, fix=fix, code="nothing-to-read")
     splits = _group_by_split(name, files) if Path(name).is_dir() or not re.search(r"[*?[]", name) else {}
     if (source.split != "train" and len(splits) < 2) or source.subset is not None:
         what = f"plain files have no {'splits' if source.subset is None else 'subsets'} to choose from"
-        raise UserError(what, where=name, fix="Name the file, or a glob of files, that holds it.")
+        raise UserError(what, where=name, fix="Name the file, or a glob of files, that holds it.", code="no-splits")
     if len(splits) < 2:
         return _from_files(name, files, split_text)
     if (wanted := _SPLITS.get(source.split, source.split)) not in splits:
         fix = f"Give split, one of {', '.join(splits)}; or name files."
-        raise UserError(f"no file is of the split {source.split!r}", where=name, fix=fix)
+        raise UserError(f"no file is of the split {source.split!r}", where=name, fix=fix, code="no-such-split")
     chosen = splits[wanted]
     remark = f"{len(chosen)} of {len(files)} files, by their names"
     return _from_files(f"{name} [{wanted}]", chosen, split_text, remark)
@@ -194,17 +201,19 @@ def _from_files(name: str, files: Sequence[Path | RemoteFile], split_text: Split
 def _from_dataset(name: str, dataset: datasets.Dataset) -> Source:
     """Make a source from a data set of the `datasets` library. Its fingerprint covers the origin and all transformations."""
 
-    def chunks() -> Iterator[Chunk]:
+    def chunks(start: int) -> Iterator[Chunk]:
+        return islice(cut(), start, None)
+
+    def cut() -> Iterator[Chunk]:
         first = 1
-        tables = cast(Iterator[pa.Table], dataset.with_format("arrow").iter(batch_size=CHUNK_ROWS))
-        for table in tables:
+        for table in dataset.with_format("arrow").iter(batch_size=CHUNK_ROWS):
             for batch in table.combine_chunks().to_batches():
                 numbers = range(first, first + batch.num_rows)
                 yield Chunk(name, numbers, batch, len(numbers), by_line=False)
                 first = numbers.stop
 
-    files = [(name, lambda first: islice(chunks(), first, None))]
-    return Source(name, f"table {dataset._fingerprint} {dataset.num_rows}", (), dataset.num_rows, files)
+    key = f"table {dataset._fingerprint} {dataset.num_rows}"  # pyright: ignore[reportPrivateUsage]
+    return Source(name, key, (), dataset.num_rows, [(name, chunks)])
 
 
 def _list_files(local: Path) -> list[Path]:
@@ -238,12 +247,13 @@ def _load_saved(folder: Path, source: DataSource) -> Source:
     try:
         loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # a damaged folder can make `datasets` raise anything
-        raise UserError(f"cannot read the saved data set: {error}", where=str(folder), fix="Save it again.") from error
+        what = f"cannot read the saved data set: {error}"
+        raise UserError(what, where=str(folder), fix="Save it again.", code="broken-saved-data") from error
     if isinstance(loaded, datasets.Dataset):
         return _from_dataset(str(folder), loaded)
     if source.split not in loaded:
         fix = f"Give split, one of {', '.join(map(str, loaded))}."
-        raise UserError(f"no split {source.split!r}", where=str(folder), fix=fix)
+        raise UserError(f"no split {source.split!r}", where=str(folder), fix=fix, code="no-such-split")
     return _from_dataset(f"{folder} [{source.split}]", loaded[source.split])
 
 
@@ -257,7 +267,7 @@ def load_from_hub(source: DataSource, where: str) -> Source:
         except Exception as error:  # network, access, name, split, subset: see the library's message
             what = f"no file or folder {source.path} is here, and the hub has no such data set: {error}"
             fix = "Check the spelling, split and subset, and your access (hf auth login)." if online else OFFLINE_ADVICE
-            raise UserError(what, where=where, fix=fix) from error
+            raise UserError(what, where=where, fix=fix, code="not-on-hub") from error
     assert isinstance(loaded, datasets.Dataset), "load_dataset with a split gives one data set"
     return _from_dataset(f"{source.path} [{source.split}]", loaded)
 
@@ -308,14 +318,14 @@ class Translation:
         if self.form == "openai":
             ours["messages"] = ours.pop("conversations", None)
         for name in ("conversations", "messages", "chosen", "rejected"):
-            if isinstance(turns := ours.get(name), list):
+            if is_list(turns := ours.get(name)):
                 ours[name] = [self._turn(turn) for turn in turns]
-            elif isinstance(turns, dict):
+            elif is_object(turns):
                 ours[name] = self._turn(turns)
         return ours
 
     def _turn(self, turn: object) -> object:
-        if not isinstance(turn, dict):
+        if not is_object(turn):
             return turn
         role_tag, content_tag = self.tags.get("role_tag", "from"), self.tags.get("content_tag", "value")
         spoken = {self.tags[name]: word for name, word in _TAGS.items() if name in self.tags}
@@ -335,21 +345,25 @@ def look_up(source: DataSource, where: str) -> tuple[DataSource, Translation, in
     path, _, name = source.path.removeprefix(LISTED).rpartition("#")
     entries = read_info(Path(path))
     if (entry := entries.get(name)) is None:
-        raise UserError(f"{path} has no data set {name!r}", where=where, fix=suggest(name, entries, "", 3))
+        what = f"{path} has no data set {name!r}"
+        raise UserError(what, where=where, fix=suggest(name, entries, "", 3), code="no-such-data-set")
     place, form = f"{path}, {name}", entry.get("formatting", "alpaca")
     if unknown := sorted({*entry} - _KNOWN):
-        raise UserError(f"{unknown[0]!r} is no key of an entry", where=place, fix=suggest(unknown[0], _KNOWN))
+        what = f"{unknown[0]!r} is no key of an entry"
+        raise UserError(what, where=place, fix=suggest(unknown[0], _KNOWN), code="unknown-entry-key")
     if form not in ("alpaca", "sharegpt", "openai"):
-        raise UserError(f"formatting is {form!r}", where=place, fix="It is alpaca, sharegpt or openai.")
+        what = f"formatting is {form!r}"
+        raise UserError(what, where=place, fix="It is alpaca, sharegpt or openai.", code="unknown-formatting")
     if "folder" in entry:
         fix = "Name its files in data.train, as hf://datasets/OWNER/NAME/FOLDER/* with data.streaming=true."
-        raise UserError("a folder of a hub data set is not read by its name", where=place, fix=fix)
+        what = "a folder of a hub data set is not read by its name"
+        raise UserError(what, where=place, fix=fix, code="folder-of-hub")
     found = entry.get("hf_hub_url") or entry.get("cloud_file_name")
     if found is None and "file_name" in entry and not {"ms_hub_url", "om_hub_url", "script_url"} & {*entry}:
         found = str(Path(path).parent / entry["file_name"])
     if found is None:
         what = "it is on a hub that packtrain does not read, or made by a script"
-        raise UserError(what, where=place, fix="Give data.train its files.")
+        raise UserError(what, where=place, fix="Give data.train its files.", code="entry-not-readable")
     columns, tags = entry.get("columns", _COLUMNS), entry.get("tags", _TAGS)
     translation = Translation(form, bool(entry.get("ranking")), columns, tags)
     split = str(entry.get("split", "train")) if "hf_hub_url" in entry else "train"

@@ -256,7 +256,7 @@ def cache_folder(configured: str | None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         what = f"cannot make the cache folder: {error}"
-        raise UserError(what, where="data.cache_dir", fix="Set data.cache_dir.") from error
+        raise UserError(what, where="data.cache_dir", fix="Set data.cache_dir.", code="cache-not-writable") from error
     return folder
 
 
@@ -272,7 +272,8 @@ def open_or_build(
         return store, False
     if not os.access(folder, os.W_OK):
         what = f"this data is not in {folder} yet, and nothing can be written there"
-        raise UserError(what, where="data.cache_dir", fix="Set data.cache_dir to another folder.")
+        fix = "Set data.cache_dir to another folder."
+        raise UserError(what, where="data.cache_dir", fix=fix, code="cache-not-writable")
     with _acquire(folder / f"{key}.lock", building, say):
         if (store := _open_whole(final, say)) is not None:
             return store, False
@@ -286,7 +287,8 @@ def open_or_build(
             shutil.rmtree(building, ignore_errors=True)
             if isinstance(error, OSError):
                 what = f"the tokenised data cannot be kept: {error}"
-                raise UserError(what, where=str(folder), fix="Make space there, or set data.cache_dir.") from error
+                fix = "Make space there, or set data.cache_dir."
+                raise UserError(what, where=str(folder), fix=fix, code="cache-not-kept") from error
             raise
     return Store(final), True
 
@@ -304,7 +306,7 @@ def _acquire(path: Path, building: Path, say: Callable[[str], None]) -> Abstract
     lock, written = FileLock(path), 0.0
     while True:
         with suppress(Timeout):
-            return lock.acquire(timeout=POLL_S)
+            return lock.acquire(timeout=POLL_S)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         progress()  # for the watchdog: this wait has its own limit
         if not written:
             say("another process is tokenising this data; waiting for it")
@@ -313,4 +315,5 @@ def _acquire(path: Path, building: Path, say: Callable[[str], None]) -> Abstract
             written = max([written, *(file.stat().st_mtime for file in building.iterdir())])
         if time.time() - written > STALLED_S:
             what = f"another process is tokenising this data and has written nothing for {STALLED_S:.0f} s"
-            raise PeerFailed(what, where=str(building), fix="See whether it hangs, end it, and start again.")
+            fix = "See whether it hangs, end it, and start again."
+            raise PeerFailed(what, where=str(building), fix=fix, code="tokenising-stalled")

@@ -21,14 +21,23 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from packtrain.config.schema import Data, Format
 from packtrain.data.formats.columns import Row, fill_in_questions, hash_content, hash_row, merge_uses
-from packtrain.data.formats.conversations import Conversation, Example, PromptCompletion, Tokens, read_row
-from packtrain.data.formats.preferences import Answered, common_prompt, read_margin, read_preference, read_unpaired
+from packtrain.data.formats.examples import (
+    Answered,
+    Conversation,
+    Example,
+    PromptCompletion,
+    Tokens,
+    common_prompt,
+    read_margin,
+    read_preference,
+    read_row,
+    read_unpaired,
+)
 from packtrain.data.sources.chunks import BadRow, Chunk, RawRow
 from packtrain.data.tokens.cache import EncodedChunk, Fate
 from packtrain.data.tokens.chat_template import ADVICE, Template
@@ -44,7 +53,7 @@ SAME = "identical answers within data.max_length"
 UNUSABLE = (UNTRAINED, TOO_LONG, SAME)
 """Reasons for dropping rows that are not bad rows."""
 NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to stop."
-Flags = dict[str, Any]
+Flags = dict[str, float]
 """Fields of a row's Fate."""
 IdsAndMask = tuple[np.ndarray, np.ndarray]
 """Ids int32[n] of a document and its trained targets bool[n]."""
@@ -79,7 +88,7 @@ class Encoder:
             if self.data.overlong == "error" and self.data.max_length and longest > self.data.max_length:
                 what = f"{longest} tokens, but data.max_length={self.data.max_length}"
                 fix = "Raise data.max_length, or set data.overlong to truncate or drop."
-                problems.append(Problem(what, where, fix))
+                problems.append(Problem(what, where, fix, code="overlong"))
             parts, fate = self._fit(documents, Fate(content)._replace(**flags), format)
             kept.extend(parts)
             fates.append(fate)
@@ -97,12 +106,13 @@ class Encoder:
         tokenizer, loss_on = self.tokenizer, self.data.loss_on
         if format == "text" and loss_on in ("assistant", "completion"):
             what = f"data.loss_on={loss_on}, but running text has no {loss_on}"
-            raise UserError(what, where=where, fix="Set data.loss_on to all or auto.")
+            raise UserError(what, where=where, fix="Set data.loss_on to all or auto.", code="text-has-no-part")
         if format in ("text", "prompt_completion") and tokenizer.eos_id is None:
-            raise UserError(f"the tokenizer {tokenizer.name} has no EOS token", where=where, fix=NO_EOS)
+            raise UserError(f"the tokenizer {tokenizer.name} has no EOS token", where=where, fix=NO_EOS, code="no-eos")
         if self.data.system and self.template is not None and self._chat.drops_system:
             fix = "Set data.chat_template to one that has system prompts, or remove the key."
-            raise UserError("the chat template leaves system prompts out", where="data.system", fix=fix)
+            what = "the chat template leaves system prompts out"
+            raise UserError(what, where="data.system", fix=fix, code="system-left-out")
 
     @cached_property
     def _chat(self) -> ChatEncoder:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
 from packtrain.config.schema import Model
 from packtrain.errors import UserError, boundary
@@ -47,12 +48,12 @@ def is_reachable() -> bool:
 
 
 @contextmanager
-def offline_unless_reachable() -> Iterator[bool]:
+def offline_unless_reachable() -> Generator[bool]:
     """Work offline in the block if the hub does not answer; yield whether it does. Covers huggingface_hub, transformers and datasets."""
     from huggingface_hub import constants
 
     online = is_reachable()
-    modules: list[Any] = [constants, *filter(None, [sys.modules.get("datasets.config")])]
+    modules: list[ModuleType] = [constants, *filter(None, [sys.modules.get("datasets.config")])]
     with ExitStack() as offline:
         for module in modules:
             offline.enter_context(holding(module, HF_HUB_OFFLINE=module.HF_HUB_OFFLINE or not online))
@@ -67,7 +68,8 @@ def check_model_folder(folder: Path) -> None:
         with file.open("rb") as opened:
             if opened.read(len(_LFS)) == _LFS:
                 fix = f"Get the file itself: git lfs pull in {file.parent}, or hf download."
-                raise UserError("this is only a Git LFS pointer, not the file itself", where=str(file), fix=fix)
+                what = "this is only a Git LFS pointer, not the file itself"
+                raise UserError(what, where=str(file), fix=fix, code="lfs-pointer")
 
 
 def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
@@ -83,8 +85,14 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
 
     where = "model.tokenizer" if config.tokenizer else "model.path"
     check_model_folder(Path(source).expanduser())
-    with hub(source) as online, boundary(f"cannot load a tokenizer from {source}", where, partial(fix_of, online)):
-        loaded = AutoTokenizer.from_pretrained(**location(source, config))
+    with (
+        hub(source) as online,
+        boundary(
+            f"cannot load a tokenizer from {source}", where, partial(fix_of, online), code="cannot-load-tokenizer"
+        ),
+    ):
+        load = AutoTokenizer.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        loaded = cast("PreTrainedTokenizerBase", load(**location(source, config)))
         if loaded.pad_token_id is None:
             loaded.pad_token = loaded.eos_token
         return loaded

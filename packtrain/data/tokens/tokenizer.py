@@ -84,7 +84,8 @@ class PlainTokenizer:
             starts = np.concatenate([part.starts + start for start, part in parts])
             return Encoded(ids, starts, np.concatenate([part.ends + start for start, part in parts]))
         encoding = self._encode(text)
-        starts, ends = np.array(encoding.offsets, np.int32).reshape(-1, 2).T.copy()
+        places = np.array(encoding.offsets, np.int32).ravel()
+        starts, ends = np.array(places[::2]), np.array(places[1::2])
         starts[:1] = 0
         starts[1:] = np.minimum(starts[1:], np.maximum.accumulate(ends[:-1]))
         return Encoded(np.array(encoding.ids, np.int32), starts, ends)
@@ -112,7 +113,8 @@ def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PlainTokenizer:
     rust = getattr(tokenizer, "backend_tokenizer", None)
     if rust is None:
         what = f"{name} is a tokenizer written in Python, which does not say where its tokens lie in the text"
-        raise UserError(what, where="model.tokenizer", fix="Take a model or tokenizer that has a tokenizer.json.")
+        fix = "Take a model or tokenizer that has a tokenizer.json."
+        raise UserError(what, where="model.tokenizer", fix=fix, code="python-tokenizer")
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token_id for token_id, token in added.items() if getattr(token, "special", False)}
     if rust.truncation or rust.padding:  # they change whenever the tokenizer is called

@@ -137,6 +137,7 @@ def check_whole(objective: Objective, processes: int, micro_batches: int) -> Non
             f"and up to {counted(micro_batches, 'micro-batches')}",
             where="objective.loss",
             fix="use one process and a larger batch.tokens_per_device (and batch.examples_per_device), or another loss",
+            code="sorted-pairs-spread",
         )
 
 

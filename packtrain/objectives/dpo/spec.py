@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from typing import TYPE_CHECKING
 
-from packtrain.config import is_list
-from packtrain.config.fault import Fault, Option, is_number
+from packtrain.config import Fault, Option, is_list, is_number
 from packtrain.objectives.spec import Figure, Spec
 from packtrain.wording import counted
 
@@ -57,17 +56,20 @@ def _rules(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     weights = objective.option("loss_weights")
     if is_list(weights) and len(weights) != len(losses):
         what = f"{counted(len(weights), 'weights')} for {counted(len(losses), 'losses')}"
-        yield Fault(("objective.options.loss_weights",), what, "Give one for each, in their order.")
+        fix = "Give one for each, in their order."
+        yield Fault(("objective.options.loss_weights",), what, fix, code="loss-weights-count")
     if "exo_pair" in losses and smoothing == 0:
         what = "the loss exo_pair needs label smoothing"
-        yield Fault(("objective.loss",), what, "Set objective.options.label_smoothing; its paper recommends 1e-3.")
+        fix = "Set objective.options.label_smoothing; its paper recommends 1e-3."
+        yield Fault(("objective.loss",), what, fix, code="exo-needs-smoothing")
     if smoothing and not _SMOOTHED & {*losses}:
         what = f"TRL's {', '.join(losses)} takes no label smoothing"
-        yield Fault(("objective.options.label_smoothing",), what, "Remove it, or choose the loss robust.")
+        fix = "Remove it, or choose the loss robust."
+        yield Fault(("objective.options.label_smoothing",), what, fix, code="smoothing-unused")
     divergence = objective.option("f_divergence_type")
     if divergence != "reverse_kl" and (others := sorted({*losses} - _DIVERGING)):
         what = f"{', '.join(others)} is not defined for the divergence {divergence}"
-        yield Fault(("objective.options.f_divergence_type",), what, "Use reverse_kl.")
+        yield Fault(("objective.options.f_divergence_type",), what, "Use reverse_kl.", code="divergence-undefined")
     if objective.option("use_weighting"):
         reasons = [
             f"{name} sorts pairs, so a pair would get the weight of another" for name in objective.sorting_losses
@@ -75,7 +77,8 @@ def _rules(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         if "sft" in losses:
             reasons.append("sft is a mean over all tokens, so TRL cannot weigh its pairs")
         for what in reasons:
-            yield Fault(("objective.options.use_weighting",), what, "Remove it, or choose another loss.")
+            fix = "Remove it, or choose another loss."
+            yield Fault(("objective.options.use_weighting",), what, fix, code="weighting-undefined")
 
 
 SPEC = Spec(

@@ -316,7 +316,8 @@ def check_sizes(settings: LoopSettings) -> None:
         where, what = "data.eval", "a single answer is held out"
     if where:
         fix = "take another number, or objective.loss=apo_zero_unpaired, which has no KL estimate"
-        raise UserError(f"{what}, and the KL estimate needs two or more", where=where, fix=fix)
+        what = f"{what}, and the KL estimate needs two or more"
+        raise UserError(what, where=where, fix=fix, code="kl-needs-two-answers")
 
 
 OBJECTIVE = KTO

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from typing import TYPE_CHECKING
 
-from packtrain.config.fault import Fault, Option, is_number
+from packtrain.config import Fault, Option, is_number
 from packtrain.objectives.spec import Figure, Spec
 
 if TYPE_CHECKING:
@@ -30,14 +30,16 @@ _FIGURES = (
 def _rules(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     objective = config.objective
     if all(objective.option(name) == 0 for name in _OPTIONS):
-        yield Fault(("objective.options",), "both weights are 0, which trains nothing", "Set one above 0.")
+        what = "both weights are 0, which trains nothing"
+        yield Fault(("objective.options",), what, "Set one above 0.", code="weights-all-zero")
     if config.data.streaming:
         what = "the last step may have a single answer, which gives no KL estimate"
-        yield Fault(("objective.kind", "data.streaming"), what, "Change objective.kind, or leave data.streaming out.")
+        fix = "Change objective.kind, or leave data.streaming out."
+        yield Fault(("objective.kind", "data.streaming"), what, fix, code="kto-streams")
     if config.batch.examples_per_step == 1 and objective.losses == ["kto"]:
         what = "the KL estimate of a step needs two answers or more"
         fix = "Set it to 2 or more (e.g. 32), or objective.loss=apo_zero_unpaired."
-        yield Fault(("batch.examples_per_step",), what, fix)
+        yield Fault(("batch.examples_per_step",), what, fix, code="kl-needs-two-answers")
 
 
 SPEC = Spec(

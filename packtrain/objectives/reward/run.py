@@ -1,6 +1,6 @@
 """Reward models: the Bradley-Terry loss over the pairs of a whole step, and the objective.
 
-The model's side is in model/heads.py.
+The model's side is in model/forward.py.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RewardLoss(ExampleLoss):
     def scores(self, batch: MicroBatch) -> torch.Tensor:
         """float32 [2 × pairs]: the rewards of a micro-batch, those of the chosen answers first."""
         with self.accelerator.autocast():
-            return self._scores(self.model, self.inputs(batch))
+            return self._scores(self.model, batch.inputs_on(self.device))
 
     def _scores(self, model: Any, inputs: Inputs) -> torch.Tensor:
         """Return the rewards, float32 [2 × pairs]. A padded batch is scored by the model's own call."""
@@ -133,7 +133,7 @@ def check_scores(trainer: StepTrainer, attention: str) -> None:
         f"{type(base).__name__} itself on a padded batch"
     )
     fix = "its classifier does more than score the last token: set packing.mode=padding"
-    check_equal(ours, theirs, tolerance_of(loss.compute_dtype).outputs, what, fix=fix)
+    check_equal(ours, theirs, tolerance_of(loss.compute_dtype).outputs, what, fix=fix, code="scores-differ")
 
 
 OBJECTIVE = Reward

@@ -2,14 +2,19 @@
 
 Under ZeRO-1 and ZeRO-2 every process has the whole model, under ZeRO-3 none. Until there is an optimizer, DeepSpeed's inference engine runs
 the proofs of ZeRO-3. A layer is gathered as a whole (a "leaf"), since calls within a layer may differ by process (experts).
+
+Each process keeps one flat part of every optimizer group's float32 weights and states. A weight is found in these parts of a checkpoint by
+`_FlatParts`, and in the optimizer of this process by `_place`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,19 +29,33 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from trl.models.utils import prepare_deepspeed
 
+from packtrain.errors import Json
 from packtrain.model.load import base_model
 from packtrain.model.save import gathered, return_freed_memory
 from packtrain.model.spread import Placement, Ranks, layers_of
 from packtrain.model.weights import put_weight, take_slices
 from packtrain.plan.origin import world_of
-from packtrain.strategies.deepspeed.flat_parts import FlatParts, masters_in, put_into_zero
 from packtrain.strategies.spec import StrategySpec
 from packtrain.system import holding
-from packtrain.train.checkpoint.contents import CheckpointContents, Names, put_weights
 from packtrain.train.checkpoint.writer import CheckpointWriter
-from packtrain.train.engine import Engine, Judge
-from packtrain.train.optim.final_weights import Exact
+from packtrain.train.engine import (
+    CheckpointContents,
+    Engine,
+    Exact,
+    Judge,
+    Names,
+    States,
+    exact_weight,
+    put_weights,
+    states_of,
+)
 from packtrain.train.spikes import Norm
+
+_Untyped = Any
+"""The engine of DeepSpeed, its optimizer, and what it adds to weights."""
+_Saved = dict[str, Any]
+_FLATS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+"""Attributes with the float32 weights: of ZeRO-3, of ZeRO-1 and ZeRO-2, and of ZeRO-1 over bfloat16 weights."""
 
 
 class _ZeroPlacement(Placement):
@@ -84,16 +103,16 @@ class _ZeroPlacement(Placement):
         plugin = DeepSpeedPlugin(hf_ds_config=_settings(spec, weights, max_norm))
         return Accelerator(mixed_precision="bf16" if weights == torch.bfloat16 else "no", deepspeed_plugin=plugin)
 
-    def wrap_frozen(self, model: PreTrainedModel, accelerator: Accelerator) -> Any:
+    def wrap_frozen(self, model: PreTrainedModel, accelerator: Accelerator) -> nn.Module:
         return prepare_deepspeed(model, accelerator)
 
 
-def _settings(spec: StrategySpec, weights: torch.dtype, max_grad_norm: float) -> dict[str, Any]:
+def _settings(spec: StrategySpec, weights: torch.dtype, max_grad_norm: float) -> Json:
     assert spec.engine_settings is not None
     return spec.engine_settings(str(weights).removeprefix("torch."), max_grad_norm)
 
 
-def _without_optimizer(model: PreTrainedModel, ranks: Ranks) -> dict[str, Any]:
+def _without_optimizer(model: PreTrainedModel, ranks: Ranks) -> Json:
     settings = _settings(ranks.spec, base_model(model).dtype, 0.0)
     settings["zero_optimization"].pop("offload_optimizer", None)
     return settings
@@ -107,7 +126,7 @@ def _partition(model: PreTrainedModel, ranks: Ranks) -> None:
         set_z3_leaf_modules(model, classes)
     base = base_model(model)
     # a layer whose input has no gradient would lose its weights before its backward pass
-    if base is not model or not cast(Any, base.get_input_embeddings()).weight.requires_grad:
+    if base is not model or not cast(nn.Embedding, base.get_input_embeddings()).weight.requires_grad:
         base.enable_input_require_grads()
     dtype = base.dtype
     # adapters on bfloat16 are float32; DeepSpeed's optimizer keeps float32 copies itself
@@ -131,20 +150,20 @@ def _partition(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 class _Zero(Engine):
-    wrapped: Any  # a DeepSpeedEngine, which has no types
+    wrapped: _Untyped
     _masters: list[torch.Tensor]
 
     @staticmethod
     def is_spread(spec: StrategySpec, wrapped: nn.Module, model: nn.Module) -> bool:
         """The stages shard one, two and three parts."""
-        engine = cast(Any, wrapped)
+        engine = cast(_Untyped, wrapped)
         return type(engine).__name__ == "DeepSpeedEngine" and engine.zero_optimization_stage() == len(spec.shards)
 
     def wrap(self, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Find the masters of bfloat16-computed weights in the flat parts. Move the masters of 16-bit weights."""
         wrapped, optimizer = super().wrap(optimizer)
         self._masters, names = [], {weight: name for name, weight in self.dither.rounded.items()}
-        for weight, master, first in masters_in(wrapped.optimizer, names) if names else ():
+        for weight, master, first in _masters_in(wrapped.optimizer, names) if names else ():
             self._masters.append(master)
             if weight.dtype == torch.bfloat16:
                 self.dither.move_master(names[weight], master, first)
@@ -194,7 +213,7 @@ class _Zero(Engine):
 
     @staticmethod
     def read_checkpoint(checkpoint: Path, model: nn.Module) -> CheckpointContents:
-        return FlatParts(checkpoint)
+        return _FlatParts(checkpoint)
 
     def load_own(self, checkpoint: Path, contents: CheckpointContents, names: Names) -> bool:
         """Only on the same number of processes."""
@@ -206,7 +225,7 @@ class _Zero(Engine):
 
     def load_by_name(self, contents: CheckpointContents, names: Names, buffers: Names) -> None:
         """Give DeepSpeed the state that this rank of so many would have saved."""
-        put_into_zero(contents, self.wrapped.optimizer, names)
+        _put_into_zero(contents, self.wrapped.optimizer, names)
         put_weights(contents, buffers)
 
     def whole_weights(self, *, trained_only: bool) -> dict[str, torch.Tensor] | None:
@@ -215,7 +234,7 @@ class _Zero(Engine):
         return self.wrapped._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=trained_only) or {}
 
 
-def ask_before_update(optimizer: Any, judge: Judge) -> None:
+def ask_before_update(optimizer: _Untyped, judge: Judge) -> None:
     """Make DeepSpeed's `optimizer` ask `judge` before each update.
 
     It gets a function for the norm of the gradients. If it returns True, the update is given up as if it were an overflow; None changes
@@ -264,10 +283,138 @@ def _valid(norm: Norm) -> torch.Tensor:
     return torch.where(norm >= 0, norm, torch.nan)
 
 
-def counting_no_step(engine: Any) -> AbstractContextManager[None]:
+def counting_no_step(engine: _Untyped) -> AbstractContextManager[None]:
     """Restore the counts of DeepSpeed's `engine` after the block. It counts a micro-batch that is tried as a step."""
     names = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
     return holding(engine, **{name: getattr(engine, name) for name in names})
+
+
+class _FlatParts:
+    """Reader of a checkpoint of DeepSpeed. Each process wrote a flat float32 part of each group's weights and states."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        folder = checkpoint / (checkpoint / "latest").read_text().strip()
+        self._ranks = list[_Saved]()
+        while files := list(folder.glob(f"*zero_pp_rank_{len(self._ranks)}_mp_rank_00_optim_states.pt")):
+            self._ranks.append(_opened(files[0])["optimizer_state_dict"])
+        first = folder / "mp_rank_00_model_states.pt"  # stages 1 and 2 keep weights whole
+        first = first if first.is_file() else folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+        engine = _opened(first)
+        groups, self._module = engine["param_shapes"], engine["module"]
+        self._shapes = {name: shape for group in groups for name, shape in group.items()}
+        self.order = list(self._shapes)
+        self._pieces = self._by_partition(groups) if "fp32_flat_groups" in self._ranks[0] else self._by_fragment()
+
+    def weight(self, name: str) -> torch.Tensor:
+        if name not in self._pieces:  # a buffer
+            return self._module[name]
+        key = "fp32_flat_groups" if "fp32_flat_groups" in self._ranks[0] else "single_partition_of_fp32_groups"
+        kept = [self._ranks[rank][key][group] for rank, group, _, _ in self._pieces[name]]
+        return cast(torch.Tensor, self._whole(name, kept))
+
+    def states(self, name: str) -> States:
+        kept = [self._state(rank, group) for rank, group, _, _ in self._pieces[name]]
+        return {key: self._whole(name, [state[key] for state in kept]) for key in kept[0]}
+
+    def _state(self, rank: int, group: int) -> States:
+        kept = self._ranks[rank]
+        part = kept["optimizer_state_dict" if "optimizer_state_dict" in kept else "base_optimizer_state"]
+        return part["state"].get(group, {})
+
+    def _whole(self, name: str, parts: Sequence[torch.Tensor | float]) -> torch.Tensor | float:
+        """Concatenate the parts. Values that are not split are equal on all ranks; return the first."""
+        if not isinstance(parts[0], torch.Tensor) or not parts[0].dim():
+            return parts[0]
+        places = [(start, count) for _, _, start, count in self._pieces[name]]
+        pieces = [
+            part.narrow(0, *place) for part, place in zip(cast(Sequence[torch.Tensor], parts), places, strict=True)
+        ]
+        return torch.cat(pieces).view(self._shapes[name])
+
+    def _by_fragment(self) -> dict[str, list[tuple[int, int, int, int]]]:
+        """Map name → (rank, group, start, count) of its pieces, in order. Stages 1 and 2 cut a group as a whole."""
+        pieces = defaultdict(list)
+        for rank, kept in enumerate(self._ranks):
+            for group, fragments in enumerate(kept["param_slice_mappings"]):
+                for name, fragment in fragments.items():
+                    pieces[name].append((rank, group, fragment.start, fragment.numel))
+        return pieces
+
+    def _by_partition(self, groups: list[dict[str, torch.Size]]) -> dict[str, list[tuple[int, int, int, int]]]:
+        """Map name → (rank, group, start, count) of its pieces. Stage 3 cuts each weight and pads its last part."""
+        pieces = defaultdict(list)
+        for group, shapes in enumerate(groups):
+            start = 0
+            for name, shape in shapes.items():
+                size = math.ceil(shape.numel() / len(self._ranks))
+                for rank in range(len(self._ranks)):
+                    count = max(0, min(size, shape.numel() - rank * size))
+                    pieces[name].append((rank, group, start, count))
+                start += size
+        return pieces
+
+
+def _opened(file: Path) -> _Saved:
+    return torch.load(file, map_location="cpu", mmap=True, weights_only=False)  # they contain classes of DeepSpeed
+
+
+def _put_into_zero(contents: CheckpointContents, zero: _Untyped, names: Names) -> None:
+    """Fill `zero`, DeepSpeed's optimizer: float32 weights and states, and the model's weights."""
+    partitioned, flats = hasattr(zero, _FLATS[0]), _flats(zero)
+    counts_plainly = type(zero.optimizer).__module__.startswith(
+        "deepspeed"
+    )  # its own optimizers; torch's count in tensors
+    filled = [_Saved() for _ in flats]
+    for weight, name in names.items():
+        if (place := _place(zero, weight)) is None:
+            continue
+        group, at, start, count = place
+        for key, value in {"": exact_weight(contents, name), **states_of(contents, name)}.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                part = filled[group].setdefault(key, torch.zeros_like(flats[group], requires_grad=False))
+                part[at : at + count] = value.reshape(-1)[start : start + count]
+            else:
+                filled[group].setdefault(key, int(value) if key == "step" and counts_plainly else value)
+    own = zero.state_dict()
+    exact = [state.pop("", flat) for state, flat in zip(filled, flats, strict=True)]
+    own["fp32_flat_groups" if partitioned else "single_partition_of_fp32_groups"] = exact
+    states = {group: state for group, state in enumerate(filled) if state}
+    own["optimizer_state_dict" if partitioned else "base_optimizer_state"]["state"] = states
+    if partitioned:
+        zero.checkpoint_event_prologue()
+    zero.load_state_dict({torch.distributed.get_rank(): own}, load_optimizer_states=True, load_from_fp32_weights=True)
+    if partitioned:
+        zero.checkpoint_event_epilogue()
+    else:
+        put_weights(contents, names)
+
+
+def _masters_in(zero: _Untyped, names: Names) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Yield each weight, this process's part of its float32 master, and the part's start.
+
+    The start is a flat index in the weight. The part is DeepSpeed's own tensor, so changes take effect."""
+    flats = _flats(zero)
+    for weight in names:
+        if (place := _place(zero, weight)) is not None:
+            group, at, start, count = place
+            yield weight, flats[group].detach()[at : at + count], start
+
+
+def _flats(zero: _Untyped) -> list[torch.Tensor]:
+    """Return the flat float32 weights of each group."""
+    return next(getattr(zero, name) for name in _FLATS if hasattr(zero, name))
+
+
+def _place(zero: _Untyped, weight: _Untyped) -> tuple[int, int, int, int] | None:
+    """Return the place of this process's part: optimizer group, start in its flat tensor, start in the weight, count. None: it has none."""
+    if hasattr(zero, _FLATS[0]):  # ZeRO-3 cuts each weight and pads its last part
+        group, at, size = zero.grad_position[zero.get_param_id(weight)]
+        start = torch.distributed.get_rank() * size
+        return group, at, start, max(0, min(size, weight.ds_numel - start))
+    if (mapping := getattr(weight, "_hp_mapping", None)) is None:  # ZeRO-1 and ZeRO-2 cut a group as a whole
+        return None
+    part = mapping.lp_fragment_address
+    return mapping.param_group_index, mapping.hp_fragment_address.start, part.start, part.numel
 
 
 PLACEMENT, ENGINE = _ZeroPlacement(), _Zero

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from packtrain.config.fault import Fault
+from packtrain.config import Fault
+from packtrain.errors import Json
 from packtrain.strategies.spec import Launcher, Load, Overhead, Part, StrategySpec, check_dtype, check_optimizer
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _SHARDS: dict[int, tuple[Part, ...]] = {
 }
 
 
-def _settings(stage: int, offloads: bool, dtype: str, max_grad_norm: float) -> dict[str, Any]:
+def _settings(stage: int, offloads: bool, dtype: str, max_grad_norm: float) -> Json:
     """Return DeepSpeed's JSON.
 
     Batch sizes are 1: a loader item is a whole optimizer step, and the trainer tells the engine which of its micro-batches is the last.
@@ -33,7 +34,7 @@ def _settings(stage: int, offloads: bool, dtype: str, max_grad_norm: float) -> d
     until the model is loaded. Gradients are summed and reduced in float32: in bfloat16 their rounding would depend on the number of
     micro-batches and processes.
     """
-    zero: dict[str, Any] = {
+    zero: Json = {
         "stage": stage,
         "overlap_comm": True,
         "contiguous_gradients": True,
@@ -85,26 +86,30 @@ def _rules(stage: int, offloads: bool, config: RunConfig) -> Iterator[Fault]:
     name, optimizer = config.strategy.name, config.optim.name
     if offloads and not config.optim.spec.on_host:
         what = f"DeepSpeed's optimizer on the host is AdamW, and it would silently replace {optimizer}"
-        yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw, or strategy=zero3.")
+        fix = "Choose optim=adamw, or strategy=zero3."
+        yield Fault(("optim.name", "strategy.name"), what, fix, code="offload-needs-adamw")
     else:
         yield from check_optimizer(config)
     yield from check_dtype(config)
     if stage == 3 and config.trainer.torch_compile:
         what = f"{name} gathers the weights of a module in hooks, and compiled modules run no hooks"
         fix = "Remove it, or choose strategy=fsdp2, zero2 or ddp."
-        yield Fault(("trainer.torch_compile", "strategy.name"), what, fix)
+        yield Fault(("trainer.torch_compile", "strategy.name"), what, fix, code="zero3-compiled")
     if stage == 3 and config.model.quantize != "no":
         what = f"{name} cuts weights into pieces that do not match their scales"
-        yield Fault(("model.quantize", "strategy.name"), what, "Use strategy=ddp, zero2 or fsdp2.")
+        fix = "Use strategy=ddp, zero2 or fsdp2."
+        yield Fault(("model.quantize", "strategy.name"), what, fix, code="zero3-quantised")
     elif config.model.quantize == "fp8":
         what = f"{name} cannot send the weights of fp8"
-        yield Fault(("model.quantize", "strategy.name"), what, "Use nf4, or strategy=ddp.")
+        yield Fault(("model.quantize", "strategy.name"), what, "Use nf4, or strategy=ddp.", code="quantised-not-sent")
     if config.trainer.mixed_precision == "fp8":
         what = "DeepSpeed has not been tried with layers that multiply in 8 bits"
-        yield Fault(("trainer.mixed_precision", "strategy.name"), what, "Set trainer.mixed_precision=auto.")
+        fix = "Set trainer.mixed_precision=auto."
+        yield Fault(("trainer.mixed_precision", "strategy.name"), what, fix, code="zero-multiplies-fp8")
     if config.trainer.ema:
         what = "DeepSpeed keeps flat parts of weights, which are not averaged yet"
-        yield Fault(("trainer.ema", "strategy.name"), what, "Choose strategy=ddp or fsdp2, or remove the key.")
+        fix = "Choose strategy=ddp or fsdp2, or remove the key."
+        yield Fault(("trainer.ema", "strategy.name"), what, fix, code="zero-averages-weights")
 
 
 def _memory(stage: int, load: Load) -> Overhead:

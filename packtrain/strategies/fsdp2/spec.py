@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from packtrain.config.fault import Fault
+from packtrain.config import Fault
 from packtrain.strategies.spec import Launcher, Load, Overhead, StrategySpec, check_dtype, check_optimizer
 
 if TYPE_CHECKING:
@@ -29,10 +29,11 @@ def _rules(config: RunConfig) -> Iterator[Fault]:
     yield from check_dtype(config)
     if config.model.quantize in ("fp8", "int8"):
         what = f"fsdp2 cannot send the weights of {config.model.quantize}"
-        yield Fault(("model.quantize", "strategy.name"), what, "Use nf4, or strategy=ddp.")
+        yield Fault(("model.quantize", "strategy.name"), what, "Use nf4, or strategy=ddp.", code="quantised-not-sent")
     if config.model.quantize != "no" and config.peft.merge:
         what = "fsdp2 cannot merge adapters into quantised weights yet"
-        yield Fault(("peft.merge", "model.quantize", "strategy.name"), what, "Set peft.merge=false.")
+        keys = ("peft.merge", "model.quantize", "strategy.name")
+        yield Fault(keys, what, "Set peft.merge=false.", code="quantised-not-merged")
 
 
 def _memory(load: Load) -> Overhead:

@@ -59,11 +59,6 @@ def step_of(checkpoint: Path) -> int:
     return RunState.load(checkpoint).step
 
 
-def best_step_of(checkpoint: Path) -> int | None:
-    """Return the step of the best evaluation so far; None if evaluations are not compared."""
-    return RunState.load(checkpoint).best_step
-
-
 def tidy(folder: Path) -> None:
     """Remove files that libraries add beside the weights, and give all files the umask's permissions.
 
@@ -140,7 +135,8 @@ def find_resume(resume: str, checkpoints: Path) -> tuple[Path | None, list[str]]
     if resume != "auto":
         named = Path(resume).expanduser()
         if wrong := damage(named):
-            raise UserError(f"{resume} is not a whole checkpoint: {wrong}", where="trainer.resume")
+            what = f"{resume} is not a whole checkpoint: {wrong}"
+            raise UserError(what, where="trainer.resume", code="not-a-checkpoint")
         return named, []
     remarks = []
     for checkpoint in reversed(list_checkpoints(checkpoints).values()):
@@ -174,9 +170,8 @@ def _belongs_to(checkpoint: Path, origin: Mapping[str, object]) -> bool:
     with suppress(OSError, ValueError):
         files = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if not path.is_dir()}
         written = written_into(checkpoint)
-        return (
-            bool(written) and files <= {MANIFEST, *written} and same_course(object_of(checkpoint / ORIGIN), {**origin})
-        )
+        ours = bool(written) and files <= {MANIFEST, *written}
+        return ours and same_course(object_of(checkpoint / ORIGIN), {**origin})
     return False
 
 

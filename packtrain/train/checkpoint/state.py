@@ -6,6 +6,7 @@ How a strategy writes and reads optimizer states and sharded weights is in its f
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import random
 import shutil
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from accelerate import DistributedType
 from accelerate.utils import broadcast_object_list, load
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import GenerationConfig, PreTrainedTokenizerBase, set_seed
 
 from packtrain.model.adapters import write_base
 from packtrain.model.load import base_model
@@ -31,11 +32,10 @@ from packtrain.packing.feed import PLACE
 from packtrain.plan.memory import optimizer_bytes
 from packtrain.plan.origin import ORIGIN, list_checkpoints, same_format, world_of, written_into
 from packtrain.run_folder import write_json
-from packtrain.train.checkpoint.contents import go_on, settings_of
 from packtrain.train.checkpoint.folder import complete, folder_of, prune, staging_of
 from packtrain.train.checkpoint.writer import CheckpointWriter
-from packtrain.train.engine import Engine, engine_of
-from packtrain.train.optim.final_weights import in_format, name_format, rounded
+from packtrain.train.engine import Engine, Exact, engine_of
+from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.float32_step import AVERAGE, MASTER
 from packtrain.train.run_state import LoopSettings, RunState
 from packtrain.train.spikes import STATE, RecentFigures
@@ -107,9 +107,8 @@ class Checkpoints:
         # the last step writes one too
         number = math.ceil((len(settings.steps) - settings.first_step) / every) if every else 0
         keep, there = settings.trainer.keep_checkpoints, len(list_checkpoints(settings.checkpoints))
-        most = (
-            number if keep is None else min(number, keep + 1)
-        )  # an old one is removed only when the new one is complete
+        # an old one is removed only when the new one is complete
+        most = number if keep is None else min(number, keep + 1)
         each = self._checkpoint_bytes() if most else 0
         reason = _shortage_of_space(settings.checkpoints, final + max(most - there, min(most, 1)) * each)
         what = f"{most} checkpoints of {size(each)} and final/ of {size(final)}"
@@ -142,10 +141,15 @@ class Checkpoints:
 
         From here on the optimizer and schedule settings of this run apply, not the checkpoint's.
         """
-        settings = settings_of(self._engine.plain_optimizer)
+        groups, schedule = self._engine.plain_optimizer.param_groups, self._engine.lr_schedule
+        settings = [{key: value for key, value in one.items() if key not in ("params", "step")} for one in groups]
         self._restore_states(checkpoint)
         steps = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)["last_epoch"]
-        go_on(self._engine.plain_optimizer, self._engine.lr_schedule, settings, steps)
+        bases = [own["initial_lr"] for own in settings]
+        rates = [base * share(steps) for base, share in zip(bases, schedule.lr_lambdas, strict=True)]
+        for group, own, rate in zip(self._engine.plain_optimizer.param_groups, settings, rates, strict=True):
+            group.update(own, lr=rate)
+        schedule.base_lrs, schedule.last_epoch, schedule._step_count, schedule._last_lr = bases, steps, steps + 1, rates
 
     def _restore_states(self, checkpoint: Path) -> None:
         """Load weights and optimizer. By name, unless strategy and number of processes are the checkpoint's."""
@@ -208,36 +212,51 @@ class Checkpoints:
             return
         self._restore_states(folder)  # masters too: final/ may be made from them
 
-    def save_model(self, folder: Path) -> None:
-        """Write a folder that from_pretrained loads. All processes call it; the main one writes."""
-        dtype, main = base_model(self._model).dtype, self._accelerator.is_main_process
+    def save_model(self, folder: Path, dtype: torch.dtype | None = None, kept_as: str = MASTER) -> None:
+        """Write a folder that from_pretrained loads. All processes call it; the main one writes.
 
-        def made(weight: torch.Tensor) -> torch.Tensor | None:
-            whole = gathered(weight)
-            return whole.cpu() if main else None
-
-        if not self._stream(folder, dtype, made):
-            self._write_model(folder, self._whole_weights())
-
-    def save_weights_in(self, dtype: torch.dtype, folder: Path, kept_as: str = MASTER) -> None:
-        """Write the model like `save_model`, with the weights in `dtype`; adapters stay float32. The source are the float32 masters, if any,
-        or the optimizer's state named `kept_as`."""
-        main, dither = self._accelerator.is_main_process, self._engine.dither
-        exact = self._engine.exact_weights(kept_as)
+        With `dtype` the weights are in it, and adapters in float32. Their source are the float32 masters, if any, or the optimizer's state
+        named `kept_as`. Without it the model's own weights are written.
+        """
+        main, dither, base = self._accelerator.is_main_process, self._engine.dither, base_model(self._model)
+        exact = self._engine.exact_weights(kept_as) if dtype else lambda weight: None
         names = {weight: name for name, weight in self._model.named_parameters()}
 
         def made(weight: torch.Tensor) -> torch.Tensor | None:
             kept = exact(weight)
             whole = gathered(weight) if kept is None else kept
-            return rounded(names[weight], whole, dtype, dither) if main else None
+            if not main:
+                return None
+            return rounded(names[weight], whole, dtype, dither) if dtype else whole.cpu()
 
-        if not self._stream(folder, dtype, made):
+        if not self._stream(folder, dtype or base.dtype, made):
             whole = self._whole_weights()
-            if whole is None:
+            if dtype and whole is None:
                 whole = self._model.state_dict() if main else {}
-            self._write_model(folder, in_format(whole if main else {}, self._model, exact, dtype, dither))
-        if main and not self._has_adapters:
+            if dtype:
+                whole = self._in_format(cast(dict, whole) if main else {}, exact, dtype)
+            self._write_model(folder, whole)
+        if dtype and main and not self._has_adapters:
             name_format(folder, dtype)
+
+    def _in_format(self, whole: dict[str, torch.Tensor], exact: Exact, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return the state dict `whole` with weights in `dtype` on the CPU, from `exact` tensors.
+
+        Adapters stay float32. All processes call it, with {} on all but one, which return {}. Tied weights stay one tensor.
+        """
+        made: dict[int, torch.Tensor | None] = {}
+        final, adapted, dither = dict(whole), self._has_adapters, self._engine.dither
+        for name, weight in self._model.named_parameters(remove_duplicate=False):
+            if adapted and not weight.requires_grad:
+                continue
+            own = torch.float32 if adapted and ".modules_to_save." not in name else dtype
+            if id(weight) not in made:
+                kept = exact(weight)
+                value = whole[name] if kept is None and name in whole else kept
+                made[id(weight)] = None if value is None or name not in whole else rounded(name, value, own, dither)
+            if (converted := made[id(weight)]) is not None and name in whole:
+                final[name] = converted
+        return final
 
     def _stream(self, folder: Path, dtype: torch.dtype, made: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
         """Write a spread model weight by weight, each from `made`. Return whether it could (model/save.py): not for adapters."""
@@ -280,7 +299,26 @@ class Checkpoints:
                 if self._has_adapters:
                     write_base(self._model, folder)
                 if self._has_adapters and base.can_generate():  # PEFT leaves it out
-                    cast(Any, base).generation_config.save_pretrained(folder)
+                    cast(GenerationConfig, base.generation_config).save_pretrained(folder)
+
+
+def rounded(name: str, whole: torch.Tensor, dtype: torch.dtype, dither: Dither) -> torch.Tensor:
+    """Return a `whole` weight in `dtype` on the CPU. A float32 weight goes through `dither.in_format`."""
+    whole = whole.detach()
+    return (dither.in_format(name, whole, dtype) if whole.dtype == torch.float32 else whole).to(dtype).cpu()
+
+
+def name_format(folder: Path, dtype: torch.dtype) -> None:
+    """Write the format of a saved model's weights into its config.json. from_pretrained loads them in it."""
+    path = folder / "config.json"
+
+    def named(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        name = str(dtype).removeprefix("torch.")
+        return {key: name if key in ("dtype", "torch_dtype") else named(inner) for key, inner in value.items()}
+
+    path.write_text(json.dumps(named(json.loads(path.read_text())), indent=2) + "\n")
 
 
 def _shortage_of_space(folder: Path, needed: int) -> str:

@@ -1,35 +1,60 @@
-"""Figures of logged lines, and listeners: metrics.jsonl, the terminal, early stopping. No weight changes here."""
+"""Figures of logged lines, and listeners: metrics.jsonl, the terminal, early stopping. No weight changes here.
+
+The times of all ranks show a slow one (`StepClock`, `RankTimes`). A step takes equally long on all ranks, since they wait for each other. They
+differ in loading data and in the forward passes, which wait for no other rank (except with sharded weights, where the ranks look alike). The
+backward pass includes the waiting for slower ranks. Every EXCHANGE_EVERY steps or more, the times are sent with the counts, in the reduction that a
+step makes anyway: four integers for each rank, and no further operation.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from trl.trainer.utils import get_peak_flops_per_device
 
+from packtrain.errors import Json
 from packtrain.model.flops import training_flops
+from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits, own_heartbeat
 from packtrain.objectives.spec import Figure
 from packtrain.run_folder import losses_of_sets
 from packtrain.system import write_text
 from packtrain.train.loader import Steps
 from packtrain.train.log.console import Log
 from packtrain.train.run_state import Listener, RunState
+from packtrain.train.sync import limit_collectives
 
 _WIDE = 112
 """Columns of a terminal with room for a bar and all figures beside the step and the time left."""
 SOURCES = ("source_examples", "source_tokens")
 """Keys of a source's sums in a line begin with one of these: source_tokens/NAME."""
+_MEASURED: dict[Phase, str] = {
+    "forward": "forward_seconds",
+    "backward": "backward_seconds",
+    "data": "data_seconds",
+    "counts": "wait_seconds",
+}
+_PARTS = len(_MEASURED)
+_FORWARD = list(_MEASURED).index("forward")
+_STEP_PHASES: tuple[Phase, ...] = ("data", "counts", "forward", "backward", "optimizer", "step end")
+_GPU_PHASES = ("forward", "backward", "counts")
+_REMEMBERED = 16
+_STEPS_AHEAD = 2  # the most a process leads its GPU: it reads a step's counts before the next step (loop.py)
+EXCHANGE_EVERY = 10
+"""Minimum number of steps between two exchanges of the ranks' times: each makes a reduction longer."""
 
 
 class LateCopy:
@@ -43,7 +68,7 @@ class LateCopy:
             self._arrived = torch.cuda.Event(blocking=True)
             self._arrived.record()
 
-    def tolist(self) -> list[Any]:
+    def tolist(self) -> list[int]:
         """Return its numbers."""
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -93,7 +118,7 @@ class StepMetrics:
         self._flops_made, self._waited = 0.0, 0.0
         self._sum = torch.zeros_like(self._sum)
 
-    def close(self) -> dict[str, Any]:
+    def close(self) -> Json:
         """Return the figures of the steps since the last line, and begin the next line."""
         _, tokens, slots, examples, _, _ = self._sum.tolist()
         seconds = max(time.perf_counter() - (self._since or time.perf_counter()), 1e-9)
@@ -117,35 +142,141 @@ class SourceCounts:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names if len(names) > 1 else ()
-        self._counts = np.zeros((2, len(self._names)), np.int64)
+        self._counts = {f"{kind}/{name}": 0 for name in self._names for kind in SOURCES}
 
     def add(self, steps: Steps, step: int) -> None:
         """Add the examples that `step` trains on."""
         if self._names:
             steps, step = steps.at(step)
-            numbers = np.array(
-                [n for n in steps.schedule.documents(step).tolist() if steps.trains_on(n, step)], np.int64
-            )
-            sources, number = steps.data.source_of[numbers], len(self._names)
-            tokens = np.bincount(sources, steps.data.lengths[numbers], number).astype(np.int64)
-            self._counts += np.stack([np.bincount(sources, minlength=number), tokens])
+            trained = [number for number in steps.schedule.documents(step).tolist() if steps.trains_on(number, step)]
+            for number in trained:
+                name = self._names[steps.data.source_of[number]]
+                self._counts[f"source_examples/{name}"] += 1
+                self._counts[f"source_tokens/{name}"] += int(steps.data.lengths[number])
 
     def metrics(self) -> dict[str, int]:
         """Return the sums of the run so far, for a line of metrics.jsonl."""
-        columns = zip(self._names, *self._counts.tolist(), strict=True)
-        return {
-            f"{kind}/{name}": count for name, *counts in columns for kind, count in zip(SOURCES, counts, strict=True)
-        }
+        return dict(self._counts)
 
-    def restore(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def restore(self, lines: Sequence[Json]) -> None:
         """Continue from the last of these logged lines that has sums."""
-        last = next((line for line in reversed(lines) if f"{SOURCES[0]}/{next(iter(self._names), '')}" in line), {})
-        self._counts = np.array([[last.get(f"{kind}/{name}", 0) for name in self._names] for kind in SOURCES], np.int64)
+        last = next((line for line in reversed(lines) if next(iter(self._counts), "") in line), {})
+        self._counts = {key: last.get(key, 0) for key in self._counts}
 
     def to_json(self) -> dict[str, dict[str, int]]:
         """Return the sums by source name, for summary.json."""
-        columns = zip(self._names, *self._counts.tolist(), strict=True)
-        return {name: {"examples": examples, "tokens": tokens} for name, examples, tokens in columns}
+        counts = self._counts
+        return {
+            name: {"examples": counts[f"source_examples/{name}"], "tokens": counts[f"source_tokens/{name}"]}
+            for name in self._names
+        }
+
+
+class StepClock:
+    """Clock of this rank's phases, reported to the heartbeat. `device` runs the forward passes; a GPU times its own. `limits`: timeouts."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        rank: int = 0,
+        world_size: int = 1,
+        heartbeat: Heartbeat | None = None,
+        limits: TimeLimits | None = None,
+    ) -> None:
+        self._heartbeat = heartbeat or own_heartbeat()
+        self._limits, self._limit_s = limits, 0.0
+        self._rank, self._world_size = rank, world_size
+        self._phase: Phase = "start"
+        self._since = self._heartbeat.enter(self._heartbeat.phase)
+        self._spent: dict[Phase, float] = {}
+        self._steps: deque[float] = deque(maxlen=_REMEMBERED)
+        self._first = True
+        self._sums = [0] * _PARTS
+        self.steps = 0
+        """Number of steps that the next `reduction_values` covers; equal on all ranks."""
+        self._on_gpu = device.type == "cuda"
+        self._events: list[tuple[Phase, torch.cuda.Event]] = []
+        self._unfinished: deque[tuple[dict[Phase, float], list[tuple[Phase, torch.cuda.Event]]]] = deque()
+
+    def enter(self, phase: Phase, *, step: int | None = None, micro: int = 0) -> None:
+        """Enter `phase`: the rank is in it from now on."""
+        if phase == "data":
+            self._close_step()
+        now = self._heartbeat.enter(phase, step=step, micro=micro)
+        if self._limits and (limit_s := self._limits.collective_s(phase)) != self._limit_s:
+            self._limit_s = limit_s
+            limit_collectives(limit_s)
+        self._spent[self._phase] = self._spent.get(self._phase, 0.0) + now - self._since
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append((phase, event))
+        self._phase, self._since = phase, now
+
+    def reduction_values(self) -> list[int]:
+        """Return microseconds since the last call, zeros in other ranks' places. A sum over ranks then holds all times."""
+        slots = [0] * (_PARTS * self._world_size)
+        slots[_PARTS * self._rank : _PARTS * (self._rank + 1)] = self._sums
+        self._sums, self.steps = [0] * _PARTS, 0
+        return slots
+
+    def _close_step(self) -> None:
+        spent, self._spent = self._spent, {}
+        events, self._events = self._events, []
+        if "forward" not in spent:
+            return
+        if self._first:  # the first step compiles and fills caches
+            self._first = False
+            return
+        self._steps.append(sum(spent.get(phase, 0.0) for phase in _STEP_PHASES))
+        self._heartbeat.usual_s = statistics.median(self._steps)
+        self._unfinished.append((spent, events))
+        if not self._on_gpu or len(self._unfinished) > _STEPS_AHEAD:
+            done, events = self._unfinished.popleft()
+            on_gpu: dict[Phase, float] = {}  # seconds of GPU work
+            for (phase, start), (_, end) in itertools.pairwise(events):
+                if phase in _GPU_PHASES and end.query():
+                    on_gpu[phase] = on_gpu.get(phase, 0.0) + start.elapsed_time(end) / 1000
+            seconds = {**done, **on_gpu}
+            added = [int(1e6 * seconds.get(phase, 0.0)) for phase in _MEASURED]
+            self._sums = [total + more for total, more in zip(self._sums, added, strict=True)]
+            self.steps += 1
+
+
+class RankTimes:
+    """Last exchanged times of all ranks, and their sums over the run."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._last: tuple[torch.Tensor, int] | None = None
+        self._whole, self._whole_steps = torch.zeros(world_size, _PARTS, dtype=torch.float64), 0
+
+    def store(self, slots: torch.Tensor, steps: int) -> None:
+        """Store int64 [4 x ranks] from StepClock.reduction_values, summed over ranks, for `steps` steps."""
+        self._last = (slots, steps) if steps else None
+
+    def pop_metrics(self) -> dict[str, float | int]:
+        """Return each phase's seconds a step over ranks, and the slowest rank; {} without news.
+
+        Each phase has its minimum, median and maximum."""
+        last, self._last = self._last, None
+        if self._world_size == 1 or last is None:
+            return {}
+        times, steps = last[0].cpu().double().view(self._world_size, _PARTS) / 1e6, last[1]
+        figures: dict[str, float | int] = {"slowest_rank": int(times[:, _FORWARD].argmax())}
+        for part, name in enumerate(_MEASURED.values()):
+            values = sorted((times[:, part] / steps).tolist())
+            for kind, value in (("min", values[0]), ("median", statistics.median(values)), ("max", values[-1])):
+                figures[f"{name}/{kind}"] = value
+        self._whole, self._whole_steps = self._whole + times, self._whole_steps + steps
+        return figures
+
+    def means(self) -> dict[str, list[float]] | None:
+        """Return seconds a step in each phase, by rank. The mean is over all exchanged steps; None without any."""
+        if not self._whole_steps:
+            return None
+        means = (self._whole / self._whole_steps).T.tolist()
+        return {phase: [round(mean, 6) for mean in ranks] for phase, ranks in zip(_MEASURED, means, strict=True)}
 
 
 class MetricsFile(Listener):
@@ -176,7 +307,7 @@ class MetricsFile(Listener):
 
     rolled_back = train_begin
 
-    def log(self, state: RunState, line: dict[str, Any]) -> None:
+    def log(self, state: RunState, line: Json) -> None:
         """Write the line. On a full disk write none of it, and warn once."""
         renamed = {"lr" if name == "learning_rate" else name: value for name, value in line.items() if name != "epoch"}
         written = {"step": state.step, "epoch": state.epoch, **renamed}
@@ -229,7 +360,7 @@ class TerminalProgress(Listener):
         for task in self._bar.task_ids:
             self._bar.update(task, completed=state.step)
 
-    def log(self, state: RunState, line: dict[str, Any]) -> None:
+    def log(self, state: RunState, line: Json) -> None:
         """Show the figures of a logged step or of an evaluation."""
         place = f"step {state.step}/{state.last_step}"
         if "eval_loss" in line:
@@ -244,7 +375,7 @@ class TerminalProgress(Listener):
             write = self._log.note if self._bar.task_ids else self._log.say
             write(f"{place}  {figures}")
 
-    def _sum_up(self, line: Mapping[str, Any]) -> str:
+    def _sum_up(self, line: Json) -> str:
         """Return the headlines of an evaluation in words. All are 0 of a policy that still equals its reference: nothing is said."""
         known = {one: line[key] for one in self._headlines if (key := f"eval_{one.name}") in line}
         words = [f"  {one.words} {one.written(value)}" for one, value in known.items()]

@@ -16,7 +16,6 @@ from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from queue import SimpleQueue
-from typing import Any
 
 from accelerate.tracking import (
     CometMLTracker,
@@ -29,7 +28,7 @@ from accelerate.tracking import (
 )
 
 from packtrain.config.schema import RunConfig
-from packtrain.errors import boundary
+from packtrain.errors import Json, boundary
 from packtrain.run_folder import RunFolder
 from packtrain.system import leave
 from packtrain.train.run_state import Listener, RunState
@@ -62,7 +61,7 @@ class Tracker(Listener):
         if self._name != "tensorboard":  # its table of settings is a second run
             self._within(EVENT_S, partial(self._tracker.store_init_configuration, self._settings))
 
-    def log(self, state: RunState, line: dict[str, Any]) -> None:
+    def log(self, state: RunState, line: Json) -> None:
         """Pass on the numbers of the line, under transformers' names: train/loss, eval/loss."""
         numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
         named = {f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": numbers[name] for name in numbers}
@@ -109,7 +108,8 @@ def trackers_of(config: RunConfig, folder: RunFolder, say: Callable[[str], None]
     settings = {f"{group}.{key}": value for group, values in asdict(config).items() for key, value in values.items()}
     plain = {name: value for name, value in settings.items() if isinstance(value, str | int | float)}
     for name in names:
-        with boundary(f"{name} cannot be used", "tracking.report_to", f"Install it anew, or take {name} away."):
+        fix = f"Install it anew, or take {name} away."
+        with boundary(f"{name} cannot be used", "tracking.report_to", fix, code="tracker-unusable"):
             import_module(_PACKAGES.get(name, name))
             made.append(Tracker(name, _make(name, run, folder), plain, say))
     return made

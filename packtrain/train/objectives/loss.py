@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -31,7 +31,6 @@ from packtrain.model.spread import placement_of
 from packtrain.monitor.heartbeat import waiting
 from packtrain.objectives.answers import Figures, Inputs, Sum, Targets
 from packtrain.objectives.spec import Figure
-from packtrain.packing.collate import on_device
 from packtrain.packing.segments import SplitSegments
 from packtrain.strategies.spec import STRATEGIES
 from packtrain.train.loader import MicroBatch, Steps
@@ -137,18 +136,10 @@ class Loss:
         """
         raise NotImplementedError
 
-    @contextmanager
-    def keeping_metrics(self) -> Iterator[None]:
+    def keeping_metrics(self) -> AbstractContextManager[object]:
         """Keep the metrics of the training steps unchanged by the forward passes inside the block."""
-        set_back = self.mark_metrics()
-        try:
-            yield
-        finally:
-            set_back()
-
-    def inputs(self, batch: MicroBatch) -> Inputs:
-        """Return the inputs of a micro-batch, copied to this device."""
-        return on_device(batch.inputs, self.device)
+        (block := ExitStack()).callback(self.mark_metrics())
+        return block
 
 
 class ExampleLoss(Loss):
@@ -180,7 +171,7 @@ class ExampleLoss(Loss):
 
     def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """Return the micro-batch's share of the loss, and add up its figures. `counts` as in `measure`."""
-        inputs = self.inputs(batch)
+        inputs = batch.inputs_on(self.device)
         if not batch.examples:
             return self.zero(model, inputs)
         with self.accelerator.autocast():
@@ -252,7 +243,7 @@ class AnswerLoss(ExampleLoss):
 
     outputs: tuple[str, ...] = ("log_probs",)
     answers: tuple[str, ...] = ("the chosen answer of pair", "the rejected answer of pair")
-    """Names of answers in messages (first_loss.py): in the first half of a batch and in the second, or in all of it."""
+    """Names of answers in messages (loss_proofs.py): in the first half of a batch and in the second, or in all of it."""
 
     def __init__(self, setup: Setup, objective: Objective) -> None:
         super().__init__(setup, objective)
@@ -278,7 +269,7 @@ class AnswerLoss(ExampleLoss):
 
     def of_rows(self, batch: MicroBatch) -> torch.Tensor:
         """See Loss; this one is minus the mean log-probability of the answers' tokens."""
-        inputs = self.inputs(batch)
+        inputs = batch.inputs_on(self.device)
         log_probs = self.targets_of(self.score_tokens(self.model, inputs), inputs)
         return -log_probs.sum() / max(1, batch.trained + batch.rejected)
 
@@ -318,11 +309,11 @@ class ReferenceLoss(AnswerLoss):
 
     def policy_logps(self, batch: MicroBatch) -> Logps:
         """Return log-probabilities of a micro-batch's answers by the trained model."""
-        return self.logps(self.model, self.inputs(batch))
+        return self.logps(self.model, batch.inputs_on(self.device))
 
     def reference_logps(self, batch: MicroBatch) -> Logps:
         """Return log-probabilities of a micro-batch's answers by the reference."""
-        return self.compared_with(self.inputs(batch))
+        return self.compared_with(batch.inputs_on(self.device))
 
     def logps_of(self, outputs: ModelOutput, inputs: Inputs) -> Logps:
         """Sum the head's `outputs` of each token to log-probabilities of answers."""
@@ -347,7 +338,7 @@ class ReferenceLoss(AnswerLoss):
     def zero_margin_loss(self, batch: MicroBatch) -> float | None:
         """Return the loss of a micro-batch if the model equals the reference, by a formula.
 
-        None: first_loss.py computes it, with the model's log-probabilities on both sides.
+        None: loss_proofs.py computes it, with the model's log-probabilities on both sides.
         """
         raise NotImplementedError
 
@@ -356,7 +347,7 @@ class ReferenceLoss(AnswerLoss):
 
     def standalone_loss(self, batch: MicroBatch, *, reference: Logps | None = None) -> float:
         """Return the loss of one micro-batch as if it were a step. Given log-probabilities replace the reference's."""
-        inputs = self.inputs(batch)
+        inputs = batch.inputs_on(self.device)
         if reference is not None:
             inputs |= dict(zip(self.reference_names, reference, strict=True))
         self.prepare_standalone(batch, estimated=reference is None)
@@ -422,7 +413,8 @@ class FigureSums:
         """
         if (declared := {one.name for one in self.figures if not one.difference}) != found.keys():
             what = f"measure returns the figures {', '.join(sorted(found)) or 'none'}, the spec declares others"
-            raise UserError(what, where="objective.kind", fix=f"Return {', '.join(sorted(declared)) or 'none'}.")
+            fix = f"Return {', '.join(sorted(declared)) or 'none'}."
+            raise UserError(what, where="objective.kind", fix=fix, code="figures-undeclared")
         if not self.figures:
             return self
         nothing = FigureSums.none(self.figures[:1], self.sums.device)

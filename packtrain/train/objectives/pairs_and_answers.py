@@ -12,6 +12,7 @@ import torch
 from packtrain.data.dataset import Document, PairDataset
 from packtrain.errors import UserError
 from packtrain.model.spread import Ranks
+from packtrain.objectives.answers import Inputs
 from packtrain.packing.collate import collate_pairs, collate_unpaired
 from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import MicroBatch, Steps
@@ -37,6 +38,13 @@ class ComparedSteps(Steps):
         known = logps(self.collate(range(len(self.data))))
         return replace(self, reference=known + random.normal(0, off, known.shape).astype(np.float32))
 
+    def _counted(self, inputs: Inputs, chosen: list[Document], others: list[Document], examples: int) -> MicroBatch:
+        """Return the micro-batch of `inputs`, with the counts of its chosen and other answers."""
+        trained, rejected = (sum(int(one.loss_mask[1:].sum()) for one in side) for side in (chosen, others))
+        tokens = sum(len(one.input_ids) for one in (*chosen, *others))
+        slots = inputs["input_ids"].numel() if self.layout == "padding" else tokens
+        return MicroBatch(inputs, trained, tokens, slots, examples, rejected)
+
 
 @dataclass(frozen=True)
 class PairSteps(ComparedSteps):
@@ -59,15 +67,7 @@ class PairSteps(ComparedSteps):
             known = self.reference[numbers] if len(numbers) else np.zeros((1, 2), np.float32)
             chosen, rejected = torch.from_numpy(known).unbind(1)
             inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-        tokens = sum(len(pair.chosen.input_ids) + len(pair.rejected.input_ids) for pair in pairs)
-        return MicroBatch(
-            inputs=inputs,
-            trained=sum(int(pair.chosen.loss_mask[1:].sum()) for pair in pairs),
-            tokens=tokens,
-            slots=inputs["input_ids"].numel() if self.layout == "padding" else tokens,
-            examples=len(pairs),
-            rejected=sum(int(pair.rejected.loss_mask[1:].sum()) for pair in pairs),
-        )
+        return self._counted(inputs, [pair.chosen for pair in pairs], [pair.rejected for pair in pairs], len(pairs))
 
 
 class PairObjective(TrainingObjective):
@@ -114,16 +114,8 @@ class AnswerSteps(ComparedSteps):
         inputs["label"] = torch.from_numpy(labels if len(labels) else np.ones(1, bool))
         if known is not None:
             inputs["ref_logps"] = torch.from_numpy(known if len(known) else np.zeros(1, np.float32))
-        targets = np.array([int(document.loss_mask[1:].sum()) for document in documents], np.int64)
-        tokens = sum(len(document.input_ids) for document in documents)
-        return MicroBatch(
-            inputs=inputs,
-            trained=int(targets[labels].sum()),
-            tokens=tokens,
-            slots=inputs["input_ids"].numel() if self.layout == "padding" else tokens,
-            examples=len(documents),
-            rejected=int(targets[~labels].sum()),
-        )
+        chosen, others = ([documents[at] for at in np.flatnonzero(labels == side)] for side in (True, False))
+        return self._counted(inputs, chosen, others, len(documents))
 
 
 class AnswerObjective(TrainingObjective):
@@ -137,5 +129,5 @@ class AnswerObjective(TrainingObjective):
         """See TrainingObjective. Raises UserError if rows would share the beginnings of documents."""
         if self.packing.share_prefix:
             what = f"packtrain {self.objective.kind} does not share the beginnings of documents"
-            raise UserError(what, where="packing.share_prefix", fix="Remove the key.")
+            raise UserError(what, where="packing.share_prefix", fix="Remove the key.", code="beginnings-not-shared")
         return super().steps(data, schedule, pad_token_id, ranks, evaluation=evaluation)

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from accelerate.utils import broadcast_object_list, reduce
+from filelock import FileLock
+from transformers import PreTrainedModel
 
 from packtrain.config.schema import Peft, RunConfig
 from packtrain.data.tokens.cache import cache_folder
-from packtrain.errors import CheckFailed, UserError
+from packtrain.errors import CheckFailed, UserError, boundary
 from packtrain.model.adapters import add_reference
-from packtrain.model.load import base_model
+from packtrain.model.load import base_model, load_model
 from packtrain.model.precision import Precision
-from packtrain.model.reference import cache_key, computer, load_reference, precompute
-from packtrain.model.spread import Ranks
+from packtrain.model.spread import Ranks, reading_mesh, spread
 from packtrain.model.weights import weights_hash
+from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import Schedule
 from packtrain.plan.known_model import reference_of
 from packtrain.proof.choice import AttentionChoice, prove_backend
 from packtrain.proof.isolation import TREE
+from packtrain.system import aside, publish
 from packtrain.train.loader import MicroBatch, Steps
-from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.first_loss import check_answer_forward, check_first_loss
 from packtrain.train.objectives.loss import AnswerLoss, Loss, ReferenceLoss, Setup
 from packtrain.train.preflight import choose_on_all_ranks, same_everywhere
+from packtrain.train.verify.loss_proofs import check_answer_forward, check_first_loss
+
+if TYPE_CHECKING:
+    from packtrain.train.preparation import Prepared
 
 ReferenceSteps = TypeVar("ReferenceSteps", bound=Steps)
 """Steps with a field `reference`."""
@@ -76,36 +84,34 @@ class TrainingObjective:
         """Return the tokens of the longest document. The model must have as many positions."""
         return int(data.lengths.max())
 
-    def take_reference(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, precision: Precision, *, seed: int
-    ) -> dict[str, str]:
-        """Load the reference, if any, before `model` is sharded.
+    def take_reference(self, run: Prepared) -> dict[str, str]:
+        """Load the reference, if any, before the model is sharded.
 
         Returns facts about it by config key. They must be equal in a run that resumes.
         """
         return {}
 
-    def decide_attention(
-        self, wanted: str, model: PreTrainedModel, ranks: Ranks, precision: Precision, *, prove: bool
-    ) -> AttentionChoice:
-        """Choose the backend for packed rows of `model`, and decide whether rows share beginnings (`layout`).
+    def decide_attention(self, run: Prepared) -> AttentionChoice:
+        """Choose the backend for packed rows, and decide whether rows share beginnings (`layout`).
 
-        `wanted` is model.attention. Raises CheckFailed if packing.share_prefix is true and the backend cannot share.
+        Raises CheckFailed if packing.share_prefix is true and the backend cannot share.
         """
+        model, ranks, autocast = base_model(run.model), run.ranks, run.precision.autocast
+        wanted, prove = run.config.model.attention, run.config.verify.preflight
         share = self.packing.share_prefix
         share = self.shares_unless_told if share is None else share
-        choice = choose_on_all_ranks(wanted, model, ranks, precision.autocast, prove=prove, pairs=share)
+        choice = choose_on_all_ranks(wanted, model, ranks, autocast, prove=prove, pairs=share)
         if not share:
             self.why_not_shared = "packing.share_prefix=false"
             return choice
         reason = choice.why_not_shared
         if reason is None:  # not tried yet, since nothing was proved
-            reason, _ = prove_backend(choice.backend.name, model, precision.autocast, TREE)
+            reason, _ = prove_backend(choice.backend.name, model, autocast, TREE)
         self.layout, self.why_not_shared = "flat" if reason else "shared", reason
         same_everywhere(self.layout, "layout of rows", "packing.share_prefix", ranks.world_size)
         if reason and self.packing.share_prefix:
             what = f"{'prompts' if self.shares_unless_told else 'prefixes'} cannot be shared: {reason}"
-            raise CheckFailed(what, where="packing.share_prefix", fix="set it to false")
+            raise CheckFailed(what, where="packing.share_prefix", fix="set it to false", code="sharing-inexact")
         return choice
 
     def slots(self, data: Any) -> np.ndarray:
@@ -123,6 +129,7 @@ class TrainingObjective:
                 f"{thing} takes {longest} token slots, a micro-batch has {most}",
                 where="batch.tokens_per_device",
                 fix=f"set batch.tokens_per_device to at least {-(-longest // self.ranks_per_row)}, or data.max_length to {most // documents}",
+                code="example-too-long",
             )
 
     def steps(
@@ -164,28 +171,41 @@ class ReferenceObjective(TrainingObjective):
         """Name the losses, with their weights, for the log."""
         return " + ".join(self.objective.losses) or self.objective.kind
 
-    def take_reference(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, precision: Precision, *, seed: int
-    ) -> dict[str, str]:
+    def take_reference(self, run: Prepared) -> dict[str, str]:
         """See TrainingObjective.
 
-        Raises UserError if `model` asks for a loss of its routers: answers have none.
+        Raises UserError if the model asks for a loss of its routers: answers have none.
         """
+        model = run.model
         if getattr(base_model(model).config.get_text_config(), "output_router_logits", False):
-            raise UserError(
-                f"packtrain {self.objective.kind} adds no load-balancing loss of routers, which the model asks for",
-                where="model.config.output_router_logits",
-                fix="set it to false: the preferences are then trained without it",
-            )
+            what = f"packtrain {self.objective.kind} adds no load-balancing loss of routers, which the model asks for"
+            fix = "set it to false: the preferences are then trained without it"
+            raise UserError(what, where="model.config.output_router_logits", fix=fix, code="router-loss-of-answers")
         if self.reference.kind == "adapters":
-            add_reference(model, self.reference.adapters)
-        named, autocast = self.objective.reference, precision.autocast
-        self._reference_model, weights = load_reference(
-            self.reference, named, self._model, tokenizer, ranks, seed=seed, autocast=autocast
-        )
+            add_reference(cast(Any, model), self.reference.adapters)
+        weights = ""
+        if self.reference.kind in ("model", "path"):
+            loaded = self._load_reference(run)
+            weights = weights_hash(loaded)
+            spread(loaded, run.ranks, run.precision.autocast)
+            self._reference_model = loaded.eval()
         weights = weights or weights_hash(model)
         self.identity = identity_of_reference(model, self._peft, weights)
         return {"objective.reference": f"one of weights with hash {weights[:12]}"}
+
+    def _load_reference(self, run: Prepared) -> PreTrainedModel:
+        """Load the frozen reference model. Its errors name objective.reference if that is a path."""
+        model, named = self._model, self.reference.kind == "path"
+        if named:
+            model = replace(model, path=self.objective.reference, init="pretrained", experts="auto")
+        mesh, seed = reading_mesh(run.ranks), run.config.trainer.seed
+        try:
+            loaded = load_model(model, Peft(), run.tokenizer, seed=seed, mesh=mesh)
+        except UserError as error:
+            if not named:
+                raise
+            raise UserError([replace(problem, where="objective.reference") for problem in error.problems]) from error
+        return loaded.requires_grad_(False)
 
     @property
     def logps_depend_on(self) -> tuple[object, ...]:
@@ -213,29 +233,61 @@ class ReferenceObjective(TrainingObjective):
         parts: Iterable[tuple[np.ndarray, MicroBatch]],
         *depends_on: object,
     ) -> np.ndarray:
-        """Return the log-probabilities of `parts`, float32 of this `shape`, from the cache or computed (model/reference.py).
+        """Read or compute the log-probabilities of `parts`, float32 of this `shape`.
 
-        `parts` are micro-batches of `steps`, each with the places of its examples in the result. The cache key has `depends_on`, too.
+        Computed ones are kept in a file of the cache. `parts` are this process's micro-batches of `steps`, each with the places of its examples in the result. The name of the file is a hash
+        of everything that the values depend on, `depends_on` too.
         """
-        trainer, precision, rows = start.trainer, start.precision, None
-        loss = cast(ReferenceLoss, trainer.loss)
+        ranks, loss = start.ranks, cast(ReferenceLoss, start.trainer.loss)
+        file = self._cache / f"{self._cache_key(steps, start, *depends_on)}.npy"
+        with waiting("rank 0 to read the reference"):
+            (known,) = broadcast_object_list([_read(file, shape) if ranks.main else None])
+        if known is not None:
+            return known
+        values = torch.zeros(shape, device=ranks.device)
+        for numbers, batch in parts:
+            if len(numbers) or ranks.sharded:  # with sharded weights every rank makes the same number of calls
+                start.trainer.clock.enter("proof")
+                own = torch.stack(loss.policy_logps(batch), dim=1).squeeze(1).float()[: len(numbers)]
+                if batch.part == 0:  # all ranks have the values of a row that they split
+                    values[numbers] = own
+        with waiting("all ranks to compute their part of the reference"):
+            reduced = cast(torch.Tensor, reduce(values, "sum")).cpu().numpy()
+        if ranks.main:
+            what, fix = "the reference's log-probabilities cannot be written", "Free some space, or set data.cache_dir."
+            with boundary(what, str(file.parent), fix, code="reference-unwritable"):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with FileLock(file.with_suffix(".lock")):  # another run may compute the same
+                    with aside(file).open("wb") as written:
+                        np.save(written, reduced)
+                    publish(aside(file), file)
+        return reduced
+
+    def _cache_key(self, steps: Steps, start: Start, *depends_on: object) -> str:
+        """Hash everything that precomputed log-probabilities depend on. In 16 bits that includes the rows, and the device that rounds."""
+        precision, loss, rows = start.precision, start.trainer.loss, None
         if loss.compute_dtype.itemsize == 2:
-            backend, device = trainer.settings.backend, computer(start.ranks.device)
-            rows = (steps.schedule.settings, steps.layout, backend, start.ranks.world_size, device, *loss.changes)
-
-        def logps(batch: MicroBatch) -> torch.Tensor:
-            trainer.clock.enter("proof")
-            return torch.stack(loss.policy_logps(batch), dim=1).squeeze(1)
-
+            device, backend = start.ranks.device, start.trainer.settings.backend
+            named = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            computer = f"{named}, torch {torch.__version__}"
+            rows = (steps.schedule.settings, steps.layout, backend, start.ranks.world_size, computer, *loss.changes)
         formats, kind = (precision.weights, precision.autocast), self.objective.kind
-        depends_on = *self.logps_depend_on, *depends_on
-        key = cache_key(kind, steps.data.fingerprint, self.identity, formats, rows, *depends_on)
-        return precompute(self._cache / key, shape, parts, start.ranks, logps)
+        known = (kind, steps.data.fingerprint, self.identity, formats, rows, *self.logps_depend_on, *depends_on)
+        return hashlib.blake2b(repr(known).encode(), digest_size=16).hexdigest()
 
     def prove(self, start: Start) -> None:
         """Precompute the reference's log-probabilities if configured. Then check the forward and the first loss."""
-        console.log_loss(start.log, self.losses_in_words, self.objective, self.reference, self._peft.dropout)
-        trainer = start.trainer
+        trainer, log, dropout = start.trainer, start.log, self._peft.dropout
+        held_to = {
+            "model": "a second copy of the model",
+            "adapters_off": "the model with its adapters off",
+            "adapters": f"the model with the adapters of {self.reference.adapters}",
+            "precomputed": "log-probabilities of the model before training, computed once",
+            "path": self.objective.reference,
+        }[self.reference.kind]
+        log.fact("loss", f"{self.losses_in_words}, beta {self.objective.beta:g}, against {held_to}")
+        if dropout:  # TRL turns dropout off
+            log.fact("dropout", f"off, peft.dropout={dropout:g} too, so that preferences are not noisy")
         if self.reference.kind == "precomputed":
             trainer.steps = self.with_reference(trainer.steps, start)
             for name, steps in trainer.evaluation.items():
@@ -243,6 +295,14 @@ class ReferenceObjective(TrainingObjective):
         super().prove(start)
         if start.preflight and self.reference.at_start:
             check_first_loss(cast(ReferenceLoss, trainer.loss), trainer.steps.first_batch(trainer.settings.first_step))
+
+
+def _read(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Read the values of an earlier run. None if there are none, or the file is damaged."""
+    with suppress(OSError, ValueError, EOFError):
+        if (values := np.load(file)).shape == shape:
+            return values
+    return None
 
 
 def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> str:

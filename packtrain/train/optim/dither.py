@@ -16,13 +16,15 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
 from transformers.pytorch_utils import Conv1D
 
 from packtrain.errors import CheckFailed, UserError
@@ -32,6 +34,12 @@ from packtrain.monitor.heartbeat import waiting
 _AT_ONCE = 2**20
 """Numbers that a CPU moves at a time (a GPU: four times as many), to avoid a second copy of a weight."""
 _LAST = 0x7F7F8000  # float32 bits from here on round to infinity, or are no number
+FIRST, EVERY = 3, 100
+"""Measure the first FIRST steps, then one step in EVERY."""
+FEW = 0.5
+"""Share of seen updates below which the run warns."""
+_MIN_RATE = 0.1  # of the peak: lower rates, at the ends of a schedule, are meant to move nothing
+_SAMPLE = 2**14  # numbers of a tensor
 
 
 @torch.no_grad()
@@ -47,7 +55,8 @@ def dither_(masters: torch.Tensor, seed: int, name: str, first: int = 0) -> None
         _add_places(part, seed, name, first + start)
         wrong |= (part.bfloat16().view(torch.int16) != before.view(torch.int16)).any()
     if wrong:
-        raise CheckFailed(f"dithered masters of {name} do not round to its weights", where="optim.bf16_rounding")
+        what = f"dithered masters of {name} do not round to its weights"
+        raise CheckFailed(what, where="optim.bf16_rounding", code="dither-inexact")
 
 
 @torch.no_grad()
@@ -111,7 +120,8 @@ def dither_weights(model: nn.Module, *, seed: int = 0) -> Dither:
     """
     if not layers_of(model):
         what = f"the layers of a {type(model).__name__} are not known"
-        raise UserError(what, where="dither_weights", fix="Give the transformers model itself, not wrapped.")
+        fix = "Give the transformers model itself, not wrapped."
+        raise UserError(what, where="dither_weights", fix=fix, code="unknown-layers")
     rounded = rounded_weights(model, torch.bfloat16, sharded=False)
     dither = Dither(rounded, exact_in_bfloat16(rounded), seed)
     dither.move_weights()
@@ -209,3 +219,106 @@ def _random_bits(seed: int, name: str, first: int, count: int, device: torch.dev
 
 def _int64(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
+
+
+class SeenUpdates:
+    """Measurement of an optimizer's steps, on this process's part of the weights. `step`: the current one, from 1. `warned`: a warning was
+    given, with its `advice`. `measured`: number of measured steps, also before a resume."""
+
+    def __init__(self) -> None:
+        self.warned, self.measured, self.advice = False, 0, ""
+        self.step = self._opened = 0
+        self._sums: torch.Tensor | None = None
+        self._sampled: list[tuple[torch.Tensor, torch.Tensor | slice, torch.Tensor]] = []
+        self._measuring = self._has_measured = self._untaken = False
+        self._masters_of: Callable[[torch.Tensor], list[torch.Tensor]] = lambda stepped: []
+
+    def watch(self, optimizer: Optimizer, masters_of: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
+        """Measure the steps of torch's `optimizer`. `masters_of` maps a stepped tensor to its parts that are masters of weights computed in
+        bfloat16."""
+        self._masters_of = masters_of
+        if hasattr(optimizer, "seen"):  # float32_step.py: its groups hold float32 tensors during a step
+            setattr(optimizer, "seen", self)  # noqa: B010
+            return
+        optimizer.register_step_pre_hook(lambda stepping, *_: self.before(stepping.param_groups))
+        optimizer.register_step_post_hook(lambda *_: self.after())
+
+    def before(self, groups: list[dict[str, Any]]) -> None:
+        """Keep a sample of the tensors before they are stepped. DeepSpeed steps some groups at a time."""
+        self._sampled = []
+        if self.step != self._opened:
+            self._opened, self.measured = self.step, self.measured + self._has_measured
+            self._measuring, self._has_measured = self.measured < FIRST or self.step % EVERY == 0, False
+        if not self._measuring:
+            return
+        for group in groups:
+            rate = float(group["lr"])
+            if rate == 0 or rate < _MIN_RATE * float(group.get("initial_lr", rate)):
+                continue
+            stepped = (one for one in group["params"] if one.grad is not None)
+            for master in itertools.chain.from_iterable(map(self._masters_of, stepped)):
+                self._has_measured = self._untaken = True
+                if (here := _flat(master)).numel():
+                    at = _sample(here)
+                    self._sampled.append((master, at, here[at].clone()))
+
+    def after(self) -> None:
+        """Add up how far the sample was moved."""
+        for master, at, before in self._sampled:
+            after = (here := _flat(master))[at]
+            sums = _seen_and_made(before, after, here.numel())
+            self._sums = sums if self._sums is None else self._sums + sums
+        self._sampled = []
+
+    def pop(self, device: torch.device) -> torch.Tensor | None:
+        """Return float64 [Σ seen × made, Σ made²] since the last call, on `device`. None, on all processes, if no step was measured."""
+        if not self._untaken:
+            return None
+        sums, self._sums, self._untaken = self._sums, None, False
+        return torch.zeros(2, dtype=torch.float64, device=device) if sums is None else sums.to(device)
+
+
+@torch.no_grad()
+def expected_share(dither: Dither, rate: float) -> float | None:
+    """Return the expected `updates_seen` of a first step; None if no master is rounded. The step moves every weight by `rate`, one up and the
+    next down. Only the first numbers of each tensor count. All processes call it together."""
+    if not (dither.rounded and rate):
+        return None
+    sums = torch.zeros(2, dtype=torch.float64, device=next(iter(dither.rounded.values())).device)
+    for name, weight in dither.rounded.items():
+        own, first = own_part(weight)
+        if count := len(own):
+            before = own[:_SAMPLE].float().clone()
+            if name in dither.moved:
+                dither_(before, dither.seed, name, first)
+            after = before.clone()
+            after[::2] += rate
+            after[1::2] -= rate
+            sums += _seen_and_made(before, after, count)
+    if torch.distributed.is_initialized():
+        with waiting("the seen updates of all ranks"):
+            torch.distributed.all_reduce(sums)
+    return (sums[0] / sums[1]).item()
+
+
+def _seen_and_made(before: torch.Tensor, after: torch.Tensor, of: int) -> torch.Tensor:
+    """Return float64 [Σ seen × made, Σ made²] of float32 samples, scaled to `of` numbers."""
+    made, seen = after - before, after.bfloat16().float() - before.bfloat16().float()
+    return torch.stack([(seen * made).sum(), made.square().sum()]).double() * (of / len(before))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of a tensor that may be spread."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return local(tensor.detach()).reshape(-1)
+
+
+def _sample(flat: torch.Tensor) -> torch.Tensor | slice:
+    """Choose the indices of `flat` to measure, the same in every step."""
+    if len(flat) <= _SAMPLE:
+        return slice(None)
+    generator = torch.Generator(flat.device).manual_seed(len(flat))
+    return torch.randint(0, len(flat), (_SAMPLE,), device=flat.device, generator=generator)

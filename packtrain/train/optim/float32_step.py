@@ -18,9 +18,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from packtrain.optimizers.spec import STEPPED
-from packtrain.train.optim.dither import Dither, dithered, own_part
-from packtrain.train.optim.seen_updates import SeenUpdates, local
+from packtrain.optimizers import STEPPED
+from packtrain.train.optim.dither import Dither, SeenUpdates, dithered, local, own_part
 
 MASTER, ROUNDINGS, AVERAGE = "master", "roundings", "average"
 """Extra states of a weight beside its optimizer's: its master, how often it was rounded by chance, its average over the steps (trainer.ema)."""
@@ -55,7 +54,7 @@ class _Float32Step(Optimizer):
     seen: SeenUpdates | None = None
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: object = None) -> None:
         """Update all weights that have a gradient, a part of them at a time."""
         if not getattr(self, "initialized", True):  # bitsandbytes finds its exceptions by the weights themselves
             getattr(self, "check_overrides", lambda: None)()

@@ -12,16 +12,17 @@ import inspect
 import re
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
 from transformers import PreTrainedModel
 
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Optim, WeightGroup
 from packtrain.errors import Problem, UserError
-from packtrain.model.heads import outputs_of_tokens
+from packtrain.model.forward import Batch, outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks, elements, layers_of, placement_of
 from packtrain.packing.segments import Segments
@@ -51,11 +52,13 @@ def freeze(model: nn.Module, groups: Sequence[WeightGroup]) -> None:
         if group not in owners.values():
             earlier = any(re.search(group.match, name) for name in names)
             what = f"{group.match!r} matches {'what earlier groups have' if earlier else 'no trained weight'}"
+            code = "group-shadowed" if earlier else "group-without-weights"
             parts = {part for name in names for part in name.split(".")}
             fix = "move it before them" if earlier else suggest(group.match, parts, f"names are such as {names[-1]}")
-            problems.append(Problem(what, f"optim.groups[{at}].match", fix))
+            problems.append(Problem(what, f"optim.groups[{at}].match", fix, code=code))
     if not problems and all(group is not None and group.lr_scale == 0 for group in owners.values()):
-        problems = [Problem("no weight is left to train", "optim.groups", "give one of them a learning rate")]
+        fix = "give one of them a learning rate"
+        problems = [Problem("no weight is left to train", "optim.groups", fix, code="nothing-to-train")]
     if problems:
         raise UserError(problems)
     for name, weight in model.named_parameters():
@@ -88,6 +91,26 @@ def group_weights(model: nn.Module, optim: Optim) -> list[ParameterGroup]:
     return made
 
 
+class MuonAndAdamW(Optimizer):
+    """torch's Muon for groups with `muon`, and AdamW for the others. Muon's updates are as large as AdamW's (arXiv 2502.16982)."""
+
+    def __init__(self, params: list[dict[str, object]], lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(params, {"lr": lr})
+        muons, others = ([group for group in self.param_groups if group["muon"] is muon] for muon in (True, False))
+        # both fill in their settings
+        self._parts = list[tuple[bool, Optimizer]]()
+        if muons:
+            self._parts.append((True, Muon(muons, adjust_lr_fn="match_rms_adamw")))
+        if others:
+            self._parts.append((False, AdamW(others, betas=betas, eps=eps)))
+
+    def step(self, closure: object = None) -> None:
+        """Update all weights that have a gradient. Groups and states belong to this optimizer, also after a load."""
+        for muon, part in self._parts:
+            part.state, part.param_groups = self.state, [group for group in self.param_groups if group["muon"] is muon]
+            part.step()
+
+
 def _group_of(name: str, groups: Sequence[WeightGroup]) -> WeightGroup | None:
     return next((group for group in groups if re.search(group.match, name)), None)
 
@@ -109,7 +132,8 @@ def freeze_unreached(model: PreTrainedModel, longest: int, autocast: torch.dtype
     never -= {name for name in never if any(a in lists and b not in reached for a, b in pairwise(places[name]))}
     if len(never) == len(weights):
         what = f"no trained weight of {type(base_model(model)).__name__} gets a gradient from text"
-        raise UserError(what, where="peft.target_modules, optim.groups", fix="Train layers of the language model.")
+        fix = "Train layers of the language model."
+        raise UserError(what, where="peft.target_modules, optim.groups", fix=fix, code="no-gradient-from-text")
     for name in never:
         weights[name].requires_grad_(False)
     outermost = {next(place for place in places[name] if place not in reached) for name in never}
@@ -128,7 +152,8 @@ def reduce_unreached(model: PreTrainedModel, ranks: Ranks, at_times: bool) -> No
         return
     if not placement_of(ranks.spec).reduces_unreached(model, ranks.spec):
         what = "it cannot train a model whose batches reach different weights, such as experts"
-        raise UserError(what, where=f"strategy.name ({ranks.strategy})", fix="take strategy=ddp, or zero3")
+        fix = "take strategy=ddp, or zero3"
+        raise UserError(what, where=f"strategy.name ({ranks.strategy})", fix=fix, code="gradients-differ-by-rank")
 
 
 def _reached(
@@ -136,7 +161,7 @@ def _reached(
 ) -> set[str]:
     """Return the names of the `weights` that the outputs of one document depend on."""
     ids, found = torch.from_numpy(random_ids(base, Segments((tokens,)))[:1]), set[int]()
-    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def note(weight: torch.Tensor) -> None:
         found.add(id(weight))

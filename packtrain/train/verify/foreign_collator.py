@@ -31,9 +31,8 @@ from packtrain.model.precision import decide_precision
 from packtrain.model.spread import Ranks
 from packtrain.objectives.answers import Inputs
 from packtrain.packing.collate import IGNORE, on_device
-from packtrain.proof.comparison import evaluating, model_refusals
-from packtrain.proof.isolation import DOCUMENTS, LENGTHS, measure, vocabulary_size
-from packtrain.proof.leak import find_leak
+from packtrain.proof.comparison import evaluating
+from packtrain.proof.isolation import DOCUMENTS, LENGTHS, find_leak, logits_of, measure, run_each_alone, vocabulary_size
 from packtrain.train.verify.command import Report
 from packtrain.wording import first_line
 
@@ -87,7 +86,8 @@ def verify_collator(
     autocast = decide_precision(whole, trainer.mixed_precision, Ranks(0, 1, device)).autocast
     base = base_model(whole)
     if attention is not None:
-        with boundary(f"{type(base).__name__} has no attention {attention}", where="--attention"):
+        what = f"{type(base).__name__} has no attention {attention}"
+        with boundary(what, where="--attention", code="no-such-attention"):
             base.set_attn_implementation(attention)
     known = {"tokenizer": tokenizer, "processing_class": tokenizer, "model": base}
     collator = _collator_of(thing, spec, {**known, "pad_token_id": tokenizer.pad_token_id})
@@ -105,7 +105,7 @@ def verify_collator(
 
 
 @contextmanager
-def _blaming(spec: str, what: str, fix: str = "", where: str = _OPTION) -> Iterator[None]:
+def _blaming(spec: str, what: str, code: str, *, fix: str = "", where: str = _OPTION) -> Iterator[None]:
     """Turn an exception inside the block into a UserError with the exception's message."""
     try:
         yield
@@ -114,7 +114,7 @@ def _blaming(spec: str, what: str, fix: str = "", where: str = _OPTION) -> Itera
     except (Exception, SystemExit) as error:
         said = first_line(error).removeprefix(f"{type(error).__name__}: ")
         advice = f"{fix} {TRACEBACK}=1 shows its traceback.".strip()
-        raise UserError(f"{spec} {what}: {type(error).__name__}: {said}", where=where, fix=advice) from error
+        raise UserError(f"{spec} {what}: {type(error).__name__}: {said}", where=where, fix=advice, code=code) from error
 
 
 def import_named(spec: str, option: str = _OPTION) -> Any:
@@ -124,15 +124,17 @@ def import_named(spec: str, option: str = _OPTION) -> Any:
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
-        raise UserError(f"{spec!r} names no function", where=option, fix="Give MODULE:NAME or FILE.py:NAME.")
+        fix = "Give MODULE:NAME or FILE.py:NAME."
+        raise UserError(f"{spec!r} names no function", where=option, fix=fix, code="no-function-named")
     file = Path(os.path.expanduser(place)).resolve() if place.endswith(".py") else None
     if file is not None and not file.is_file():
-        raise UserError(f"there is no file {place}", where=option, fix="Name a file, or a module without .py.")
+        fix = "Name a file, or a module without .py."
+        raise UserError(f"there is no file {place}", where=option, fix=fix, code="no-function-file")
     sys.path.insert(0, str(file.parent if file else Path.cwd()))
-    with _blaming(spec, "cannot be imported", where=option):
+    with _blaming(spec, "cannot be imported", code="function-import-fails", where=option):
         module = importlib.import_module(file.stem if file else place)
     if not hasattr(module, name):
-        raise UserError(f"{place} has no {name}", where=option, fix=suggest(name, dir(module)))
+        raise UserError(f"{place} has no {name}", where=option, fix=suggest(name, dir(module)), code="no-such-function")
     return getattr(module, name)
 
 
@@ -145,7 +147,7 @@ def _collator_of(thing: Collator, spec: str, known: Mapping[str, object]) -> Col
     required = [given.name for given in parameters if given.default is given.empty and given.kind not in variable]
     if not set(required) <= set(known):
         return thing
-    with _blaming(spec, "cannot be made"):
+    with _blaming(spec, "cannot be made", code="collator-not-made"):
         return thing(**{name: known[name] for name in required})
 
 
@@ -162,12 +164,17 @@ def _measure_isolation(
     own = np.split(ids[0], DOCUMENTS.starts[1:])
 
     def run(documents: list[np.ndarray]) -> list[torch.Tensor]:
-        made = _collate(spec, collator, documents)
-        return made.split(_logits(model, made.batch, spec))
+        made, name = _collate(spec, collator, documents), type(model).__name__
+        torch.manual_seed(0)  # for the noise of training mode
+        with _blaming(spec, f"made a batch that {name} cannot run", code="collator-batch-refused"):
+            return made.split(model(use_cache=False, **on_device(made.batch, model.device)).logits.float())
 
+    row = {"input_ids": torch.from_numpy(ids[:1]), "attention_mask": torch.ones(1, DOCUMENTS.tokens, dtype=torch.int64)}
+    if "position_ids" in inspect.signature(type(model).forward).parameters:
+        row["position_ids"] = DOCUMENTS.position_ids()
     with evaluating(model, autocast):
-        alone = [_logits(model, _plain_row(model, [document]))[0] for document in own]
-        control = list(_logits(model, _plain_row(model, own))[0].split(LENGTHS))
+        alone = run_each_alone(model, ids[0], DOCUMENTS)
+        control = list(logits_of(model, row)[0].split(LENGTHS))
         collated = _collate(spec, collator, own)
         proof = measure(model, run, ids, DOCUMENTS, alone, control, autocast or model.dtype, in_order=False)
     place, rows = collated.places, list(collated.batch["input_ids"].shape)
@@ -221,12 +228,13 @@ def _collate(spec: str, collator: Collator, documents: list[np.ndarray]) -> Coll
     """Collate the documents and find their places. Raises UserError if a document is not whole in the batch."""
     lists = [document.tolist() for document in documents]
     features = [{"input_ids": ids, "labels": list(ids), "attention_mask": [1] * len(ids)} for ids in lists]
-    with _blaming(spec, "cannot collate", f"It is given features of {_FEATURES}."):
+    with _blaming(spec, "cannot collate", code="collator-fails", fix=f"It is given features of {_FEATURES}."):
         made = collator(features)
     ids = made.get("input_ids") if isinstance(made, Mapping) else None
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         keys = f"one with {', '.join(map(str, made))}" if isinstance(made, Mapping) else type(made).__name__
-        raise UserError(f"{spec} returns no batch with a tensor input_ids [rows, tokens], but {keys}", where=_OPTION)
+        what = f"{spec} returns no batch with a tensor input_ids [rows, tokens], but {keys}"
+        raise UserError(what, where=_OPTION, code="collator-no-batch")
     rows, places = ids.cpu(), []
     for number, document in enumerate(documents, 1):
         windows = rows.unfold(1, min(len(document), rows.shape[1]), 1)
@@ -235,24 +243,7 @@ def _collate(spec: str, collator: Collator, documents: list[np.ndarray]) -> Coll
         if not starts:
             lost = f"the {len(document)} tokens of document {number} are not in its batch"
             what = f"{spec} does not leave documents whole: {lost}"
-            raise UserError(what, where=_OPTION, fix="Give one that neither cuts nor changes tokens.")
+            fix = "Give one that neither cuts nor changes tokens."
+            raise UserError(what, where=_OPTION, fix=fix, code="collator-cuts-documents")
         places.append(tuple(starts[0]))
     return Collated(dict(made), tuple(places))
-
-
-def _plain_row(model: PreTrainedModel, documents: list[np.ndarray]) -> Inputs:
-    """Make one row [1, T] of documents with nothing between them. A single document makes the call that defines its outputs."""
-    ids = torch.from_numpy(np.concatenate(documents))[None]
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if len(documents) > 1 and "position_ids" in inspect.signature(type(model).forward).parameters:
-        batch["position_ids"] = torch.cat([torch.arange(len(document)) for document in documents])[None]
-    return batch
-
-
-def _logits(model: PreTrainedModel, batch: Inputs, spec: str = "") -> torch.Tensor:
-    """Return float32 logits [rows, T, vocabulary], without a cache, as trainers call a model. `spec` names the batch's collator."""
-    torch.manual_seed(0)  # for the noise of training mode
-    name = type(model).__name__
-    alone = model_refusals(f"{name} cannot run a document alone", fix="")
-    with _blaming(spec, f"made a batch that {name} cannot run") if spec else alone:
-        return model(use_cache=False, **on_device(batch, model.device)).logits.float()

@@ -1,7 +1,7 @@
 """`packtrain verify`: prove on the loaded model that its packed rows are exact, and report it.
 
-Every process loads the model as training would and measures on random documents (1) isolation (proof/isolation.py), (2) loss and
-gradients of the three modes (modes.py), and for preferences (3) the first loss against the reference (objectives/first_loss.py).
+Every process loads the model as training would and measures on random documents (1) isolation (proof/isolation.py), and in loss_proofs.py
+(2) loss and gradients of the three modes, and for preferences (3) the first loss against the reference.
 A sharded model is proved in its shards. Under ZeRO-3 weights have no gradients before there is an optimizer, so (2) and (3) run on
 a whole model in each process. The main process writes the worst report into the run folder.
 
@@ -24,31 +24,29 @@ from packtrain.attention.over_ranks import KEY, open_group
 from packtrain.attention.spec import BACKENDS
 from packtrain.config.schema import RunConfig
 from packtrain.errors import CheckFailed, Disagreement, Problem
-from packtrain.model.forward import Head
-from packtrain.model.heads import outputs_of_tokens
+from packtrain.model.forward import Head, outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks, loading_whole
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.balance import choose_ranks_per_row
 from packtrain.proof.choice import NotExact, choose_attention, prove_backend
-from packtrain.proof.isolation import NO_FIGURES, TREE, Proof, check_causal_and_padding
-from packtrain.proof.leak import Leak
+from packtrain.proof.isolation import NO_FIGURES, TREE, Leak, Proof, check_causal_and_padding
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.strategies.spec import DEFAULT
-from packtrain.train.objectives.first_loss import FirstLoss
 from packtrain.train.objectives.loss import ReferenceLoss
 from packtrain.train.objectives.pairs_and_answers import ComparedSteps
 from packtrain.train.objectives.training_objective import ReferenceObjective
-from packtrain.train.optim.seen_updates import FEW, expected_share
+from packtrain.train.optim.dither import FEW, expected_share
 from packtrain.train.preflight import why_not_split, why_not_together
 from packtrain.train.preparation import Prepared, begin, load, masters_of, settle_precision, spread_model
 from packtrain.train.sync import Peers
 from packtrain.train.verify.command import Report, finite
-from packtrain.train.verify.modes import (
+from packtrain.train.verify.loss_proofs import (
     MODES,
     SHARED,
     SPLIT,
     Comparison,
+    FirstLoss,
     compare_modes,
     loss_on_random_examples,
     start_on_random_pairs,
@@ -87,19 +85,15 @@ def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
     except CheckFailed as refusal:
         outcome = refusal
     except torch.OutOfMemoryError as error:
+        fix = "the proof takes the weights and the trained gradients twice, training more: set peft=lora, or model.dtype=bfloat16"
         outcome = CheckFailed(
-            f"out of memory on {ranks.device}: {first_line(error)}",
-            fix="the proof takes the weights and the trained gradients twice, training more: set peft=lora, or "
-            "model.dtype=bfloat16",
+            f"out of memory on {ranks.device}: {first_line(error)}", fix=fix, code="proof-out-of-memory"
         )
     with waiting("the reports of all ranks"):
         outcomes = cast(list[Report | CheckFailed], gather_object([outcome]))
-    reports = list[Report]()
-    for found in outcomes:
-        if isinstance(found, CheckFailed):
-            raise found
-        reports.append(found)
-    worst = max(reports, key=lambda report: _BADNESS.index(report["verdict"]))
+    for refusal in (found for found in outcomes if isinstance(found, CheckFailed)):
+        raise refusal
+    worst = max(cast(list[Report], outcomes), key=lambda report: _BADNESS.index(report["verdict"]))
     if ranks.main:
         write_json(RunFolder.of(config.trainer).verification, finite(worst))
     return 0 if worst["verdict"] == "exact" else CheckFailed.exit_code
@@ -221,7 +215,9 @@ def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autoca
         if not (reason := why_not_split(model, name)):
             reason, split = prove_backend(name, model, autocast, part=ranks.rank % parts, parts=parts)
             proof = split or proof
-        problem = Problem(f"rows split over {parts} processes: {reason}", KEY, f"set {KEY}=1") if reason else None
+        if reason:
+            what = f"rows split over {parts} processes: {reason}"
+            problem = Problem(what, KEY, f"set {KEY}=1", code="split-rows-differ")
     return Isolation(name, choice.why, choice.rejected, proof, problem)
 
 
@@ -248,7 +244,7 @@ def _findings(
             yield "unsupported" if mode == "padding" else "leaks", what, fix
     by_construction = isolation.backend is not None and BACKENDS[isolation.backend].by_document
     if not comparison.sees and not by_construction:
-        cause = f"the control changes gradients by only {comparison.control.grad_rel_diff or 0.0:.2g}"
+        cause = f"the control changes gradients by only {comparison.control.grad_rel_diff:.2g}"
         what = f"inconclusive, since a row without borders may look exact: {comparison.control.problem or cause}"
         yield "unsupported", what, "check the model's weights"
     if pairs is not None and pairs[0]:

@@ -15,7 +15,7 @@ from packtrain.config.rules.table import Rule, rules
 from packtrain.config.schema import Batch, Optim, RunConfig, groups
 from packtrain.config.yaml_files import shipped
 from packtrain.errors import Problem, UserError
-from packtrain.optimizers.spec import OPTIMIZERS, OptimizerSpec
+from packtrain.optimizers import OPTIMIZERS, OptimizerSpec
 
 COMPLETE = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32"]
 BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))

@@ -1,8 +1,9 @@
-"""Sources share a run as they are told to: by temperature, and example by example in stages."""
+"""Sources share a run as they are told to: by weights and numbers in an epoch, and example by example in stages."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from packtrain.config.compose import faults_of
 from packtrain.config.schema import Data, DataSource, Stage, name_sources
-from packtrain.data.dataset import BLOCK, Mixture, make_mixture, temper
+from packtrain.data.dataset import BLOCK, Mixture, make_mixture
 from packtrain.data.prepare import prepare
 
 TOKENIZER = tokenizer_of("smollm")
@@ -48,15 +49,6 @@ def test_another_seed_draws_other_sources_and_a_stage_begins_at_its_step() -> No
     assert mixture([1.0]).sources(5, 5).tolist() == []
 
 
-@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=5), st.floats(1, 100))
-def test_temperature_repeats_small_sources_and_leaves_nothing_out(sizes: list[int], temperature: float) -> None:
-    held, weights = np.array(sizes, float), np.ones(len(sizes))
-    times = temper(weights, held, temperature)
-    assert (np.isclose(times.min(), 1) and times.argmin() == held.argmax()) or np.isclose(times[held.argmax()], 1)
-    shares, wanted = times * held / (times * held).sum(), held ** (1 / temperature)
-    assert np.allclose(shares, wanted / wanted.sum())
-
-
 def write(folder: Path, **sizes: int) -> list[DataSource]:
     for name, size in sizes.items():
         rows = "".join(json.dumps({"text": f"{name} {number}"}) + "\n" for number in range(size))
@@ -64,15 +56,12 @@ def write(folder: Path, **sizes: int) -> list[DataSource]:
     return [DataSource(path=str(folder / f"{name}.jsonl"), name=name) for name in sizes]
 
 
-@pytest.mark.parametrize(("temperature", "counts"), [(1, [90, 10]), (2, [90, 30]), (1000, [90, 90])])
-def test_an_epoch_has_as_many_documents_as_the_temperature_says(
-    tmp_path: Path, temperature: float, counts: list[int]
-) -> None:
-    data = Data(train=[*write(tmp_path, a=90, b=10)], temperature=temperature, cache_dir=str(tmp_path / "cache"))
-    train = prepare(data, TOKENIZER, seed=0).train
-    found = np.bincount(train.source_of)
-    assert np.abs(found - counts).max() <= 1 and train.report.sources == ("a", "b")
-    assert len(np.unique(train.rows)) == 100
+def test_an_epoch_has_each_source_by_its_weight_or_exactly_so_many_of_its_documents(tmp_path: Path) -> None:
+    full, half, more = write(tmp_path, a=90, b=10, c=7)
+    given = [full, replace(half, weight=0.5), replace(more, samples=20)]
+    train = prepare(Data(train=given, cache_dir=str(tmp_path / "cache")), TOKENIZER, seed=0).train
+    assert np.bincount(train.source_of).tolist() == [90, 5, 20] and train.report.sources == ("a", "b", "c")
+    assert len(np.unique(train.rows)) == 90 + 5 + 7
 
 
 def test_sources_are_called_by_their_names_or_paths_and_never_alike() -> None:
@@ -106,9 +95,7 @@ def test_stages_that_go_with_all_else_are_taken() -> None:
         ("data", {"train": [{**NAMED[0], "weight": 2}, NAMED[1]]}, "data.train"),
         ("data", {"train": [{**NAMED[0], "samples": 2}, NAMED[1]]}, "data.train"),
         ("data", {"train": [NAMED[0], {**NAMED[1], "name": "a"}], "stages": []}, "data.train"),
-        ("data", {"temperature": 2}, "data.temperature"),
         ("data", {"shuffle": "by_prefix"}, "data.shuffle"),
-        ("data", {"temperature": 0.5, "stages": []}, "data.temperature"),
         ("batch", {"examples_per_step": None, "tokens_per_step": 8192}, "batch.examples_per_step"),
         ("trainer", {"max_steps": None}, "trainer.max_steps"),
         ("objective", {"kind": "dpo", "reference": "precomputed"}, "objective.reference"),

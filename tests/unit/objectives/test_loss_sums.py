@@ -20,7 +20,6 @@ from packtrain.objectives.kto.run import unpaired_figures
 from packtrain.objectives.losses import (
     F_DIVERGENCES,
     PAIR_LOSSES,
-    TOKEN_LOSSES,
     UNPAIRED_LOSSES,
     FDivergence,
     PairOptions,
@@ -48,7 +47,6 @@ def test_the_registries_are_the_losses_of_the_config_and_of_trl() -> None:
     ):
         theirs = re.findall(r'\bloss_type == "(\w+)"', inspect.getsource(kind._compute_loss))
         assert set(ours) == set(theirs) == set(OBJECTIVES[name].losses)
-    assert set(TOKEN_LOSSES) == set(OBJECTIVES["sft"].losses)
 
 
 def test_the_options_have_the_names_and_defaults_of_trl(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from packtrain.objectives.kto.run import unpaired_figures
 from packtrain.objectives.losses import (
     F_DIVERGENCES,
     PAIR_LOSSES,
-    TOKEN_LOSSES,
     UNPAIRED_LOSSES,
     PairOptions,
     UnpairedOptions,
@@ -35,6 +34,7 @@ from packtrain.objectives.losses import (
     pair_loss,
 )
 from packtrain.objectives.reward.run import reward_figures
+from packtrain.objectives.sft.spec import TOKEN_WEIGHTS
 from packtrain.objectives.spec import OBJECTIVES
 from packtrain.train.objectives.loss import FigureSums
 
@@ -369,7 +369,7 @@ def our_rewards(trainer: Trainer, batch: Batch, coefficient: float | None) -> Fo
     return losses.sum() / len(losses), logged("reward", reward_figures(chosen, rejected))
 
 
-@pytest.mark.parametrize("loss", TOKEN_LOSSES)
+@pytest.mark.parametrize("loss", TOKEN_WEIGHTS)
 def test_a_loss_of_tokens_equals_trl(loss: str, tmp_path: Path) -> None:
     trainer, batch = token_trainer(tmp_path, loss)
     assert_equal(trainer, batch, our_tokens(trainer, batch, loss))
@@ -389,4 +389,5 @@ def token_trainer(folder: Path, loss: str) -> tuple[Trainer, Batch]:
 
 def our_tokens(trainer: Trainer, batch: Batch, loss: str) -> Found:
     ours = scored(model_of(trainer), batch["input_ids"], batch["attention_mask"], batch["labels"] != -100)
-    return TOKEN_LOSSES[loss](ours.targets.log_probs).mean(), {}
+    log_probs = ours.targets.log_probs
+    return -(TOKEN_WEIGHTS[loss](log_probs) * log_probs).mean(), {}

@@ -21,7 +21,7 @@ def install() -> None:
     _fsdp()
     _staging()
     sys.meta_path.insert(0, Changed("trl.kernels.chunked_logprob", _head))
-    sys.meta_path.insert(0, Changed("packtrain.model.heads", _sum))
+    sys.meta_path.insert(0, Changed("packtrain.model.forward", _sum))
 
 
 def _generator(own: Any) -> Any:

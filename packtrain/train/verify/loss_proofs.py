@@ -1,41 +1,53 @@
-"""Loss and gradients of the modes, compared with the definition.
+"""Proofs of a loss: the modes against their definition, the first answers, and the first loss.
 
-The definition runs each document or padded pair alone, by the model's own attention. Tokens are random. Documents run with full logits
-and plain cross-entropy; pairs use the loss of TRL's own code, against the model itself plus some nats of noise, so no margin is zero.
-In the positive control the packed row is declared as ONE document: its gradients must differ by many times the tolerance. Dropout is
-off, since layouts would draw different numbers."""
+(1) `compare_modes`: loss and gradients of random examples. The definition runs each document or padded pair alone, by the model's own
+attention. Documents run with full logits and plain cross-entropy; pairs use the loss of TRL's own code, against the model itself plus some
+nats of noise, so no margin is zero. In the positive control the packed row is declared as ONE document: its gradients must differ by many
+times the tolerance. Dropout is off, since layouts would draw different numbers.
+(2) `check_answer_forward`: answers have the same log-probabilities from packed rows and the fused output head as from padded batches and full
+logits.
+(3) `measure_first_loss`: if the model starts as its own reference, the first loss has a known value: ln 2 for the sigmoid loss of dpo, half of
+the mean weight for kto. For other losses it is computed from the model's log-probabilities on both sides.
+
+Training runs (2) and (3) before step 1, on its first real pairs or answers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from packtrain.attention.backends import attending_by, own_attention
+from packtrain.attention.backends import attending_by, attention_of, own_attention
 from packtrain.attention.over_ranks import sum_over_parts
 from packtrain.config.schema import Batch, Packing, Trainer
 from packtrain.data.dataset import Document, Preference
-from packtrain.errors import CheckFailed
+from packtrain.errors import CheckFailed, Problem
 from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
-from packtrain.objectives.spec import Examples
-from packtrain.packing.collate import row_arguments
+from packtrain.objectives.answers import Targets
+from packtrain.objectives.spec import CHECKED_LOGITS, COMPARED_PAIRS, Examples
+from packtrain.packing.collate import IGNORE, row_arguments
 from packtrain.packing.prefixes import index_prefixes
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
 from packtrain.proof.comparison import (
     CONTROL_FACTOR,
     Tolerance,
+    check_equal,
     evaluating,
     has_routers,
     model_refusals,
@@ -43,11 +55,12 @@ from packtrain.proof.comparison import (
 )
 from packtrain.proof.isolation import max_positions, vocabulary_size
 from packtrain.train.loader import MicroBatch, Steps
-from packtrain.train.objectives.first_loss import FirstLoss, check_answer_forward, measure_first_loss
-from packtrain.train.objectives.loss import Loss, ReferenceLoss, Setup
-from packtrain.train.objectives.pairs_and_answers import Compared, ComparedSteps
-from packtrain.train.objectives.training_objective import TrainingObjective
+from packtrain.train.objectives.loss import AnswerLoss, Loss, ReferenceLoss, Setup
 from packtrain.train.run_state import LoopSettings, StopRequest
+
+if TYPE_CHECKING:  # objectives import this file
+    from packtrain.train.objectives.pairs_and_answers import Compared, ComparedSteps
+    from packtrain.train.objectives.training_objective import TrainingObjective
 
 MODES = ("padding", "padding_free", "packed")
 SHARED, SPLIT = "packed with shared prompts", "packed, split over processes"
@@ -63,11 +76,11 @@ _MAX_CONTROL = 0.45  # without borders gradients differ by 0.5 to 1.7
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Mean `loss` of a trained token, and relative differences from the definition's loss and gradients.
-    The gradients of all trained parameters count as one vector. If the model cannot run it, all are None and `problem` says why."""
+    The gradients of all trained parameters count as one vector. If the model cannot run it, all are NaN and `problem` says why."""
 
-    loss: float | None
-    loss_rel_diff: float | None
-    grad_rel_diff: float | None
+    loss: float = math.nan
+    loss_rel_diff: float = math.nan
+    grad_rel_diff: float = math.nan
     problem: str = ""
 
 
@@ -87,13 +100,9 @@ class Comparison:
     @property
     def off(self) -> list[str]:
         """Return the modes that ran and differ from the definition by more than rounding."""
-        most = {"loss_rel_diff": self.tolerance.loss, "grad_rel_diff": self.tolerance.gradients}
-        return [
-            mode
-            for mode, own in self.measured.items()
-            if not own.problem
-            and not all(getattr(own, name) <= limit for name, limit in most.items())  # NaN never passes
-        ]
+        ran = {mode: own for mode, own in self.measured.items() if not own.problem}
+        loss, gradients = self.tolerance.loss, self.tolerance.gradients  # NaN is within neither
+        return [mode for mode, own in ran.items() if not (own.loss_rel_diff <= loss and own.grad_rel_diff <= gradients)]
 
     @property
     def least_control(self) -> float:
@@ -103,7 +112,7 @@ class Comparison:
     @property
     def sees(self) -> bool:
         """Return whether the control, which leaks on purpose, differs by `least_control`. If not, the comparison shows nothing."""
-        return (self.control.grad_rel_diff or 0.0) >= self.least_control
+        return self.control.grad_rel_diff >= self.least_control
 
 
 def compare_modes(
@@ -124,7 +133,7 @@ def compare_modes(
     model, base = loss.model, base_model(loss.model)
     if isinstance(loss, ReferenceLoss):
         loss.reference = None
-        padded = with_own_reference(loss, cast(ComparedSteps, padded), off=_OFF)
+        padded = with_own_reference(loss, cast("ComparedSteps", padded), off=_OFF)
         check_answer_forward(loss, padded, 0, own_attention(base))
     every = list(range(len(padded.data)))
     flat, shared = replace(padded, layout="flat"), replace(padded, layout="shared")
@@ -145,20 +154,21 @@ def compare_modes(
         if not (np.isfinite(reference) and 0 < norm < np.inf):
             of_norm = f"with gradients of norm {norm:.3g} on random documents"
             what = f"{type(base).__name__} has loss {reference:.6g} {of_norm}"
-            raise CheckFailed(what, fix="check its weights, and model.dtype (float16 overflows early)")
+            fix = "check its weights, and model.dtype (float16 overflows early)"
+            raise CheckFailed(what, fix=fix, code="definition-not-finite")
 
         def figures(mode: str) -> Figures:
             try:
                 value = _loss_of(loss, padded if mode == "padding" else flat, layouts[mode])
             except CheckFailed as refusal:
                 _take_gradients(trained)
-                return Figures(None, None, None, refusal.problems[0].what)
+                return Figures(problem=refusal.problems[0].what)
             if mode == SPLIT:
                 value = _sum_parts(value, trained, ranks_per_row)
             off = abs(value - reference) / max(abs(reference), 1e-8)
             return Figures(value, off, _distance(trained, definition) / norm)
 
-        control = Figures(None, None, None, "nothing runs packed rows of this model exactly")
+        control = Figures(problem="nothing runs packed rows of this model exactly")
         measured = {"padding": figures("padding")} | dict.fromkeys(MODES[1:], control)
         if backend is not None:
             with attending_by(base, backend):
@@ -251,7 +261,7 @@ class RandomExamples(list[Any]):
 
 def loss_on_random_examples(
     objective: TrainingObjective,
-    model: Any,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     precision: Precision,
     settings: Trainer,
@@ -297,24 +307,15 @@ def with_own_reference(loss: ReferenceLoss, steps: Compared, *, off: float = 0.0
         return steps.with_reference_by(logps, np.random.default_rng(0), off)
 
 
-@dataclass(frozen=True)
-class _Borderless(Segments):
-    """A row declared as one document. Only its positions restart at the borders."""
-
-    positions: tuple[int, ...] = ()
-
-    def position_ids(self) -> torch.Tensor:
-        return torch.tensor(self.positions)[None]
-
-
 def _without_borders(row: MicroBatch) -> MicroBatch:
-    """Return the control: `row` as one document."""
-    segments = row.inputs["segments"]
-    whole = _Borderless((segments.tokens,), positions=tuple(segments.position_ids()[0].tolist()))
-    return replace(row, inputs={**row.inputs, **row_arguments(whole)})
+    """Return the control: `row` as one document. Only its positions restart at the borders."""
+    positions = {"position_ids": row.inputs["position_ids"]}
+    return replace(row, inputs={**row.inputs, **row_arguments(Segments((row.inputs["segments"].tokens,))), **positions})
 
 
-def _backward(model: Any, what: str, autocast: torch.dtype | None, loss_of: Callable[[], torch.Tensor]) -> float:
+def _backward(
+    model: torch.nn.Module, what: str, autocast: torch.dtype | None, loss_of: Callable[[], torch.Tensor]
+) -> float:
     """Return the loss of `what`; add its gradients to the parameters'. Raises CheckFailed if the model cannot run it."""
     name = type(base_model(model)).__name__
     with (
@@ -336,16 +337,132 @@ def _take_gradients(trained: Sequence[torch.nn.Parameter]) -> list[torch.Tensor 
 
 
 def _distance(trained: Sequence[torch.nn.Parameter], definition: Sequence[torch.Tensor | None]) -> float:
-    """Return the norm of the gradients minus `definition`, parameter by parameter, and drop the gradients."""
-    square = 0.0
-    for parameter, theirs in zip(trained, definition, strict=True):
-        ours, parameter.grad = parameter.grad, None
-        square += _norm([ours if theirs is None else theirs if ours is None else ours - theirs]) ** 2
-    return square**0.5
+    """Return the norm of the gradients minus `definition`, and drop the gradients."""
+    pairs = zip(_take_gradients(trained), definition, strict=True)
+    return _norm(ours if theirs is None else theirs if ours is None else ours - theirs for ours, theirs in pairs)
 
 
-def _norm(gradients: Sequence[torch.Tensor | None]) -> float:
+def _norm(gradients: Iterable[torch.Tensor | None]) -> float:
     """Return the norm of all gradients as one vector. Sharded ones count over all processes."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients if gradient is not None]
     norms = [(norm.full_tensor() if isinstance(norm, DTensor) else norm).item() for norm in norms]
     return sum(norm**2 for norm in norms) ** 0.5
+
+
+@torch.no_grad()
+def check_answer_forward(loss: AnswerLoss, steps: Steps, first_step: int, attention: str) -> None:
+    """Compare log-probabilities of the first answers with a padded batch and full logits.
+
+    It compares at most COMPARED_PAIRS pairs (or twice as many answers), and for long answers only every n-th token: at most CHECKED_LOGITS
+    logits. `attention` is the model's original implementation. Raises CheckFailed if they differ.
+    """
+    model, base = loss.model, base_model(loss.model)
+    numbers, sides = steps.first_examples(first_step), len(loss.answers)
+    few = numbers[: 2 * COMPARED_PAIRS // sides]
+    batch = steps.collate(numbers).inputs_on(loss.device)
+    padded = replace(steps, layout="padding").collate(few).inputs_on(loss.device)
+    ids, counts, slots = padded["input_ids"], padded["target_counts"], padded["input_ids"].shape[1]
+    columns = (padded["target_places"] % slots).unique()
+    max_columns = max(2, CHECKED_LOGITS // (len(ids) * vocabulary_size(base)))
+    columns = columns[:: max(1, math.ceil(len(columns) / max_columns))]
+    keep = {"logits_to_keep": columns} if "logits_to_keep" in signature(type(base).forward).parameters else {}
+    with evaluating(model), loss.accelerator.autocast():
+        log_probs = loss.targets_of(loss.score_tokens(model, batch), batch)
+        with (
+            attention_of(base, attention),
+            model_refusals(f"{type(base).__name__} cannot run padded pairs", fix="please report this model"),
+        ):
+            logits = model(input_ids=ids, attention_mask=padded["attention_mask"], **keep, use_cache=False).logits
+    logits = logits if logits.shape[1] == len(columns) else logits[:, columns]
+    labels = padded["shift_labels"][:, columns]
+    nll = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="none")
+    theirs = -nll.view(labels.shape).sum(dim=1)
+    own = log_probs.split(batch["target_counts"].tolist())
+    ours = torch.cat([part for side in range(sides) for part in own[side * len(numbers) :][: len(few)]])
+    compared = torch.isin(padded["target_places"] % slots, columns)
+    ours = Targets(torch.where(compared, ours, 0).float(), counts).logps
+
+    what = (
+        "an answer of the first pairs has log-probability {candidate:.6g}, but {definition:.6g} from padded batches and full "
+        f"logits of {type(base).__name__}"
+    )
+    fix = "its output head or attention is of a kind that packtrain does not know: please report this model"
+    check_equal(ours, theirs, tolerance_of(loss.compute_dtype).loss, what, fix=fix, code="answers-differ")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstLoss:
+    """First loss, the loss at a zero margin, their tolerance, a problem if they differ."""
+
+    loss: float
+    zero_margin: float
+    tolerance: float
+    problems: tuple[Problem, ...] = ()
+
+
+def check_first_loss(loss: ReferenceLoss, batch: MicroBatch) -> float:
+    """Return the loss of the first pairs or answers. Raises CheckFailed unless it is the one of a zero margin."""
+    first = measure_first_loss(loss, batch)
+    if first.problems:
+        raise CheckFailed(list(first.problems))
+    return first.loss
+
+
+@torch.no_grad()
+def measure_first_loss(loss: ReferenceLoss, batch: MicroBatch) -> FirstLoss:
+    """Measure the first loss of a model that is its own reference. Called on all processes together."""
+    model, training = loss.model, loss.model.training
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        model.eval()  # the value to expect has no dropout
+        zero_margin = loss.zero_margin_loss(batch)
+        if zero_margin is None:
+            zero_margin = loss.standalone_loss(batch, reference=loss.policy_logps(batch))
+        model.train()  # dropout that training would have shows as a wrong first loss
+        policy, reference = loss.policy_logps(batch), loss.reference_logps(batch)
+        first = loss.standalone_loss(batch)
+    model.train(training)
+    rounding = _rounding(loss, batch, max(part.abs().max().item() for part in (*policy, *reference)))
+    tolerance = max(1e-6, rounding * loss.beta) * max(1.0, abs(zero_margin))
+    if abs(first - zero_margin) <= tolerance:
+        return FirstLoss(first, zero_margin, tolerance)
+    ours, theirs = (torch.stack(logps).float() for logps in (policy, reference))  # [answers of an example, examples]
+    side, number = divmod(int((ours - theirs).abs().argmax()), ours.shape[1])
+    what = (
+        f"the first loss is {first:.7g}, but {zero_margin:.7g} while the model is its own reference: {loss.answers[side]} "
+        f"{number + 1} of the first micro-batch has log-probability {ours[side, number]:.7g} by the model and "
+        f"{theirs[side, number]:.7g} by the reference"
+    )
+    settings = base_model(model).config.to_dict()
+    dropout = [f"model.config.{name}=0" for name, value in settings.items() if "drop" in name and value]
+    fix = f"set {', '.join(dropout)}" if dropout else "look for dropout in the model's code"
+    if _precomputed(batch):
+        fix += "; remove the folder `reference` of the data cache, whose log-probabilities may be stale"
+    else:
+        fix += "; give both sides the same weights and adapters in the same model.dtype (objective.reference=auto does)"
+    problem = Problem(what, "objective.reference", fix, code="first-loss-wrong")
+    return FirstLoss(first, zero_margin, tolerance, (problem,))
+
+
+def _rounding(loss: ReferenceLoss, batch: MicroBatch, largest: float) -> float:
+    """Return the tolerance in nats between the two log-probabilities of an answer.
+
+    `largest` is the largest absolute log-probability. In 16 bits, two calls of the model on one row show its noise. A reference whose weights
+    have the adapters merged in also rounds each token differently: it gets an allowance of 16 units in the last place times √tokens (measured:
+    0.64 nats over 358 tokens of SmolLM2-135M in bfloat16, whose unit is 0.0078). Precomputed values come from the same rows: 1/100 of it.
+    """
+    rounding = 4 * torch.finfo(torch.float32).eps * largest
+    if loss.compute_dtype.itemsize > 2:
+        return rounding
+    with evaluating(loss.model):
+        once, again = (torch.stack(loss.policy_logps(batch)).float() for _ in range(2))
+    rounding += 4 * (once - again).abs().max().item()
+    tokens = int(batch.inputs["target_counts"].max())
+    allowance = 16 * torch.finfo(loss.compute_dtype).eps * math.sqrt(tokens)
+    if loss.reference is not None and any("lora_B" in name for name, _ in loss.model.named_parameters()):
+        return rounding + allowance
+    return rounding + (allowance / 100 if _precomputed(batch) else 0)
+
+
+def _precomputed(batch: MicroBatch) -> bool:
+    """Whether log-probabilities of the reference come with the batch."""
+    return any(name.startswith("ref_") for name in batch.inputs)

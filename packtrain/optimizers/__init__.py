@@ -1,1 +1,0 @@
-"""Optimizers: the table of all, and packtrain's own."""
