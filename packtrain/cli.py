@@ -24,7 +24,7 @@ from typer.core import TyperCommand
 from packtrain import __version__
 from packtrain.errors import UserError, exit_code_of, report_error
 from packtrain.objectives.spec import OBJECTIVES
-from packtrain.system import fast_imports, open_streams, outlive_terminal, stdout_on_stderr
+from packtrain.system import fast_imports, open_streams, outlive_terminal
 from packtrain.wording import CleanStream, clean, learn
 
 try:

@@ -186,7 +186,7 @@ def read_layers(sizes: Sizes) -> Layers:
     kind = sizes.get("model_type")
     if kind not in _LLAMA_KIN:
         what = f"the layers of model type {kind} are not among those that packtrain knows"
-        raise UserError(what, code="unknown-layers")
+        raise UserError(what, code="uncounted-layers")
     needed = list(_SIZES)
     needed += ["num_key_value_heads"] if kind != "llama" else []
     needed += ["head_dim"] if kind == "qwen3" else []

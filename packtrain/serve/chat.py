@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from packtrain.errors import UserError, boundary
 from packtrain.serve.trained import find_trained, load_trained
-from packtrain.system import Stopped
-from packtrain.train.verify.command import stdout_on_stderr
+from packtrain.system import Stopped, stdout_on_stderr
 from packtrain.wording import visible
 
 if TYPE_CHECKING:

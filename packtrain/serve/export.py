@@ -34,7 +34,7 @@ from packtrain.plan.known_model import known_sizes
 from packtrain.plan.surroundings import find_converter
 from packtrain.run_folder import object_of
 from packtrain.serve.trained import Trained, find_trained, load_trained
-from packtrain.train.verify.command import stdout_on_stderr
+from packtrain.system import stdout_on_stderr
 from packtrain.wording import Redactor, shortened
 
 if TYPE_CHECKING:
