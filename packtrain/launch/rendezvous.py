@@ -38,6 +38,23 @@ _CHECK_GPUS = "look at nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
+class Member:
+    """One machine as its launcher describes it: machine `node` of `nodes`, with `per_node` processes.
+
+    `versions` has packages and Python. `config` has the text of every value that all machines must share.
+    """
+
+    node: int
+    nodes: int
+    per_node: int
+    gpus: int
+    host: str
+    addresses: tuple[str, ...]
+    versions: Mapping[str, str]
+    config: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class MeetingPoint:
     """The place where machines connect: machine 0 listens on `port`, the others call `address`.
 
@@ -308,23 +325,6 @@ def _too_late(place: MeetingPoint) -> Json:
         code="run-has-started",
     )
     return {"stop": error.to_json()}
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One machine as its launcher describes it: machine `node` of `nodes`, with `per_node` processes.
-
-    `versions` has packages and Python. `config` has the text of every value that all machines must share.
-    """
-
-    node: int
-    nodes: int
-    per_node: int
-    gpus: int
-    host: str
-    addresses: tuple[str, ...]
-    versions: Mapping[str, str]
-    config: Mapping[str, str]
 
 
 def names_of(members: Sequence[Member]) -> dict[int, str]:
