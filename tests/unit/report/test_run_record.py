@@ -100,16 +100,8 @@ def written(folder: Path, *lines: str | dict, end: str = "\n") -> Path:
 
 
 def test_what_is_no_line_of_a_run_is_skipped_and_counted(tmp_path: Path) -> None:
-    bad = [
-        '{"step": 2, "loss": 1.',
-        "",
-        "[1]",
-        "nonsense",
-        '{"loss": 3}',
-        '{"step": null}',
-        '{"step": -1}',
-        '{"step": "7"}',
-    ]
+    bad = ['{"step": 2, "loss": 1.', "", "[1]", "nonsense", '{"loss": 3}']
+    bad += ['{"step": null}', '{"step": -1}', '{"step": "7"}']
     good = [{"step": 3, "loss": "high"}, {"step": 4, "loss": 2, "deep": {"a": [1]}}, {"step": 5, "loss": float("nan")}]
     good += [{"step": 6, "loss": float("inf")}, {"step": 7, "loss": True}, {"step": 8, "loss": 10**400}]
     file = written(tmp_path, {"step": 1, "loss": 4.0}, *bad, *good, end="")
