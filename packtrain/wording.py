@@ -1,4 +1,4 @@
-"""Text for users: numbers and names in words, errors in one line, visible letters, and no secrets.
+"""Text for users: numbers and names in words, errors in one line, no secrets.
 
 A secret is `certain` if it has the form of a well-known token, a password in a URL, a signed query or a private key. The values of secret
 environment variables and secrets learnt from earlier text (`learn`) are certain, too. A secret is suspected because of the name before a
