@@ -15,12 +15,15 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import segmented
+from packtrain.config.schema import Batch, Packing
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.forward import add_loss_sum, choose_head
 from packtrain.model.load import check_trainable
 from packtrain.objectives.sft.spec import TOKEN_WEIGHTS
 from packtrain.packing.collate import FILLER, IGNORE, collate_flat, collate_padded, shifted_labels
+from packtrain.packing.schedule import make_schedule
+from packtrain.train.loader import Steps
 
 LENGTHS = (1, 2, 17, 33, 33, 33, 5, 64)
 
@@ -77,6 +80,20 @@ def test_an_empty_micro_batch_is_a_zero_that_reaches_every_parameter(family: str
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
     assert len(FILLER.input_ids) > 0
+
+
+@pytest.mark.parametrize("layout", ["flat", "padding"])
+def test_a_rank_without_documents_has_zero_gradients_where_the_padding_tokens_embedding_is_zero(layout) -> None:
+    model = with_loss_sum(tiny_model("llama"))
+    model.get_input_embeddings().weight.data[0] = 0
+    # as Gemma 3n takes the size of hidden states: the gradient of a root is infinite at 0
+    model.base_model.layers[-1].register_forward_hook(lambda _, __, out: out * out.square().mean(-1, keepdim=True).sqrt())
+    items: Any = documents()
+    schedule = make_schedule(np.array(LENGTHS), Packing(), Batch(examples_per_step=2))
+    filler = Steps(items, schedule, layout, 0).collate_part(np.array([], int), False)
+    model(**filler.inputs, loss_sum=True).backward()
+    assert filler.counts == (0, 0, 2, 0)
+    assert all(p.grad is not None and (p.grad == 0).all() for p in model.parameters())
 
 
 def test_dft_weighs_each_token_by_its_own_probability() -> None:
