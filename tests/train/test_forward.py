@@ -87,7 +87,9 @@ def test_a_rank_without_documents_has_zero_gradients_where_the_padding_tokens_em
     model = with_loss_sum(tiny_model("llama"))
     model.get_input_embeddings().weight.data[0] = 0
     # as Gemma 3n takes the size of hidden states: the gradient of a root is infinite at 0
-    model.base_model.layers[-1].register_forward_hook(lambda _, __, out: out * out.square().mean(-1, keepdim=True).sqrt())
+    model.base_model.layers[-1].register_forward_hook(
+        lambda _, __, out: out * out.square().mean(-1, keepdim=True).sqrt()
+    )
     items: Any = documents()
     schedule = make_schedule(np.array(LENGTHS), Packing(), Batch(examples_per_step=2))
     filler = Steps(items, schedule, layout, 0).collate_part(np.array([], int), False)
