@@ -203,6 +203,13 @@ def test_a_shell_command_is_read_with_its_variables_quotes_and_sums(tmp_path: Pa
     assert config["optim"]["weight_decay"] == 0.1  # their default
 
 
+def test_an_empty_value_of_an_option_stays_empty_and_the_command_goes_on_behind_it(tmp_path: Path) -> None:
+    text = "swift sft --model m/m --run_name '' --template \"\" --dataset o/d --learning_rate 1e-3"
+    done = convert(tmp_path, text, "x.sh")
+    assert [note(done, key)["value"] for key in ("run_name", "template", "learning_rate")] == ["", "", "1e-3"]
+    assert done["config"]["data"]["train"] == {"path": "o/d"} and done["config"]["tracking"] == {"run_name": ""}
+
+
 def test_trl_yaml_takes_the_test_split_and_drops_what_does_nothing(tmp_path: Path) -> None:
     done = convert(tmp_path, TRL)
     assert (done["origin"], done["verb"]) == ("trl", "sft")

@@ -157,6 +157,8 @@ OTHERWISE = [
     ("s", "--add_non_thinking_prefix false", "add_non_thinking_prefix"),
     ("s", "--external_plugins loss.py", "external_plugins"),
     ("s", "--system prompt.txt", "system"),
+    ("s", "--system '' --max_length 9", "system"),  # none there, and what the chat template has by default here
+    ("l", "default_system: ''", "default_system"),
     ("t", "packing: true\npacking_strategy: wrapped", "packing_strategy"),
     ("t", "train_sampling_strategy: group_by_length", "train_sampling_strategy"),
     ("t", "dataset_kwargs: {skip_prepare_dataset: true}", "dataset_kwargs"),
