@@ -220,6 +220,31 @@ def test_trl_yaml_takes_the_test_split_and_drops_what_does_nothing(tmp_path: Pat
     assert "peft" not in done["config"] and note(done, "lora_r")["became"] is None
 
 
+MIXTURE = "model_name_or_path: o/m\nlearning_rate: 1e-5\nmax_length: 512\nper_device_train_batch_size: 4\n"
+
+
+@pytest.mark.parametrize(
+    ("datasets", "train", "marked"),
+    [
+        ("{path: o/a}, {path: o/b, name: c, split: test}", [{"path": "o/a"}, {"path": "o/b", "subset": "c", "split": "test"}], ""),
+        ("{path: json, data_files: [a.jsonl, b.jsonl]}", [{"path": "a.jsonl"}, {"path": "b.jsonl"}], ""),
+        ("{path: o/a, data_files: a.jsonl}", {"path": "o/a"}, "data_files"),
+        ("{path: o/a, columns: [messages]}", {"path": "o/a"}, "columns"),
+    ],
+)  # fmt: skip
+def test_the_list_of_data_sets_that_trl_documents_is_not_axolotls(
+    datasets: str, train: Any, marked: str, tmp_path: Path
+) -> None:
+    text = f"{MIXTURE}datasets: [{datasets}]\ntest_split_size: 0.1\n"
+    done = convert(tmp_path, f"{text}completion_only_loss: false")
+    assert (done["origin"], done["config"]["data"]["loss_on"]) == ("trl", "all")
+    assert (done["config"]["data"]["train"], done["config"]["data"]["eval"]) == (train, 0.1)
+    assert note(done, "datasets")["kind"] == ("differs" if marked else "converted")
+    assert marked in note(done, "datasets")["why"]
+    done = convert(tmp_path, text)
+    assert done["origin"] == "trl" and "every turn" in note(done, "datasets")["why"]
+
+
 @pytest.mark.parametrize(
     ("command", "verb", "devices"),
     [
