@@ -22,6 +22,7 @@ from packtrain.convert.counterparts import (
     whole,
 )
 from packtrain.convert.foreign_file import Foreign, Settings, Value
+from packtrain.data.formats.messages import SPEAKERS
 from packtrain.errors import UserError
 from packtrain.objectives.spec import OBJECTIVES
 
@@ -47,7 +48,8 @@ _AS_HERE: dict[str, tuple[Value, ...]] = {
     "message_property_mappings": ({"role": "role", "content": "content"}, {"role": "from", "content": "value"}),
 }
 """Settings of axolotl's data sets that change nothing with these values."""
-_SPEAKERS = {"system", "human", "user", "gpt", "assistant", "model", "bot", "tool"}
+_ON = ("roles_to_train", "train_on_eos", "train_on_eot")
+"""Settings of axolotl's data sets that are on by default."""
 _OWN_TEXTS = "has prompt texts of its own there (such as ### Instruction), here they are the chat template's: see packtrain inspect"
 _PLAIN_TYPE = re.compile(r"(bradley_terry\.)?chat_template(\.\w+)?|completion|pretrain|sharegpt|None")
 _FIELDS = ("chosen", "rejected", "instruction", "output", "system", "input", "prompt", "completion", "label", "tools")
@@ -127,8 +129,9 @@ def axolotl_train(name: str, value: Value, theirs: Theirs) -> Outcome:
 def _means_the_same(name: str, value: Value) -> bool:
     """Return whether a setting of axolotl's data set is read, or changes nothing."""
     if name == "roles":
-        return {str(said) for given in value.values() for said in given} <= _SPEAKERS
-    return bool(_READ.fullmatch(name)) or value in _AS_HERE.get(name, ()) or is_off(value)
+        return all(SPEAKERS.get(str(said)) == role for role, given in (value or {}).items() for said in given)
+    off = value is None or (is_off(value) and name not in _ON)
+    return bool(_READ.fullmatch(name)) or value in _AS_HERE.get(name, ()) or off
 
 
 def llamafactory_data(key: str, value: Value, theirs: Theirs) -> Outcome:

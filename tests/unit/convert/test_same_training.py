@@ -312,7 +312,13 @@ def test_axolotl_names_columns_by_data_set(of: Any, tmp_path: Path) -> None:
         ("type: {field_instruction: q, format: 'Q: {instruction}'}", True),
         ("type: chat_template, roles: {user: [human], assistant: [gpt]}", False),
         ("type: chat_template, roles: {assistant: [pirate]}", True),
+        ("type: chat_template, roles: , roles_to_train: , train_on_eos: ", False),
+        ("type: chat_template, roles: {user: [gpt], assistant: [human]}", True),
         ("type: chat_template, roles_to_train: [user, assistant]", True),
+        ("type: chat_template, roles_to_train: []", True),
+        ("type: chat_template, roles_to_train: [], message_field_training: train", True),
+        ("type: chat_template, train_on_eos: none", True),
+        ("type: chat_template, train_on_eot: none", True),
         ("type: chat_template, train_on_eos: last", True),
         ("type: chat_template, message_field_training: learn", True),
         ("type: chat_template, chat_template: llama3", True),
@@ -321,7 +327,7 @@ def test_axolotl_names_columns_by_data_set(of: Any, tmp_path: Path) -> None:
 )
 def test_what_axolotl_does_to_a_data_set_of_its_own_is_marked(settings: str, marked: bool, of: Any) -> None:
     done = of("a", **{"type: chat_template": settings})
-    assert (note(done, "datasets").kind == "differs") is marked
+    assert note(done, "datasets").kind == ("differs" if marked else "converted")
 
 
 def test_texts_are_cut_into_pieces_where_axolotl_cuts_them(of: Any) -> None:
