@@ -105,7 +105,21 @@ SAME: list[tuple[str, str, dict[str, Any]]] = [
     # an iterable data set has no sampler
     ("t", "dataset_streaming: true\nmax_steps: 5", {"data.streaming": True, "data.shuffle": False}),
     ("s", "--dataset_shuffle false --streaming true --max_steps 5", {"data.streaming": True, "data.shuffle": False}),
-    ("a", "shuffle_merged_datasets: false\nstreaming: true\nmax_steps: 5", {"data.shuffle": False}),
+    ("a", "shuffle_merged_datasets: false\nstreaming: true\nmax_steps: 5", {
+        "data.shuffle": False, "data.shuffle_buffer": "not set"
+    }),
+    # buffers of streams, where theirs differ from ours
+    ("l", "streaming: true\nmax_steps: 5", {"data.streaming": True, "data.shuffle_buffer": 16384}),
+    ("l", "streaming: true\nmax_steps: 5\ndisable_shuffling: true", {"data.shuffle": "not set"}),
+    ("l", "streaming: true\nmax_steps: 5\nbuffer_size: 7", {"data.shuffle_buffer": 7}),
+    ("l", "streaming: true", {"data.streaming": "not set", "data.shuffle_buffer": "not set"}),  # no steps, no stream
+    ("s", "--streaming true --max_steps 5", {"data.streaming": True, "data.shuffle_buffer": 1000}),
+    ("s", "--dataset_shuffle false --streaming true --max_steps 5", {"data.shuffle_buffer": "not set"}),
+    ("a", "streaming: true\nmax_steps: 5", {"data.streaming": True, "data.shuffle_buffer": 1000}),
+    ("a", "streaming: true\nmax_steps: 5\npretraining_dataset: [{path: o/p}]", {"data.shuffle_buffer": "not set"}),
+    ("a", "streaming: true\nmax_steps: 5\npretraining_dataset: [{path: o/p}]\nstreaming_multipack_buffer_size: 9", {
+        "data.shuffle_buffer": 9
+    }),
     # TRL: both masks hold together; a completion is masked by default
     ("t", "assistant_only_loss: true", {"data.loss_on": "auto"}),
     ("t", "assistant_only_loss: true\ncompletion_only_loss: true", {"data.loss_on": "auto"}),
