@@ -333,6 +333,13 @@ def test_a_key_that_is_not_known_is_listed(tmp_path: Path) -> None:
     assert "does not know" in note(done, "use_flux")["why"]  # it may be on without the key
 
 
+def test_tokens_that_are_added_are_no_secrets(tmp_path: Path) -> None:
+    done = convert(tmp_path, f"{LLAMA_FACTORY}add_tokens: <a>,<b>\nadd_special_tokens: <c>\nhub_token: abcdefgh\n")
+    added = [note(done, key) for key in ("add_tokens", "add_special_tokens")]
+    assert [item["value"] for item in added] == ["<a>,<b>", "<c>"] and note(done, "hub_token")["value"] == "***"
+    assert {item["why"] for item in added} == {"tokens are those of the tokenizer and its chat template"}
+
+
 def test_values_of_another_form_are_listed_and_not_guessed(tmp_path: Path) -> None:
     done = convert(tmp_path, MS_SWIFT.replace("--learning_rate 1e-4", "--learning_rate $LR --lora_rank many"), "x.sh")
     assert note(done, "learning_rate")["became"] is None and "variable" in note(done, "learning_rate")["why"]
