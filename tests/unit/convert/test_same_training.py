@@ -80,6 +80,7 @@ SAME: list[tuple[str, str, dict[str, Any]]] = [
     ("a", "adapter: lora\nlora_target_linear: true\nlora_target_modules: [q_proj]", {
         "peft.target_modules": "all-linear"
     }),
+    ("l", "template: qwen3\nenable_thinking: null", {"data.chat_template": "qwen3"}),  # an empty thought is prompt
     ("s", "--max_length 256", {"data.max_length": 256, "data.overlong": "drop"}),
     ("s", "--max_length 256 --truncation_strategy right", {"data.overlong": "truncate"}),
     ("s", "--dataset_shuffle false --train_dataloader_shuffle false", {"data.shuffle": False}),
@@ -254,6 +255,16 @@ def test_the_step_of_ms_swift_has_sixteen_examples_whatever_the_devices(devices:
     of("s")
     done = convert_file(tmp_path / "theirs.sh", None, devices)
     assert done.config["batch"]["examples_per_step"] == 16
+
+
+def test_long_texts_of_pretraining_lose_their_ends_in_llama_factory_too(of: Any) -> None:
+    """Its supervised rows are cut turn by turn."""
+    done = of("l", "packing: false\ncutoff_len: 64", sft="pt")
+    assert (note(done, "cutoff_len").kind, done.config["data"]["overlong"]) == ("converted", "truncate")
+    assert done.config["data"]["max_length"] == 64 and "≠" not in head(done)
+    assert "≠" not in note(of("l", sft="pt"), "cutoff_len").why
+    for stage in ("sft", "dpo", "rm"):
+        assert note(of("l", "cutoff_len: 64", sft=stage), "cutoff_len").kind == "differs"
 
 
 def test_lengths_are_the_model_s_where_ms_swift_is_given_none(of: Any, tmp_path: Path) -> None:
