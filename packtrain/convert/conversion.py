@@ -118,10 +118,7 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
     plain = Theirs({**rules.defaults, **given, "command": file.program}, verb, file)
     defaults = {name: item for row in rules.defaults_when if plain.holds(row) for name, item in row["set"].items()}
     defaults = {**rules.defaults, **defaults, **foreign_data.defaults_of(origin, file, said or 1)}
-    empty = (
-        *lengths,
-        "enable_thinking",
-    )  # null: no limit; thoughts stay, and an answer without any has an untrained one
+    empty = (*lengths, "enable_thinking")  # null: no limit; an empty thought is part of the prompt
     unset = {key for key in empty if key in file.values and key not in given}
     kept = {key: value for key, value in defaults.items() if key not in unset}
     theirs = Theirs({**kept, **given}, verb, file, rules.templates)

@@ -360,6 +360,27 @@ def test_texts_are_cut_into_pieces_where_axolotl_cuts_them(of: Any) -> None:
     assert "overlong" not in of("a", chat_template="completion").config["data"]
 
 
+@pytest.mark.parametrize(
+    ("layers", "marked"),
+    [
+        ("", True),
+        ("lora_target_linear: true", False),
+        ("lora_target_modules: [q_proj]", False),
+        ("lora_model_dir: a/b", False),
+    ],
+)
+def test_adapters_of_axolotl_that_name_no_layers_are_marked(layers: str, marked: bool, of: Any) -> None:
+    """Its target_modules is [] then."""
+    done = of("a", f"adapter: lora\n{layers}")
+    assert any("no layer has adapters there" in remark for remark in done.remarks) is marked
+
+
+def test_a_template_for_tokenizers_without_one_is_named(of: Any) -> None:
+    told = note(of("a", "chat_template: tokenizer_default_fallback_chatml"), "chat_template")
+    assert told.kind == "converted" and "chatml there" in told.why and "data.chat_template" in told.why
+    assert note(of("a", "chat_template: tokenizer_default"), "chat_template").why == "the tokenizer's own"
+
+
 def prepared(folder: Path, *rows: dict[str, Any]) -> Any:
     """The documents that the converted config makes of these rows."""
     write_conversion(next(folder.glob("theirs.*")), None, None, ours := folder / "ours.yaml")
