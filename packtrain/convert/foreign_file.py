@@ -165,7 +165,7 @@ def _words(text: str, variables: Mapping[str, str]) -> Iterator[list[str]]:
         lexer = shlex.shlex(_expanded(line, variables), posix=True, punctuation_chars=";&|<>")
         lexer.whitespace_split, lexer.commenters = True, ""
         with suppress(ValueError):  # a quote that is not closed
-            for ends, words in groupby([*lexer, ";"], key=lambda word: set(word) <= set(";&|<>")):
+            for ends, words in groupby([*lexer, ";"], key=lambda word: word != "" and set(word) <= set(";&|<>")):
                 yield [] if ends else [*words]
 
 
