@@ -24,7 +24,7 @@ from typer.core import TyperCommand
 from packtrain import __version__
 from packtrain.errors import UserError, exit_code_of, report_error
 from packtrain.objectives.spec import OBJECTIVES
-from packtrain.system import fast_imports, open_streams, outlive_terminal, stdout_on_stderr
+from packtrain.system import fast_imports, open_streams, outlive_terminal
 from packtrain.wording import CleanStream, clean, learn
 
 try:
@@ -224,8 +224,7 @@ def verify(
     run, _ = _config_and_plan(arguments)
     if collator is None:
         return run_verification(run, partial(_execute, "verify"), as_json=as_json)
-    how = {"attention": attention, "attached": attached, "as_json": as_json}
-    return run_on_collator(run.model, run.peft, run.trainer, collator, **how)
+    return run_on_collator(run, collator, attention=attention, attached=attached, as_json=as_json)
 
 
 def _measure(launch: LaunchPlan, short: RunConfig) -> int:
@@ -385,9 +384,7 @@ def merge(
     """Make a whole model of adapters and their base model, which from_pretrained loads."""
     from packtrain.serve.export import merge
 
-    with stdout_on_stderr():
-        place = merge(adapters, output, dtype)
-    print(place)
+    print(merge(adapters, output, dtype))
     return 0
 
 
@@ -408,8 +405,7 @@ def export(
     """Take a trained model to the hub (with a model card), llama.cpp or Ollama, or merge its adapters."""
     from packtrain.serve.export import export
 
-    with stdout_on_stderr():
-        lines = export(named, to, name=name, public=public, output=output, converter=converter, dtype=dtype)
+    lines = export(named, to, name=name, public=public, output=output, converter=converter, dtype=dtype)
     print("\n".join(lines))
     return 0
 
@@ -425,8 +421,7 @@ def chat(
     """Talk to a model in the terminal; each line of a pipe is answered by itself."""
     from packtrain.serve.chat import converse, load_speaker
 
-    with stdout_on_stderr():
-        speakers = [load_speaker(name) for name in (named, second) if name]
+    speakers = [load_speaker(name) for name in (named, second) if name]
     return converse(speakers, system, temperature, max_tokens)
 
 

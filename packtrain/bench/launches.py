@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import psutil
 from rich.console import Console
@@ -163,7 +162,8 @@ class ShortRuns:
         except UserError as error:
             return Failure(error.problems[0].what, text=f"error: {error}")
         root.mkdir()
-        context: Any = multiprocessing.get_context("spawn" if launch.gpus else "fork")  # CUDA does not survive a fork
+        get = multiprocessing.get_context
+        context = get("spawn") if launch.gpus else get("fork")  # CUDA does not survive a fork
         process = context.Process(target=_run, args=(self.execute, launch, config, root / "output"))
         process.start()
         try:

@@ -17,11 +17,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from packtrain.config.compose import Point, to_yaml
 from packtrain.config.rules.slurm import count_gpus, parse_options
@@ -42,7 +43,7 @@ TEMPLATE = "run.sbatch.j2"
 _MADE = "# Made by packtrain sbatch"
 _GPUS = {"gres", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "tres-per-task"}
 _MODULE = re.compile(r"\s*(module|ml)\b")  # only a login shell knows these
-_CAPTURED: Any = {"capture_output": True, "text": True, "errors": "replace", "timeout": 120, "check": False}
+_ANSWER_S = 120  # for a client of Slurm
 _STEP_S = 20  # time for Slurm to name and signal a step
 
 
@@ -257,10 +258,15 @@ def _runs(job: Job, number: str) -> dict[str, object]:
 def _state(number: str) -> str:
     """Return the state of a job in Slurm's words. "RUNNING", "PENDING (Resources)"; "?" if squeue does not say."""
     try:
-        states = subprocess.run(["squeue", "--noheader", f"--jobs={number}", "--format=%T (%r)"], **_CAPTURED).stdout
+        states = _ask("squeue", "--noheader", f"--jobs={number}", "--format=%T (%r)").stdout
     except (OSError, subprocess.TimeoutExpired):
         return "?"
     return next(iter(states.splitlines()), "?").removesuffix(" (None)")
+
+
+def _ask(*command: str, env: Mapping[str, str] | None = None, text: str = "") -> subprocess.CompletedProcess[str]:
+    run = partial(subprocess.run, capture_output=True, text=True, errors="replace", timeout=_ANSWER_S, check=False)
+    return run(command, env=env, input=text)
 
 
 def _sbatch(arguments: list[str], text: str) -> str:
@@ -268,7 +274,7 @@ def _sbatch(arguments: list[str], text: str) -> str:
     # in a shell of salloc, sbatch would take that job's variables as options of the new one
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     try:
-        done = subprocess.run(["sbatch", *arguments], env=env, input=text, **_CAPTURED)
+        done = _ask("sbatch", *arguments, env=env, text=text)
     except (OSError, subprocess.TimeoutExpired) as error:
         fix = "Run this on a login machine of the cluster; without --submit the script is printed, and can be copied there."
         what = f"sbatch cannot be called: {error}"
@@ -369,20 +375,12 @@ def deployment(engine: Engine, job: Job, machines: Machines, folder: Path, secre
         fix = "Set it; with --gpu none to processes on CPUs."
         raise UserError(what, where="topology.gpus_per_node", fix=fix, code="gpus-unknown")
     if engine != "kubeflow" and machines.gpu is None:
-        raise UserError(
-            f"{engine} has to know which GPUs to ask for",
-            where="--gpu",
-            fix="Name one: H100, A100-80GB, none.",
-            code="no-gpu-name",
-        )
+        what, fix = f"{engine} has to know which GPUs to ask for", "Name one: H100, A100-80GB, none."
+        raise UserError(what, where="--gpu", fix=fix, code="no-gpu-name")
     if engine == "kubeflow" and machines.spot:
+        what = "each cluster says in its own way which machines may be taken away"
         fix = "Leave it out, and add the cluster's own node selector to the file."
-        raise UserError(
-            "which machines may be taken away is said by each cluster in its own way",
-            where="--spot",
-            fix=fix,
-            code="spot-unsupported",
-        )
+        raise UserError(what, where="--spot", fix=fix, code="spot-unsupported")
     if engine == "kubeflow" and not machines.image:
         fix = "Build one by the Dockerfile, and push it to where the cluster finds it."
         raise UserError("pods need an image with packtrain in it", where="--image", fix=fix, code="no-image")

@@ -23,7 +23,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 from packtrain.errors import Json, UserError
 from packtrain.system import in_time
@@ -115,7 +114,7 @@ class Server(ThreadingHTTPServer):
         except Exception as error:  # any error of a handler becomes HTTP 500
             return 500, {"error": f"{type(error).__name__}: {error}"}
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: object, client_address: object) -> None:
         """Ignore clients that disconnect."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
-from packtrain.config.fault import Fault, Option
+from packtrain.config import Fault, Option
 from packtrain.registry import Registry
 
 if TYPE_CHECKING:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
 
 from packtrain.config.objective import Objective
 from packtrain.config.rules import nearest_multiples
 from packtrain.config.schema import Batch, RunConfig, Topology, Trainer
-from packtrain.errors import Problem, UserError
+from packtrain.errors import Json, Problem, UserError
 from packtrain.objectives.spec import OBJECTIVES
 from packtrain.plan.network_settings import NetworkSetting, choose_network
 from packtrain.plan.surroundings import DEFAULT_PORT, Surroundings, visible_gpus
@@ -66,7 +65,7 @@ class BatchPlan:
             split += " as the longest one needs" if self.sequence_parallel == "auto" else ""
         return f"a step is {step}: {where} {micro} of at most {' and '.join(limits)}{split}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the figures, the sentence as `summary`, and the run's most `examples` and `tokens`.
 
         Examples count repeats, and an epoch's last step may not be full. Tokens assume full rows; real rows are almost full."""
@@ -146,8 +145,8 @@ class LaunchPlan(Processes):
     """
 
     commands: tuple[NodeCommand, ...]
-    accelerate: Mapping[str, Any]
-    engines: Mapping[str, Mapping[str, Any] | None]
+    accelerate: Json
+    engines: Mapping[str, Json | None]
     batch: BatchPlan
     host: str
     gpus: int
@@ -172,7 +171,7 @@ class LaunchPlan(Processes):
         return lacking and all(item.where == GPUS_PER_NODE for item in self.obstacles)
 
     @property
-    def engine_settings(self) -> Mapping[str, Any] | None:
+    def engine_settings(self) -> Json | None:
         """The settings of the engine in use, if there is one."""
         return next((settings for settings in self.engines.values() if settings is not None), None)
 
@@ -186,7 +185,7 @@ class LaunchPlan(Processes):
         """The command of this machine."""
         return self.commands[self.node if len(self.commands) > 1 else 0]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return plain containers. The keys are a promise to users."""
         return {
             "num_processes": self.num_processes,

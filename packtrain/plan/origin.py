@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from packtrain.config import is_mapping
 from packtrain.config.keys import is_fixed, is_free, keys
 from packtrain.config.objective import Objective
 from packtrain.config.schema import PLACE
-from packtrain.errors import Problem, UserError
+from packtrain.errors import Json, Problem, UserError
 from packtrain.run_folder import RunFolder, object_of
 from packtrain.wording import is_certain, speaks_of_secrets
 
@@ -43,7 +43,7 @@ def shared_values(config: Mapping[str, object]) -> dict[str, str]:
     return {key: _shown(key, value) for key, value in flat.items() if not _OWN.fullmatch(key)}
 
 
-def shared_versions(environment: Mapping[str, Any]) -> dict[str, str]:
+def shared_versions(environment: Json) -> dict[str, str]:
     """Return package → version from `run_folder.environment()`, and Python's version without its patch level."""
     packages = {name: version or "not installed" for name, version in environment["versions"].items()}
     return {"python": ".".join(str(environment["python"]).split(".")[:2]), **packages}
@@ -104,11 +104,11 @@ _AFTER_LOADING = (_LENGTH, "data.train", "model.dtype", "objective.reference", "
 _EMPTY = (None, "{}", "[]")
 """Values of a fact that mean the same."""
 _NAME = re.compile(r"step-(\d+)")
-Facts = dict[str, Any]
+Facts = Json
 """Facts by name, with values of JSON."""
 
 
-def facts_of(config: dict[str, Any]) -> Facts:
+def facts_of(config: Json) -> Facts:
     """Return the facts in the `config` of a run (plain containers). Secrets become digests."""
     facts: Facts = {}
     for key in keys().values():
@@ -162,7 +162,7 @@ def check_origin(checkpoint: Path, origin: Facts) -> tuple[list[str], list[str]]
     return [lines[name] for name in decisive], [lines[name] for name in changed if is_free(name)]
 
 
-def check_config(config: dict[str, Any], folder: RunFolder, resume: str) -> None:
+def check_config(config: Json, folder: RunFolder, resume: str) -> None:
     """Check the keys of `config` (plain containers) like `check_origin`, before anything is loaded. Raises UserError.
 
     The checkpoint named by `resume` counts, else the newest. A damaged one is not checked: the run looks for another when it reads them.

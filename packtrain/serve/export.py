@@ -34,6 +34,7 @@ from packtrain.plan.known_model import known_sizes
 from packtrain.plan.surroundings import find_converter
 from packtrain.run_folder import object_of
 from packtrain.serve.trained import Trained, find_trained, load_trained
+from packtrain.system import stdout_on_stderr
 from packtrain.wording import Redactor, shortened
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 Target = Literal["hub", "gguf", "ollama", "merged"]
 
 
+@stdout_on_stderr()
 def export(
     named: str,
     to: Target,
@@ -80,6 +82,7 @@ def _holds(file: Path, folder: Path) -> bool:
     return file.is_file() and file.stat().st_mtime >= max(inner.stat().st_mtime for inner in folder.iterdir())
 
 
+@stdout_on_stderr()
 def merge(adapters: str, output: Path | None, dtype: str | None) -> Path:
     """Merge the adapters of a folder or a run into `output` (None: beside them). The format is the base model's unless `dtype`
     names another. Raises UserError if there are no adapters, or `output` is not empty."""

@@ -11,7 +11,7 @@ import torch
 from padded_call import PACKED, REFUSED, SHARED, attachment_of, off, outputs_and_gradients, padded_call
 from page import PAGE, is_comparable, line, page
 from quirks import QUIRKS, UNBUILDABLE
-from sweep import WINDOW, difference, documents, one_by_one, outcome_of, quietly_on_one_thread
+from sweep import WINDOW, difference, documents, one_by_one, outcome_of
 from test_experts import LENGTHS, by_transformers, micro_batches, routers_of, step
 from tiny import model_types, tiny_model
 from tiny_models import documents as documents_for_routers
@@ -53,12 +53,6 @@ KINDS = {
     "musicgen": "no model of tokens",
 }
 REFUSED_ROUTERS = ("doge",)  # a loss over other logits than its routers', see tests/train/test_experts.py
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_one_thread():
-    with quietly_on_one_thread():
-        yield
 
 
 def types() -> list:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from quirks import UNBUILDABLE
-from sweep import quietly_on_one_thread
 from test_architectures import KINDS
 from tiny import model_types, tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -27,12 +25,6 @@ _SAMPLE = sorted({*KINDS, *_OF_OTHER_FOLDERS, "mistral", "qwen2", "qwen3", "xlst
 _ALL = sorted({*model_types()} - {*UNBUILDABLE})
 _SETS = [pytest.param(_SAMPLE, id="sample"), pytest.param(_ALL, id="all", marks=pytest.mark.exhaustive)]
 _NEEDS_TIMM = ("gemma3n",)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quietly():
-    with quietly_on_one_thread():
-        yield
 
 
 def check(model: Model, peft: Peft, *, scores: bool = False) -> None:
@@ -67,14 +59,11 @@ def test_each_key_and_layer_that_a_model_type_has_is_taken_and_others_are_refuse
         assert len(key.value.problems) == 1 and "return_dict" in str(key.value)
 
 
-def test_a_key_that_may_have_its_place_elsewhere_is_sent_there(tmp_path: Path) -> None:
+def test_a_key_that_may_have_its_place_elsewhere_is_sent_there_and_code_of_a_model_says_how_it_is_trusted(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
     with pytest.raises(UserError) as refused:
         check(Model(path=str(tmp_path), config={"rope_scaling": 1}), Peft())
     assert "model.config.rope_parameters" in refused.value.problems[0].fix
-
-
-def test_a_model_with_code_of_its_own_says_how_it_is_trusted(tmp_path: Path) -> None:
     own: dict[str, Any] = {"model_type": "internlm2", "auto_map": {"AutoConfig": "a.B"}}
     (tmp_path / "config.json").write_text(json.dumps(own))
     with pytest.raises(UserError, match=r"model\.trust_remote_code=true") as told:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sweep import WINDOW, documents, one_by_one, quietly_on_one_thread
+from sweep import WINDOW, documents, one_by_one
 from test_architectures import types
 from tiny import tiny_model
 from torch import nn
@@ -21,12 +21,6 @@ from packtrain.train.optim.weight_groups import freeze_unreached, reduce_unreach
 
 LONGEST = max(len(document.input_ids) for document in documents())
 NEITHER = ("reformer",)  # runs in eval mode alone, and is refused
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_one_thread():
-    with quietly_on_one_thread():
-        yield
 
 
 def trained(model: nn.Module) -> set[str]:
@@ -70,9 +64,8 @@ def test_frozen_weights_are_named_by_the_outermost_module(model_type: str, peft:
     words, at_times = freeze_unreached(model, 40, None)
     assert (words.partition(": ")[2], at_times) == (patterns, False)
     places = "|".join(re.escape(part).replace(r"\*", r"\d+") for part in patterns.split(", ")) or "none"
-    assert {name for name in before if re.match(rf"(base_model\.model\.)?({places})\.", name)} == before - trained(
-        model
-    )
+    named = {name for name in before if re.match(rf"(base_model\.model\.)?({places})\.", name)}
+    assert named == before - trained(model)
 
 
 def test_a_weight_that_only_long_documents_reach_is_trained() -> None:

@@ -116,10 +116,8 @@ def _small(config: PreTrainedConfig, window: int) -> dict[str, Any]:
 def _values(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields of `config`. Not by getattr, which refuses names whose value differs by layer."""
     own = {**vars(type(config)), **vars(config)}
-    names = [field.name for field in dataclasses.fields(config)]
-    return {
-        name: own[config.attribute_map.get(name, name)] for name in names if config.attribute_map.get(name, name) in own
-    }
+    names = {field.name: config.attribute_map.get(field.name, field.name) for field in dataclasses.fields(config)}
+    return {name: own[real] for name, real in names.items() if real in own}
 
 
 def _is_per_layer(value: Any, count: int | None) -> bool:

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.cluster.small_launch import PRELOAD, SMALL, at_work
 from tests.cluster.test_stalls import CONFIG, running
 from tests.cluster.two_hosts import ENDED_S, LONG_S
 from tests.ports import free_port
+from tests.waiting import until
 
 WORKER = """
 import os, signal, sys, time
@@ -116,10 +116,7 @@ def start(folder: Path, launcher: str, fault: str) -> Launch:
 
 def nothing_is_left(folder: Path) -> bool:
     """No rank, and nothing that says that there is one."""
-    limit = time.monotonic() + ENDED_S
-    while (left := running(folder)) and time.monotonic() < limit:
-        time.sleep(0.1)
-    return not left
+    return until(lambda: not running(folder), ENDED_S)
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +131,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Lau
 
 def test_ranks_end_when_the_launcher_that_has_started_them_is_killed(started: dict[Case, Launch]) -> None:
     folder, process = started[ABANDONED]
-    limit = time.monotonic() + LONG_S
-    while not all((folder / f"waits-{rank}").exists() for rank in (0, 1)):
-        assert process.poll() is None and time.monotonic() < limit
-        time.sleep(0.05)
+    until(lambda: all((folder / f"waits-{rank}").exists() for rank in (0, 1)) or process.poll() is not None)
     process.kill()
     _, stderr = process.communicate(timeout=LONG_S)
     assert "the launcher on " in stderr and " is gone: ending its processes" in stderr

@@ -12,7 +12,6 @@ import re
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from tests.cluster.small_launch import BY_TORCHRUN, SMALL, at_work
 from tests.cluster.test_stalls import CONFIG
 from tests.cluster.two_hosts import LONG_S
 from tests.unit.test_layout import PACKAGE, files_of_section
+from tests.waiting import until
 
 WORKER = """
 import os, signal, sys, time
@@ -96,6 +96,10 @@ def launch(folder: Path, body: str, launcher: tuple[str, ...] = SMALL) -> tuple[
     return process.returncode, stdout, stderr
 
 
+def has(log: Path, text: str) -> bool:
+    return log.exists() and text in log.read_text()
+
+
 def test_processes_reduce_over_gloo_and_only_rank_0_writes_to_the_terminal(tmp_path: Path) -> None:
     code, stdout, stderr = launch(tmp_path, ALL_REDUCE, BY_TORCHRUN)
     assert (code, stderr) == (0, "")
@@ -143,9 +147,7 @@ def test_a_signal_reaches_every_worker_and_decides_the_exit_code(number: int, tm
     assert process.stdout is not None
     while process.stdout.readline() != "ready\n":
         assert process.poll() is None
-    while not other.exists() or "\nready\n" not in other.read_text():
-        assert process.poll() is None
-        time.sleep(0.05)
+    until(lambda: has(other, "\nready\n") or process.poll() is not None)
     process.send_signal(number)
     stdout, _ = process.communicate(timeout=LONG_S)
     assert process.returncode == 128 + number
@@ -171,9 +173,7 @@ def test_a_second_ctrl_c_reaches_every_worker_and_is_not_the_end_of_torchrun(tmp
     for word in ("ready", "finishing"):
         while process.stdout.readline() != f"{word}\n":
             assert process.poll() is None
-        while not other.exists() or f"\n{word}\n" not in other.read_text():
-            assert process.poll() is None
-            time.sleep(0.05)
+        until(lambda word=word: has(other, f"\n{word}\n") or process.poll() is not None)
         process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=LONG_S)
     assert (process.returncode, stdout, stderr) == (130, "now\n", "stopped by SIGINT\n")
@@ -183,9 +183,7 @@ def test_a_second_ctrl_c_reaches_every_worker_and_is_not_the_end_of_torchrun(tmp
 def test_a_signal_before_training_ends_every_process_with_one_line(tmp_path: Path) -> None:
     body = "    try: time.sleep(300)\n    except BaseException: raise ImportError('as an import may say')\n"
     process, other = start(tmp_path, body), tmp_path / "out/logs/rank-00001.log"
-    while not other.exists() or "hello" not in other.read_text():
-        assert process.poll() is None
-        time.sleep(0.05)
+    until(lambda: has(other, "hello") or process.poll() is not None)
     assert process.stdout and "hello" in process.stdout.readline()  # rank 0 has begun, too
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=LONG_S)

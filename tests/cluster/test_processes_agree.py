@@ -64,9 +64,8 @@ Launches = dict[str, tuple[Path, list[tuple[int | None, str]]]]
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     """All launches to their end, at once: folder, exit codes and what the processes said."""
-    place = {
-        name: prepared(tmp_path_factory.mktemp(name)) for name in ("config", "disk", "data", "sft", "verify", "size")
-    }
+    names = ("config", "disk", "data", "sft", "verify", "size")
+    place = {name: prepared(tmp_path_factory.mktemp(name)) for name in names}
     alone = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     jobs = {
         "config": launch(place["config"], 2, "sft", odd=("optim.learning_rate=0.5",), odd_env=alone),

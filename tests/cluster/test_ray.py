@@ -16,11 +16,12 @@ import psutil
 import pytest
 import yaml
 
-from packtrain.launch.execute import locked
+from packtrain.launch.execute import RunLock
 from packtrain.run_folder import RunFolder
 from tests.ports import free_port
 from tests.train.forked import ENVIRONMENT
 from tests.train.running import Run, base_config, train
+from tests.waiting import until
 
 pytest.importorskip("ray", reason="no Ray: pip install -e '.[ray]'")
 RAY = str(Path(sys.executable).parent / "ray")
@@ -88,10 +89,8 @@ def prepared(folder: Path, **trainer: object) -> Path:
 
 
 def wait_for_checkpoint(run: subprocess.Popen[str], folder: Path) -> None:
-    end = time.monotonic() + LONG_S
-    while not [*(folder / "run/checkpoints").glob("step-*")]:
-        assert run.poll() is None and time.monotonic() < end, run.communicate()[0]
-        time.sleep(0.05)
+    until(lambda: [*(folder / "run/checkpoints").glob("step-*")] or run.poll() is not None, LONG_S)
+    assert run.poll() is None, run.communicate()[0]
 
 
 def launchers() -> list[psutil.Process]:
@@ -113,25 +112,31 @@ def rank(number: int) -> psutil.Process:
 
 
 def assert_nothing_left() -> None:
-    end = time.monotonic() + 60
-    while left := launchers():
-        assert time.monotonic() < end, left
-        time.sleep(0.2)
+    until(lambda: not launchers(), 60, launchers)
+
+
+def ended(run: subprocess.Popen[str], code: int, *said: str, limit_s: float = LONG_S) -> str:
+    """What a command has said, once it has ended with this exit code and each of these texts."""
+    text, _ = run.communicate(timeout=limit_s)
+    assert run.returncode == code and [one for one in said if one not in text] == [], text
+    return text
+
+
+def train_for_long(cluster: Cluster, folder: Path, *overrides: str, **trainer: object) -> subprocess.Popen[str]:
+    """A run that has come to its first checkpoint, and not to its end."""
+    run = cluster.begin(prepared(folder, max_steps=100_000, **trainer), *overrides)
+    wait_for_checkpoint(run, folder)
+    return run
 
 
 def test_workers_of_two_machines_train_as_one_process_does(cluster: Cluster, tmp_path: Path, alone: Run) -> None:
-    run = cluster.begin(prepared(tmp_path))
-    said, _ = run.communicate(timeout=LONG_S)
-    assert run.returncode == 0, said
+    ended(cluster.begin(prepared(tmp_path)), 0, "step 40/40", "4 processes")
     assert Run(tmp_path / "run").losses == pytest.approx(alone.losses, rel=1e-5)
-    assert "step 40/40" in said and "4 processes" in said
     assert_nothing_left()
 
 
 @pytest.mark.parametrize("killed", ["a process", "a worker of Ray", "a raylet"])
-def test_the_job_is_started_again_from_its_checkpoint(
-    cluster: Cluster, tmp_path: Path, alone: Run, killed: str
-) -> None:
+def test_the_job_is_started_again_from_its_checkpoint(cluster, tmp_path, alone, killed):
     run = cluster.begin(prepared(tmp_path, max_steps=40, restarts=2), "topology.join_timeout=200")
     wait_for_checkpoint(run, tmp_path)
     process = rank(3)
@@ -143,36 +148,29 @@ def test_the_job_is_started_again_from_its_checkpoint(
         cluster.add()
     else:
         (process if killed == "a process" else launchers()[-1].parent() or process).kill()
-    said, _ = run.communicate(timeout=LONG_S)
-    assert run.returncode == 0 and "resuming from step-" in said, said
+    ended(run, 0, "resuming from step-")
     assert Run(tmp_path / "run").losses == pytest.approx(alone.losses, rel=1e-5)
     assert_nothing_left()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_after_a_checkpoint(cluster: Cluster, tmp_path: Path, number: int, code: int) -> None:
-    run = cluster.begin(prepared(tmp_path, max_steps=100_000, restarts=2))
-    wait_for_checkpoint(run, tmp_path)
+    run = train_for_long(cluster, tmp_path, restarts=2)
     os.kill(run.pid, number)
-    said, _ = run.communicate(timeout=LONG_S)
-    assert run.returncode == code and "the same command goes on from" in said, said
+    ended(run, code, "the same command goes on from")
     assert Run(tmp_path / "run").summary["status"] == "stopped"
     assert_nothing_left()
 
 
 def test_what_no_new_start_mends_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
     (prepared(tmp_path, restarts=3) / "data.jsonl").write_text('{"messages": 3}\n')
-    run = cluster.begin(tmp_path)
-    said, _ = run.communicate(timeout=LONG_S)
-    assert run.returncode == 2 and said.count("data.jsonl:1") == 1, said
+    assert ended(cluster.begin(tmp_path), 2).count("data.jsonl:1") == 1
 
 
 def test_a_lost_worker_without_restarts_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
-    run = cluster.begin(prepared(tmp_path, max_steps=100_000), "topology.nodes=1")  # two of the processes on a machine
-    wait_for_checkpoint(run, tmp_path)
+    run = train_for_long(cluster, tmp_path, "topology.nodes=1")  # two of the processes on a machine
     (launchers()[0].parent() or run).kill()
-    said, _ = run.communicate(timeout=LONG_S)
-    assert run.returncode == 4 and "a worker of Ray was lost" in said, said
+    ended(run, 4, "a worker of Ray was lost")
     assert_nothing_left()
 
 
@@ -180,10 +178,10 @@ def test_a_run_folder_in_use_ends_all_processes(cluster: Cluster, tmp_path: Path
     folder = RunFolder(prepared(tmp_path) / "run")
     folder.logs.mkdir(parents=True)
     folder.mark.touch()
-    with locked(folder.root):  # which rank 0 alone looks at, while the other waits for it
-        run = cluster.begin(tmp_path, "topology.nodes=1")
-        said, _ = run.communicate(timeout=150)
-    assert run.returncode == 2 and said.count("trainer.output_dir") == 1, said
+    with RunLock() as lock:  # which rank 0 alone looks at, while the other waits for it
+        lock.take(folder.root)
+        said = ended(cluster.begin(tmp_path, "topology.nodes=1"), 2, limit_s=150)
+    assert said.count("trainer.output_dir") == 1, said
     assert_nothing_left()
 
 
@@ -191,13 +189,11 @@ def test_a_signal_while_workers_are_placed(cluster: Cluster, tmp_path: Path) -> 
     run = cluster.begin(prepared(tmp_path), "topology.gpus_per_node=64")
     assert run.stdout is not None and "waiting for Ray to reserve machines of 2 × 64 CPUs" in run.stdout.readline()
     run.send_signal(signal.SIGTERM)
-    said, _ = run.communicate(timeout=30)
-    assert run.returncode == 143 and "stopped by SIGTERM" in said, said
+    ended(run, 143, "stopped by SIGTERM", limit_s=30)
 
 
 def test_a_killed_command_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    run = cluster.begin(prepared(tmp_path, max_steps=100_000))
-    wait_for_checkpoint(run, tmp_path)
+    run = train_for_long(cluster, tmp_path)
     run.kill()
     run.communicate(timeout=LONG_S)
     assert_nothing_left()
@@ -206,36 +202,26 @@ def test_a_killed_command_leaves_nothing(cluster: Cluster, tmp_path: Path) -> No
 def test_a_run_folder_in_a_copy_that_ray_deletes_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "working_dir_files/_ray_pkg_1"
     folder.mkdir(parents=True)
-    run = cluster.begin(prepared(folder), "trainer.output_dir=run")
-    said, _ = run.communicate(timeout=LONG_S)
-    assert run.returncode == 2 and "which Ray deletes" in said, said
+    ended(cluster.begin(prepared(folder), "trainer.output_dir=run"), 2, "which Ray deletes")
 
 
 def test_a_cluster_that_has_too_little_or_is_not_there(cluster: Cluster, tmp_path: Path) -> None:
     run = cluster.begin(prepared(tmp_path), "topology.gpus_per_node=64", "topology.join_timeout=15")
-    said, _ = run.communicate(timeout=LONG_S)
-    assert run.returncode == 4 and "Ray has not reserved machines of 2 × 64 CPUs after 15" in said, said
-    cluster.env["RAY_ADDRESS"] = f"127.0.0.1:{free_port()}"
+    ended(run, 4, "Ray has not reserved machines of 2 × 64 CPUs after 15")
     try:
-        run = cluster.begin(tmp_path)
-        said, _ = run.communicate(timeout=LONG_S)
-        assert run.returncode == 2 and "no Ray cluster is found" in said, said
-        cluster.env["RAY_ADDRESS"] = "http://127.0.0.1:8265"  # as ray job submit wants it
-        run = cluster.begin(tmp_path)
-        said, _ = run.communicate(timeout=LONG_S)
+        for nobody in (f"127.0.0.1:{free_port()}", "http://127.0.0.1:8265"):  # as ray job submit wants it
+            cluster.env["RAY_ADDRESS"] = nobody
+            ended(cluster.begin(tmp_path), 2, "no Ray cluster is found")
     finally:
         cluster.env["RAY_ADDRESS"] = cluster.address
-    assert run.returncode == 2 and "no Ray cluster is found" in said, said
     assert shutil.which(RAY)
 
 
 def test_a_cluster_that_is_lost_ends_the_command(tmp_path: Path) -> None:
     own = Cluster()
     try:
-        run = own.begin(prepared(tmp_path, max_steps=100_000))
-        wait_for_checkpoint(run, tmp_path)
+        run = train_for_long(own, tmp_path)
     finally:
         own.stop()
-    said, _ = run.communicate(timeout=LONG_S)
-    assert run.returncode == 4 and "the Ray cluster no longer answers" in said, said
+    ended(run, 4, "the Ray cluster no longer answers")
     assert_nothing_left()

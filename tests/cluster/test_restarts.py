@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from tests.cluster.small_launch import ROOT, SMALL, at_work
 from tests.cluster.test_stalls import CONFIG
 from tests.cluster.two_hosts import LONG_S, Running, TwoHosts, both
 from tests.train.running import Run, base_config, train
+from tests.waiting import until
 
 STEPS = 20
 CHANGES = {
@@ -81,13 +81,10 @@ def restarts(folder: Path) -> list[dict[str, Any]]:
 
 
 def reached(folder: Path, launcher: Running | None = None, step: int = 5) -> None:
-    """Waits for a checkpoint."""
-    end = time.monotonic() + LONG_S
-    while not (folder / f"out/checkpoints/step-{step:06d}").exists():
-        assert time.monotonic() < end and (launcher is None or launcher.process.poll() is None), (
-            launcher and launcher.text
-        )
-        time.sleep(0.05)
+    """Waits for a checkpoint, or for the launcher's end."""
+    checkpoint = folder / f"out/checkpoints/step-{step:06d}"
+    until(lambda: checkpoint.exists() or (launcher and launcher.process.poll() is not None))
+    assert checkpoint.exists(), launcher and launcher.text
 
 
 def kill(folder: Path, rank: int) -> None:
@@ -126,10 +123,7 @@ def test_one_process_killed_while_it_trains_comes_to_the_weights_of_one_that_was
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     given = ("-m", "packtrain", "sft", "run.yaml", "trainer.restarts=1", "trainer.output_dir=killed")
     process = at_work(tmp_path, *given)
-    end = time.monotonic() + LONG_S
-    while not (tmp_path / "killed/checkpoints/step-000003").exists():
-        assert time.monotonic() < end and process.poll() is None
-        time.sleep(0.02)
+    until(lambda: (tmp_path / "killed/checkpoints/step-000003").exists() or process.poll() is not None, look_s=0.02)
     (worker,) = psutil.Process(process.pid).children()
     worker.kill()
     _, stderr = process.communicate(timeout=LONG_S)
@@ -143,15 +137,8 @@ def test_one_process_killed_while_it_trains_comes_to_the_weights_of_one_that_was
 
 def on_two_hosts(folder: Path, port: int) -> Path:
     folder.mkdir(exist_ok=True)
-    machines = {
-        "kind": "manual",
-        "nodes": 2,
-        "main_address": "n1",
-        "main_port": port,
-        "join_timeout": 60,
-        "gpus_per_node": 1,
-    }
-    return prepared(folder, **machines)
+    machines = {"kind": "manual", "nodes": 2, "main_address": "n1", "main_port": port, "gpus_per_node": 1}
+    return prepared(folder, **machines, join_timeout=60)
 
 
 def machine(hosts: TwoHosts, folder: Path, number: int, *overrides: str) -> Running:
@@ -167,9 +154,7 @@ def killed(launcher: Running, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp2"])
-def test_a_run_that_goes_on_with_fewer_machines_comes_to_the_losses_of_one_process(
-    hosts: TwoHosts, tmp_path: Path, strategy: str
-) -> None:
+def test_a_run_that_goes_on_with_fewer_machines_comes_to_the_losses_of_one_process(hosts, tmp_path, strategy):
     """As a user starts it, with a real model."""
     if strategy == "zero2":
         pytest.importorskip("deepspeed")
@@ -196,10 +181,7 @@ def test_a_lost_machine_is_done_without_or_waited_for_unless_it_is_machine_0(hos
     names = ("fewer", "second", "first", "link")
     folders = [on_two_hosts(tmp_path / name, 29500 + 10 * at) for at, name in enumerate(names)]
     fewer, second, first, link = folders
-    runs = {
-        folder: [machine(hosts, folder, number, *CHANGES.get(folder.name, ())) for number in (0, 1)]
-        for folder in folders
-    }
+    runs = {one: [machine(hosts, one, number, *CHANGES.get(one.name, ())) for number in (0, 1)] for one in folders}
     killed(runs[fewer][1], fewer)
     killed(runs[second][1], second)
     killed(runs[first][0], first)

@@ -80,11 +80,7 @@ WORKER = WORKER.replace("SLOW_S", str(SLOW_S)).replace("SLOW_BATCH_S", str(SLOW_
 SAID = {
     "storage": ["rank 1 on n2 ", "in the checkpoint after step 2", "slow or stalled storage", "in stalled_write"],
     "loader": ["rank 1 on n2 ", "in loading data of step 4", "loader processes deliver nothing"],
-    "memory": [
-        "rank 1 on n2 ",
-        "ended without an error message (SIGKILL), in ",
-        "the system killed it because memory ran out",
-    ],
+    "memory": ["rank 1 on n2 ", "error message (SIGKILL), in ", "the system killed it because memory ran out"],
     "data": ["data.train: rank 1 on n2 has 22 documents with fingerprint ", "; rank 0 on n1 has 22 "],
     "interface": [f": the first all-reduce over gloo did not end within {JOIN_S} s ({IFNAME} is {NOWHERE})"],
     "loopback": [": the first all-reduce over gloo ", "Connection refused, remote=", f"({IFNAME} is lo)"],
@@ -102,13 +98,8 @@ CHANGES = {
 def prepared(folder: Path, number: int) -> Path:
     """A folder with the config of two machines; `other` in it is what the second has in its place, with other data."""
     topology = {"kind": "manual", "nodes": 2, "gpus_per_node": 1, "main_address": "n1", "main_port": 29500 + 2 * number}
-    config = base_config(
-        folder,
-        data={"train": "data.jsonl"},
-        batch={"examples_per_step": 4},
-        trainer={"max_steps": 4},
-        topology={**topology, "join_timeout": 60, "step_timeout": STEP_S},
-    )
+    groups = {"data": {"train": "data.jsonl"}, "batch": {"examples_per_step": 4}, "trainer": {"max_steps": 4}}
+    config = base_config(folder, topology={**topology, "join_timeout": 60, "step_timeout": STEP_S}, **groups)
     (folder / "other").mkdir()
     write_jsonl(folder / "other/data.jsonl", conversations(22, seed=1))
     write_jsonl(folder / "eval.jsonl", conversations(EVALUATED, seed=2))
@@ -134,11 +125,8 @@ def ended(
     made: TwoHosts, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, Ended, Ended]]:
     """All that are asked for to their end, at once: most of their time is waiting."""
-    cases = [
-        item.callspec.params.values()
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.path == request.path and hasattr(item, "callspec")
-    ]
+    mine = [item for item in request.session.items if item.path == request.path]
+    cases = [item.callspec.params.values() for item in mine if hasattr(item, "callspec")]
     faults, group = [fault for fault in (*SAID, *GO_ON) if any(fault in case for case in cases)], ""
     try:
         group = str(request.getfixturevalue("group"))
@@ -159,12 +147,9 @@ def ended(
     return {fault: (folders[fault], *both) for fault, *both in zip(faults, first, second, strict=True)}
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(one, marks=pytest.mark.exhaustive) if one in ("loopback", "loader") else one for one in SAID]
-)
-def test_a_fault_on_the_second_machine_is_named_on_the_first_and_ends_both(
-    fault: str, ended: dict[str, tuple[Path, Ended, Ended]]
-) -> None:
+@pytest.mark.sample(without=("loopback", "loader"))
+@pytest.mark.parametrize("fault", SAID)
+def test_a_fault_on_the_second_machine_is_named_on_the_first_and_ends_both(fault, ended):
     if fault not in ended:
         pytest.skip("no cgroup can be made here")
     folder, first, second = ended[fault]
@@ -180,10 +165,9 @@ def test_a_fault_on_the_second_machine_is_named_on_the_first_and_ends_both(
     assert SAID[fault][-1] in first.text
 
 
-@pytest.mark.parametrize("slow", ["slow", pytest.param("slow evaluation", marks=pytest.mark.exhaustive)])
-def test_a_checkpoint_and_an_evaluation_may_take_longer_than_a_step(
-    slow: str, ended: dict[str, tuple[Path, Ended, Ended]]
-) -> None:
+@pytest.mark.sample("slow")
+@pytest.mark.parametrize("slow", GO_ON)
+def test_a_checkpoint_and_an_evaluation_may_take_longer_than_a_step(slow, ended):
     folder, first, second = ended[slow]
     assert (first.code, second.code) == (0, 0), first.text + second.text
     assert float((folder / GO_ON[slow]).read_text()) > STEP_S

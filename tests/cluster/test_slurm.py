@@ -28,9 +28,7 @@ from tests.train.running import base_config
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        shutil.which("nvidia-smi") is not None, reason="the pretended GPUs would be taken for real ones"
-    ),
+    pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="pretended GPUs would be taken for real ones"),
 ]
 
 DEEPSPEED = find_spec("deepspeed") is not None and shutil.which("ninja") is not None
@@ -154,11 +152,7 @@ def test_sbatch_would_take_each_generated_script(given: list[str], cluster: Slur
 
 @pytest.mark.parametrize(
     "given",
-    [
-        "topology.sbatch=['--partition=nowhere']",
-        "topology.gpus_per_node=9",
-        "topology.sbatch=['--no-such-flag']",
-    ],
+    ["topology.sbatch=['--partition=nowhere']", "topology.gpus_per_node=9", "topology.sbatch=['--no-such-flag']"],
 )
 def test_what_the_cluster_does_not_have_is_refused(given: str, cluster: Slurm, home: Path) -> None:
     refused = packtrain(cluster, home, "sbatch", "sft", "run.yaml", given, "--submit", expect=2)
@@ -172,18 +166,14 @@ def test_an_array_runs_every_point_of_a_sweep_in_its_own_folder(sweep: list[Path
     assert first[0] == second[0] and first[1:10] != second[1:10]
 
 
-def test_a_failing_run_ends_the_job_with_its_exit_code_and_its_words_in_the_log(
-    cluster: Slurm, jobs: dict[str, dict[str, Any]]
-) -> None:
+def test_a_failing_run_ends_the_job_with_its_exit_code_and_its_words_in_the_log(cluster, jobs):
     job, log = cluster.wait(jobs["bad"]["job_id"]), Path(jobs["bad"]["log"])
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "2:0"), tail(log)
     assert "bad.jsonl" in "\n".join(log.read_text().splitlines()[-10:])
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_a_job_stopped_before_the_time_limit_comes_back_and_ends_as_one_undisturbed_process(
-    nodes: int, cluster: Slurm, home: Path, sweep: list[Path]
-) -> None:
+def test_a_job_stopped_before_the_time_limit_comes_back_and_ends_as_one_process(nodes, cluster, home, sweep):
     machines = {"nodes": nodes, "gpus_per_node": 1, "requeue": True, "time": "30:00", "signal_before": 300}
     write(home, "long.yaml", topology={**machines, "setup": [SLOW_AT_FIRST]})
     strategy = STRATEGY if nodes > 1 else "ddp"
@@ -214,13 +204,8 @@ def test_a_job_stopped_before_the_time_limit_comes_back_and_ends_as_one_undistur
 
 @pytest.mark.exhaustive
 def test_a_job_that_loses_a_machine_goes_on_with_the_other(cluster: Slurm, home: Path, sweep: list[Path]) -> None:
-    machines = {
-        "nodes": 2,
-        "gpus_per_node": 1,
-        "min_nodes": 1,
-        "step_timeout": 20,
-        "setup": ['export PYTHONPATH="$PWD/slow:$PYTHONPATH"'],
-    }
+    machines = {"nodes": 2, "gpus_per_node": 1, "min_nodes": 1, "step_timeout": 20}
+    machines["setup"] = ['export PYTHONPATH="$PWD/slow:$PYTHONPATH"']
     write(home, "lost.yaml", topology=machines, trainer={"max_steps": STEPS, "checkpoint_every": 2, "restarts": 1})
     told = submit(cluster, home, "lost.yaml", "trainer.output_dir=runs/lost")
     number, run, log = told["job_id"], Path(told["output_dir"]), Path(told["log"])
@@ -252,9 +237,7 @@ def test_a_job_that_loses_its_first_machine_comes_back(cluster: Slurm, home: Pat
     assert job["Restarts"] == "1" and len(losses(Path(told["output_dir"]))) == STEPS
 
 
-def test_a_step_with_a_task_for_each_rank_is_ended_with_one_diagnosis_over_all_machines(
-    tasks: Running, home: Path
-) -> None:
+def test_a_step_with_a_task_for_each_rank_is_ended_with_one_diagnosis_over_all_machines(tasks, home):
     assert tasks.wait() == 4, tasks.text
     assert "rank 1 on n1 " in tasks.text and "waits in gloo:broadcast number 4" in tasks.text
     assert "ranks 0, 2 and 3 on n1 and n2 wait in gloo:all_reduce number 4" in tasks.text

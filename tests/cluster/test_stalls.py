@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import yaml
 from packtrain.monitor.heartbeat import life_of
 from tests.cluster.small_launch import BY_TORCHRUN, PRELOAD, SMALL, at_work
 from tests.cluster.two_hosts import ENDED_S, LONG_S
+from tests.waiting import until
 
 CONFIG = {
     "model": {"init": "random", "config": {"model_type": "llama"}, "tokenizer": "quickstart"},
@@ -90,9 +90,7 @@ run_worker(work)
 LIMIT_S = 10
 
 
-def start(
-    folder: Path, body: str, step_timeout: int = LIMIT_S, worker: str = WORKER, launcher: tuple[str, ...] = SMALL
-) -> subprocess.Popen[str]:
+def start(folder: Path, body: str, step_timeout: int = LIMIT_S, worker: str = WORKER, launcher: tuple = SMALL):
     (folder / "worker.py").write_text(worker.replace("{body}", body))
     (folder / "run.yaml").write_text(yaml.safe_dump(CONFIG))
     with_torch = worker == WITH_TORCH and launcher == SMALL
@@ -228,13 +226,9 @@ def faults(
         process.kill()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=pytest.mark.exhaustive) if one in ("aborts", "exits with 7") else one for one in FAULTS],
-)
-def test_a_fault_is_diagnosed_once_and_ends_the_run_within_its_limit(
-    name: str, faults: dict[str, tuple[Path, subprocess.Popen[str]]]
-) -> None:
+@pytest.mark.sample(without=("aborts", "exits with 7"))
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_diagnosed_once_and_ends_the_run_within_its_limit(name, faults):
     fault, (folder, process) = FAULTS[name], faults[name]
     _, stderr = process.communicate(timeout=LONG_S)
     assert process.returncode == 4, stderr
@@ -276,20 +270,14 @@ def doctor(folder: Path, *options: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout
 
 
-def test_doctor_says_from_another_terminal_why_a_run_hangs_and_workers_do_not_outlive_a_killed_launcher(
-    tmp_path: Path,
-) -> None:
+def test_doctor_says_from_another_terminal_why_a_run_hangs_and_workers_do_not_outlive_a_killed_launcher(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     process = start(tmp_path, UNTIL_TOLD + READS, step_timeout=600)
-    limit = time.monotonic() + LONG_S
-    while not (tmp_path / "trains").exists() and time.monotonic() < limit:
-        time.sleep(0.1)
+    until((tmp_path / "trains").exists)
     assert doctor(tmp_path)[0] == 0
     (tmp_path / "told").touch()
-    code, said = 0, ""
-    while code == 0 and time.monotonic() < limit:
-        time.sleep(1)  # each look is a process
-        code, said = doctor(tmp_path, "--stacks")
+    # each look is a process
+    code, said = until(lambda: (told := doctor(tmp_path, "--stacks"))[0] and told, look_s=1)
     assert code == 4, said
     assert "rank 1 on " in said and "is behind: no progress for " in said and "likely cause: reading the data" in said
     assert said.count("in read_documents") == 2 and "in meet" in said and "gloo:all_reduce number " in said
@@ -297,10 +285,7 @@ def test_doctor_says_from_another_terminal_why_a_run_hangs_and_workers_do_not_ou
 
     process.kill()
     process.communicate(timeout=LONG_S)
-    limit = time.monotonic() + ENDED_S
-    while running(tmp_path) and time.monotonic() < limit:
-        time.sleep(0.1)
-    assert not running(tmp_path)
+    until(lambda: not running(tmp_path), ENDED_S)
     code, said = doctor(tmp_path)
     assert code == 4 and "was killed" in said
 

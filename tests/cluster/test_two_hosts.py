@@ -19,6 +19,7 @@ import yaml
 from tests.cluster.small_launch import BY_TORCHRUN, ROOT, SMALL
 from tests.cluster.two_hosts import ENDED_S, LONG_S, Running, TwoHosts, both
 from tests.train.running import Run, base_config, train
+from tests.waiting import until
 
 JOIN_S = 12
 AT_ONCE = "topology.join_timeout=600"  # who waits for it is not heard of again
@@ -62,12 +63,8 @@ def prepared(folder: Path) -> Path:
     """A folder with the config of two machines, and the small workers."""
     (folder / "worker.py").write_text(WORKER)
     topology = {"kind": "manual", "nodes": 2, "gpus_per_node": 2, "main_address": "n1", "main_port": 29500}
-    config = base_config(
-        folder,
-        batch={"examples_per_step": 8, "tokens_per_device": 256},
-        trainer={"max_steps": 6},
-        topology={**topology, "join_timeout": JOIN_S},
-    )
+    groups = {"topology": {**topology, "join_timeout": JOIN_S}, "trainer": {"max_steps": 6}}
+    config = base_config(folder, batch={"examples_per_step": 8, "tokens_per_device": 256}, **groups)
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     return folder
 
@@ -91,10 +88,7 @@ def small(
 def training(first: Running, folder: Path) -> None:
     """Waits until the small workers train."""
     first.until("training")
-    end = time.monotonic() + LONG_S
-    while "training" not in (folder / "run/logs/rank-00001.log").read_text():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: "training" in (folder / "run/logs/rank-00001.log").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +121,8 @@ def test_machines_with_another_config_or_package_are_told_which_key_and_version(
     other = folder / "packages/trl-0.1.2.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 0.1.2\n")
-    runs = [
-        sft(hosts, 1, folder),
-        sft(hosts, 2, folder, "optim.learning_rate=0.5", PYTHONPATH=f"{other.parent}:{ROOT}"),
-    ]
+    odd = sft(hosts, 2, folder, "optim.learning_rate=0.5", PYTHONPATH=f"{other.parent}:{ROOT}")
+    runs = [sft(hosts, 1, folder), odd]
     assert both(runs) == [3, 3]
     assert all("optim.learning_rate: n2 has 0.5; n1 has 0.001" in run.text for run in runs)
     assert all(f"trl: n2 has 0.1.2; n1 has {version('trl')}" in run.text for run in runs)
@@ -145,17 +137,9 @@ FAULTS = {
 """Of the second machine: the exit code of both, after how long, and what the first says."""
 
 
-@pytest.mark.parametrize(
-    "fault",
-    # test_stalls.py has these on one machine
-    [
-        pytest.param(one, marks=pytest.mark.exhaustive) if one in ("launcher killed", "stopped") else one
-        for one in FAULTS
-    ],
-)
-def test_a_fault_of_the_second_machine_is_named_on_the_first_and_ends_both(
-    fault: str, hosts: TwoHosts, folder: Path
-) -> None:
+@pytest.mark.sample(without=("launcher killed", "stopped"))  # test_stalls.py has these on one machine
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_second_machine_is_named_on_the_first_and_ends_both(fault, hosts, folder):
     code, limit_s, said = FAULTS[fault]
     overrides = ["topology.step_timeout=10"] if fault == "link lost" else []
     first, second = small(hosts, folder, *overrides, **({"FAILS": "yes"} if fault == "raising" else {}))
@@ -178,9 +162,7 @@ def test_a_fault_of_the_second_machine_is_named_on_the_first_and_ends_both(
 
 
 @pytest.mark.parametrize(("asked", "program"), [(0, SMALL), (1, BY_TORCHRUN)], ids=["first", "second"])
-def test_a_signal_to_one_launcher_stops_both_machines_in_order(
-    hosts: TwoHosts, folder: Path, asked: int, program: tuple[str, ...]
-) -> None:
+def test_a_signal_to_one_launcher_stops_both_machines_in_order(hosts, folder, asked, program):
     runs = small(hosts, folder, program=program)
     training(runs[0], folder)
     runs[asked].process.send_signal(signal.SIGTERM)
@@ -201,9 +183,8 @@ STALLS = """
 
 
 def test_doctor_on_another_machine_names_the_rank_and_shows_what_all_are_doing(hosts: TwoHosts, folder: Path) -> None:
-    (folder / "worker.py").write_text(
-        WORKER.replace("    for step in range(10**6):\n", f"{STALLS}    for step in ():\n")
-    )
+    worker = WORKER.replace("    for step in range(10**6):\n", f"{STALLS}    for step in ():\n")
+    (folder / "worker.py").write_text(worker)
     runs = small(hosts, folder, "topology.step_timeout=600")
     said, end = "", time.monotonic() + LONG_S
     while "likely cause: reading the data" not in said or said.count("it does not answer"):

@@ -16,6 +16,7 @@ import hashlib
 import os
 import resource
 import shlex
+import shutil
 import signal
 import stat
 import sys
@@ -83,6 +84,21 @@ def sampled(cases: Sequence[Case], one_in: int = 1) -> list[Any]:
     """The cases for parametrize; of generated ones `one_in` so many is always run, the others are marked exhaustive."""
     rest = pytest.mark.exhaustive
     return [pytest.param(one, id=one.name, marks=rest if at % one_in else ()) for at, one in enumerate(cases)]
+
+
+def each_of(cases: Sequence[Case], one_in: int = 1) -> Callable[[Case, Path], None]:
+    """The test of a file: each of its cases, of which `one_in` so many is always run."""
+
+    @pytest.mark.parametrize("case", sampled(cases, one_in))
+    def test_case(case: Case, tmp_path: Path) -> None:
+        check(case, tmp_path)
+        shutil.rmtree(tmp_path, ignore_errors=True)
+
+    return test_case
+
+
+def command(name: str, *arguments: str, **more: Any) -> Case:
+    return Case(name=name, arguments=arguments, **more)
 
 
 def check(case: Case, folder: Path) -> None:

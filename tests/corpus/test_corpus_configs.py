@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import get_origin
 
-import pytest
-
 from packtrain.config.keys import Key, keys, members
-from tests.corpus.case import Case, check, sampled
+from tests.corpus.case import Case, command, each_of
 
-GOOD = {
-    "model.path": "owner/model",
-    "data.train": "owner/data",
-    "batch.examples_per_step": "32",
-    "trainer.output_dir": "run",
-}
+GOOD = {"model.path": "owner/model", "data.train": "owner/data"}
+GOOD |= {"batch.examples_per_step": "32", "trainer.output_dir": "run"}
 """Enough for a plan, without any file."""
 
 
-def config(**changed: str) -> str:
-    """A YAML with one line for each key: those of GOOD, and the changed ones (`__` for the dot)."""
-    return of_keys({**GOOD, **{name.replace("__", "."): value for name, value in changed.items()}})
-
-
 def of_keys(values: dict[str, str]) -> str:
-    """YAML of dotted keys, by their groups."""
+    """YAML of dotted keys, by their groups, one line for each key."""
     groups: dict[str, dict[str, str]] = {}
     for path, value in values.items():
         group, _, name = path.partition(".")
@@ -50,12 +38,8 @@ def broken_values(key: Key) -> Iterator[tuple[str, str]]:
     if type(None) not in kinds:
         yield "null", "null"
     if number and str not in simple:
-        yield "text", "many"
-        yield "not a number", ".nan"
-        yield "without end", "-.inf"
-        yield "superscript", '"2²"'
-        yield "out of its bounds", "-1000000000001"
-        yield "true", "true"
+        yield from {"text": "many", "not a number": ".nan", "without end": "-.inf", "superscript": '"2²"'}.items()
+        yield from {"out of its bounds": "-1000000000001", "true": "true"}.items()
     if not number and bool not in simple and dict not in holds:
         yield "a number", "0.5" if key.path != "data.eval" else "1.5"
     if simple == {bool}:
@@ -69,14 +53,11 @@ def wrong_values() -> Iterator[Case]:
         for what, value in broken_values(key):
             found.setdefault((what, key.path.partition(".")[0]), {})[key.path] = value
     for (what, group), values in found.items():
-        yield Case(
-            name=f"each key of {group} is {what}",
-            arguments=("plan", "c.yaml"),
-            files={"c.yaml": of_keys({**GOOD, **values})},
-            says=tuple(f", {path}" for path in values),
-        )
+        files, says = {"c.yaml": of_keys({**GOOD, **values})}, tuple(f", {path}" for path in values)
+        yield command(f"each key of {group} is {what}", "plan", "c.yaml", files=files, says=says)
 
 
+DECAY = "optim: {schedule: warmup_stable_decay"
 FORMS = {
     "a number of 5,000 digits": (f"optim:\n  learning_rate: 1{'0' * 5000}\n", "digits"),
     "1:30 is 90 in YAML 1.1": ("topology:\n  time: 1:30\n", "1:30"),
@@ -99,7 +80,7 @@ FORMS = {
     "min_lr_rate 5": ("optim: {schedule: cosine_with_min_lr, schedule_options: {min_lr_rate: 5}}\n", "min_lr_rate"),
     "a timescale of 0": ("optim: {schedule: inverse_sqrt, schedule_options: {timescale: 0}}\n", "timescale"),
     "a decay of no known form": (
-        "optim: {schedule: warmup_stable_decay, schedule_options: {num_decay_steps: 9, decay_type: fast}}\n",
+        f"{DECAY}, schedule_options: {{num_decay_steps: 9, decay_type: fast}}}}\n",
         "decay_type",
     ),
     "a key that was removed": ("topology: {memory: '500G'}\n", "topology.memory"),
@@ -112,11 +93,6 @@ FORMS = {
 """What a file holds, and what is said about it."""
 
 
-def _has(text: str | bytes, key: str) -> bool:
-    """Whether a file speaks of a key of GOOD itself."""
-    return isinstance(text, str) and f"{key.partition('.')[2]}:" in text
-
-
 TAKEN = {
     "nothing": ("", "owner/model"),
     "a learning rate of 10": ("optim: {learning_rate: 10}\n", "is large for a trained model"),
@@ -127,29 +103,12 @@ TAKEN = {
 }
 """What a file holds that is not refused, and what is said about it."""
 
-CASES = [
-    *wrong_values(),
-    *(
-        Case(
-            name=f"a config: {name}",
-            arguments=("plan", "c.yaml", *(f"{key}={value}" for key, value in GOOD.items() if not _has(text, key))),
-            files={"c.yaml": text},
-            says=(said,),
-            expect=(code,),
-        )
-        for forms, code in ((FORMS, 2), (TAKEN, 0))
-        for name, (text, said) in forms.items()
-    ),
-    *(
-        Case(name=f"a number of 5,000 digits: {verb[0]}", arguments=(*verb, f"{key}={'9' * 5000}"), says=(key,))
-        for verb, key in (
-            (("plan",), "~topology.main_port"),
-            (("sbatch", "sft", "-m", "optim.beta1=0.8,0.9"), "trainer.seed"),
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize("case", sampled(CASES, one_in=8))
-def test_case(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+CASES = [*wrong_values()]
+for forms, code in ((FORMS, 2), (TAKEN, 0)):
+    for name, (text, said) in forms.items():
+        own = [f"{key}={value}" for key, value in GOOD.items() if f"{key.partition('.')[2]}:" not in text]
+        how = {"files": {"c.yaml": text}, "says": (said,), "expect": (code,)}
+        CASES.append(command(f"a config: {name}", "plan", "c.yaml", *own, **how))
+for verb, key in ((("plan",), "~topology.main_port"), (("sbatch", "sft", "-m", "optim.beta1=0.8,0.9"), "trainer.seed")):
+    CASES.append(command(f"a number of 5,000 digits: {verb[0]}", *verb, f"{key}={'9' * 5000}", says=(key,)))
+test_case = each_of(CASES, one_in=8)

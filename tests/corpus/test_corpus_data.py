@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.corpus.case import Case, check, sampled
+from tests.corpus.case import Case, each_of
 from tests.corpus.tiny_run import ROWS, gone, lines, link, trains
 
 SAID = 'text\n"one two three"\n"four five six"\n'
@@ -17,15 +14,15 @@ SAID = 'text\n"one two three"\n"four five six"\n'
 
 def data(name: str, file: str, content: Any, *arguments: str, **more: Any) -> Case:
     """Data of its own, in `file`."""
-    if isinstance(content, list):
-        content = lines(content)
-    return trains(
-        f"data, {name}",
-        {"data.jsonl": gone} | {file: content},
-        f"data.train={json.dumps(file, ensure_ascii=False)}",
-        *arguments,
-        **more,
-    )
+    files = {"data.jsonl": gone} | {file: lines(content) if isinstance(content, list) else content}
+    train = f"data.train={json.dumps(file, ensure_ascii=False)}"
+    return trains(f"data, {name}", files, train, *arguments, **more)
+
+
+def four(name: str, row: Any, verb: str = "sft", **more: Any) -> Case:
+    """Four rows alike, of what the verb trains."""
+    groups = {} if verb == "sft" else {"objective": {"kind": verb}}
+    return data(name, "data.jsonl", [row] * 4, verb=verb, groups=groups, **more)
 
 
 def chat(said: Any, **more: Any) -> dict[str, Any]:
@@ -73,7 +70,7 @@ ROWS_OF = {
     "messages a text": {"messages": "hello"},
     "content a number": chat(5),
     "a weight of text": {
-        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": "x"}]
+        "messages": [*chat("a")["messages"][:1], {"role": "assistant", "content": "b", "weight": "x"}]
     },
     "tools a number": chat("ok", tools=5),
     "template variables a list": chat("ok", chat_template_kwargs=[1]),
@@ -92,41 +89,21 @@ CASES = [
     *(data(f"a file that is {name}", "data.jsonl", make) for name, make in ODD.items()),
     *(data(name, "data.jsonl", content) for name, content in CONTENTS.items()),
     *(data(name, file, content, *([f"data.train={file.split('/')[0]}"])) for name, (file, content) in FILES.items()),
-    *(data(f"token ids, {name}", "data.jsonl", [{"input_ids": ids}] * 4) for name, ids in IDS.items()),
-    *(data(f"rows, {name}", "data.jsonl", [row] * 4) for name, row in ROWS_OF.items()),
+    *(four(f"token ids, {name}", {"input_ids": ids}) for name, ids in IDS.items()),
+    *(four(f"rows, {name}", row) for name, row in ROWS_OF.items()),
+]
+for name, value in (*((name, [1]) for name in ARGUMENTS), ("tools", None)):
+    how = {"expect": (2,), "says": ("chat_template_kwargs", name)} if value else {"expect": (0,)}
+    CASES.append(four(f"a template variable {name} = {value}", chat("ok", chat_template_kwargs={name: value}), **how))
+CASES += [
     *(
-        data(
-            f"a template variable {name} = {value}",
-            "data.jsonl",
-            [chat("ok", chat_template_kwargs={name: value})] * 4,
-            expect=(2,) if value else (0,),
-            says=("chat_template_kwargs", name) if value else (),
-        )
-        for name, value in (*((name, [1]) for name in ARGUMENTS), ("tools", None))
-    ),
-    *(
-        data(f"pairs, {name}", "data.jsonl", [row] * 4, verb=verb, groups={"objective": {"kind": verb}})
+        four(f"pairs, {name}", row, verb)
         for name, row in PAIRS.items()
         for verb in ("dpo", "reward")
         if (name, verb) != ("no prompt", "reward")
     ),
-    *(
-        data(
-            f"labels, {name}",
-            "data.jsonl",
-            [{"prompt": "a", "completion": "b", "label": label}] * 4,
-            verb="kto",
-            groups={"objective": {"kind": "kto"}},
-        )
-        for name, label in LABELS.items()
-    ),
-    data(
-        "margins of text",
-        "data.jsonl",
-        [{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}] * 4,
-        verb="reward",
-        groups={"objective": {"kind": "reward"}},
-    ),
+    *(four(f"labels, {name}", {"prompt": "a", "completion": "b", "label": one}, "kto") for name, one in LABELS.items()),
+    four("margins of text", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "reward"),
     data(
         "evaluated on what is trained", "data.jsonl", ROWS, "data.eval=data.jsonl", expect=(0, 2), says=("data.eval",)
     ),
@@ -134,8 +111,4 @@ CASES = [
     data("a path of 5000 bytes", "data.jsonl", ROWS, f"data.train={'a/' * 2500}b.jsonl"),
     data("a cache that is a file", "data.jsonl", ROWS, "data.cache_dir=c.yaml"),
 ]
-
-
-@pytest.mark.parametrize("case", sampled(CASES, one_in=6))
-def test_case(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_case = each_of(CASES, one_in=6)

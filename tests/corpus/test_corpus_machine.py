@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import pwd
-import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
-import pytest
-
-from tests.corpus.case import Case, Make, check, sampled
+from tests.corpus.case import Make, command, each_of
 from tests.corpus.tiny_run import link
 
 RUN = ("model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32", "trainer.output_dir=run")
@@ -18,10 +16,7 @@ PLAN = ("plan", *RUN)
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NODEID": "0"}
 STEP = {**JOB, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-NO_NUMBERS = {
-    "a superscript": "2²",
-    "5,000 digits": "1" * 5000,
-}
+NO_NUMBERS = {"a superscript": "2²", "5,000 digits": "1" * 5000}
 NUMBERS = {
     **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"), LAUNCHED),
     "SLURM_NODEID": JOB,
@@ -46,10 +41,7 @@ BEYOND = {
 }
 """Variables that contradict the others of the same launcher: a number beyond what there is, a list that is too short."""
 NAMES_OF = {"SLURM_PROCID": "RANK", "SLURM_LOCALID": "LOCAL_RANK", "SLURM_STEP_NODELIST": "SLURM_NODEID"}
-HOSTS = {
-    "an open bracket": "n[1-3",
-    "5,000 digits": f"n[{'1' * 5000}]",
-}
+HOSTS = {"an open bracket": "n[1-3", "5,000 digits": f"n[{'1' * 5000}]"}
 HARMLESS = {
     "TERM": ("nonsense", "", "dumb"),
     "PYTHONIOENCODING": ("ascii", "latin-1"),
@@ -78,10 +70,6 @@ def nobody(number: int) -> None:
     raise KeyError(f"getpwuid(): uid not found: {number}")
 
 
-def close_stdin() -> None:
-    os.close(0)
-
-
 def no_reader() -> None:
     """stdout is a pipe whose reader has left, as after `| head -1`."""
     reader, writer = os.pipe()
@@ -101,72 +89,51 @@ KINDS: dict[str, Make] = {
     "/dev/zero": link("/dev/zero"),
     "1 GB": sparse,
 }
-AS_CONFIG = {
-    f"a config that is {kind}": (("plan", "c.yaml"), "c.yaml", make)
-    for kind, make in KINDS.items()
-    if make is not sparse
-}
-PLACES = {
-    "model.path": "m",
-    "data.chat_template": "t.jinja",
-    "trainer.resume": "r",
-    "trainer.output_dir": "run",
-}
-
-
-def named_value(key: str, path: str) -> tuple[str, ...]:
-    return (*(one for one in PLAN if not one.startswith(f"{key}=")), f"{key}={path}")
-
-
+PLACES = {"model.path": "m", "data.chat_template": "t.jinja", "trainer.resume": "r", "trainer.output_dir": "run"}
 CASES = [
     *(
-        Case(name=f"no reader: {one[0]}", arguments=(*one, *RUN), begin=no_reader, expect=(141,))
+        command(f"no reader: {one[0]}", *one, *RUN, begin=no_reader, expect=(141,))
         for one in (("plan",), ("plan", "--json"))
     ),
-    Case(name="RANK alone, a text", arguments=PLAN, env={"RANK": "x"}, says=("RANK",)),
+    command("RANK alone, a text", *PLAN, env={"RANK": "x"}, says=("RANK",)),
     *(
-        Case(name=f"{name} is {what}", arguments=PLAN, env={**others, name: value}, says=(name,))
+        command(f"{name} is {what}", *PLAN, env={**others, name: value}, says=(name,))
         for name, others in NUMBERS.items()
         for what, value in NO_NUMBERS.items()
     ),
     *(
-        Case(
-            name=f"{' '.join(verb)}: {name} beyond", arguments=(*verb, *RUN), env={**others, name: value}, says=(said,)
+        command(
+            f"{' '.join(verb)}: {name} beyond",
+            *verb,
+            *RUN,
+            env={**others, name: value},
+            says=(NAMES_OF.get(name, name),),
         )
         for name, (others, value) in BEYOND.items()
-        for said in (NAMES_OF.get(name, name),)
         for verb in (("plan", "--json"), ("sft",), ("verify",), ("inspect",))
     ),
     *(
-        Case(
-            name=f"hosts: {what}",
-            arguments=PLAN,
-            env={**JOB, "SLURM_JOB_NODELIST": hosts},
-            says=("SLURM_JOB_NODELIST",),
-        )
+        command(f"hosts: {what}", *PLAN, env={**JOB, "SLURM_JOB_NODELIST": hosts}, says=("SLURM_JOB_NODELIST",))
         for what, hosts in HOSTS.items()
     ),
     *(
-        Case(name=f"{name}={value[:12]!r} plans all the same", arguments=PLAN, env={name: value}, expect=(0,))
+        command(f"{name}={value[:12]!r} plans all the same", *PLAN, env={name: value}, expect=(0,))
         for name, values in HARMLESS.items()
         for value in values
     ),
     *(
-        Case(name=name, arguments=(*arguments, *RUN), files={file: make}, says=("c.yaml",))
-        for name, (arguments, file, make) in AS_CONFIG.items()
-    ),
-    *(
-        Case(name=f"{key} is {kind}", arguments=named_value(key, path), files={path: make}, expect=(0, 2))
-        for key, path in PLACES.items()
+        command(f"a config that is {kind}", "plan", "c.yaml", *RUN, files={"c.yaml": make}, says=("c.yaml",))
         for kind, make in KINDS.items()
+        if make is not sparse
     ),
-    Case(name="no current folder", arguments=PLAN, begin=leave_the_folder, expect=(0, 2)),
-    Case(name="nobody, nowhere", arguments=PLAN, begin=be_nobody, expect=(0,)),
-    Case(name="no stdin", arguments=PLAN, begin=close_stdin, expect=(0,)),
 ]
-
-
-@pytest.mark.parametrize("case", sampled(CASES, one_in=4))
-def test_case(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
-    shutil.rmtree(tmp_path, ignore_errors=True)
+for key, path in PLACES.items():
+    others = [one for one in PLAN if not one.startswith(f"{key}=")]
+    for kind, make in KINDS.items():
+        CASES.append(command(f"{key} is {kind}", *others, f"{key}={path}", files={path: make}, expect=(0, 2)))
+CASES += [
+    command("no current folder", *PLAN, begin=leave_the_folder, expect=(0, 2)),
+    command("nobody, nowhere", *PLAN, begin=be_nobody, expect=(0,)),
+    command("no stdin", *PLAN, begin=partial(os.close, 0), expect=(0,)),
+]
+test_case = each_of(CASES, one_in=4)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
-import pytest
-
-from tests.corpus.case import Case, Make, check, sampled
+from tests.corpus.case import Case, Make, command, each_of
 
 WHOLE: Mapping[str, str | bytes | Make] = {
     "run/.packtrain": "",
@@ -27,11 +24,8 @@ JSON = {
     "deep": "[" * 10**5,
     "values of other types": '{"status": [1], "steps": {"a": 1}, "ranks": {"a": 1}, "host": 3, "address": null, "port": "x", '
     '"secret": 1, "pid": "y", "num_processes": -1, "batch": [], "versions": 3, "step": "x", "loss": "high", "lr": []}\n',
-    "huge numbers": '{"status": "done", "steps": 1'
-    + "0" * 4000
-    + ', "step": 1e999, "loss": 1e999, "port": 99999999, "pid": 1'
-    + "0" * 30
-    + "}\n",
+    "huge numbers": f'{{"status": "done", "steps": 1{"0" * 4000}, "step": 1e999, "loss": 1e999, '
+    f'"port": 99999999, "pid": 1{"0" * 30}}}\n',
     "ranks of wrong values": '{"ranks": [1, {"rank": "x"}, {"rank": -1, "host": [], "process": {"code": "z"}}, null]}',
     "a channel of nobody": '{"host": "nowhere.invalid", "address": "192.0.2.1", "port": 1, "secret": "s", "pid": 1, "packtrain": "0"}',
     "bytes": bytes(range(256)),
@@ -50,14 +44,8 @@ def cases() -> Iterator[Case]:
         for at, (what, content) in enumerate({**JSON, **KINDS}.items()):
             verb = ("doctor", "report")[(number + at) % 2]
             how = ("--json",) if verb == "doctor" and at % 4 < 2 else ()
-            name = f"{verb}: {file.removeprefix('run/')} is {what}"
-            yield Case(
-                name=name,
-                arguments=(verb, "run", *how),
-                files={**WHOLE, file: content},
-                expect=(0, 2, 4),
-                writes=WRITES,
-            )
+            name, files = f"{verb}: {file.removeprefix('run/')} is {what}", {**WHOLE, file: content}
+            yield command(name, verb, "run", *how, files=files, expect=(0, 2, 4), writes=WRITES)
 
 
 RUNS: dict[str, Mapping[str, str | bytes | Make]] = {
@@ -72,24 +60,14 @@ RUNS: dict[str, Mapping[str, str | bytes | Make]] = {
 CASES = [
     *cases(),
     *(
-        Case(
-            name=f"{' '.join(verb)}: a run {what}",
-            arguments=(*verb, "run"),
-            files=files,
-            expect=(0, 2, 4),
-            writes=WRITES,
-        )
+        command(f"{' '.join(verb)}: a run {what}", *verb, "run", files=files, expect=(0, 2, 4), writes=WRITES)
         for what, files in RUNS.items()
         for verb in (("doctor",), ("doctor", "--stacks", "--json"), ("report",), ("report", "--watch"))
     ),
     *(
-        Case(name=f"{verb} of {what!r:.20}", arguments=(verb, what), expect=(2,))
-        for what in ("~nobody-here/x", "x" * 5000, "a\0b"[:1] * 300, "/dev/null", "/dev/zero", "", "\udcff")
+        command(f"{verb} of {what!r:.20}", verb, what)
+        for what in ("~nobody-here/x", "x" * 5000, "a" * 300, "/dev/null", "/dev/zero", "", "\udcff")
         for verb in ("doctor", "report")
     ),
 ]
-
-
-@pytest.mark.parametrize("case", sampled(CASES, one_in=8))
-def test_case(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_case = each_of(CASES, one_in=8)

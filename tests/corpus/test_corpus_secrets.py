@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-
-from tests.corpus.case import Case, check, sampled
+from tests.corpus.case import Case, command, each_of
 
 SECRETS = {
     "a token of the hub": "hf_AbCdEfGhIjKlMnOpQrStUvWx",
@@ -23,12 +20,8 @@ SECRETS = {
 }
 PARTS = ("hunter2", "AbCdEfGhIj", "abcdefghij", "AKIAIOSF", "eyJzdWIi", "89abcdef01")
 """Of each a part that must be seen nowhere."""
-RUN = {
-    "model.path": "owner/model",
-    "data.train": "owner/data",
-    "batch.examples_per_step": "32",
-    "trainer.output_dir": "run",
-}
+RUN = {"model.path": "owner/model", "data.train": "owner/data"}
+RUN |= {"batch.examples_per_step": "32", "trainer.output_dir": "run"}
 PLACES = ("model.path", "data.train", "data.cache_dir", "trainer.output_dir", "tracking.run_name", "model.config.name")
 MAY_BE_A_COMMIT = ("trainer.output_dir", "data.cache_dir", "tracking.run_name")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -46,15 +39,12 @@ def of_the_config() -> Iterator[Case]:
             if what == "a key of wandb" and place in MAY_BE_A_COMMIT:
                 continue
             group, _, name = place.partition(".")
-            text = f"{group}:\n  {name.partition('.')[0]}: " + (
-                f"{{name: '{secret}'}}\n" if name.count(".") else f"'{secret}'\n"
-            )
+            value = f"{{name: '{secret}'}}" if name.count(".") else f"'{secret}'"
+            text = f"{group}:\n  {name.partition('.')[0]}: {value}\n"
             others = [one for one in given() if not one.startswith(f"{place}=")]
-            if at % 2 == len(secret) % 2:  # every second one
-                files, arguments = {"c.yaml": text}, ("plan", "c.yaml", *others)
-            else:
-                files, arguments = {}, ("plan", *others, f"+{place}='{secret}'")
-            yield Case(name=f"{what} in {place}", arguments=arguments, files=files, secrets=PARTS)
+            in_file = at % 2 == len(secret) % 2  # every second one
+            files, given_by = ({"c.yaml": text}, "c.yaml") if in_file else ({}, f"+{place}='{secret}'")
+            yield command(f"{what} in {place}", "plan", given_by, *others, files=files, secrets=PARTS)
 
 
 ARGUMENTS = {
@@ -78,92 +68,60 @@ ARGUMENTS = {
         "data.eval=https://joe:hunter2/hunter2@host/y.jsonl",
     ),
 }
-FROM_ENV = (
-    "tracking.run_name",
-    "trainer.output_dir",
-    "data.train",
-    "model.path",
-    "data.cache_dir",
-)
+FROM_ENV = ("tracking.run_name", "trainer.output_dir", "data.train", "model.path", "data.cache_dir")
 SETUP = "topology:\n  setup: ['export WANDB_API_KEY=hunter2hunter2', 'git clone https://joe:hunter2hunter2@host/x']\n"
-
-
+A_RUN = {
+    "run/.packtrain": "",
+    "run/config.yaml": "tracking: {run_name: 'https://joe:hunter2hunter2@h'}\n",
+    "run/summary.json": '{"status": "failed", "steps": 3, "hub_token": "hunter2hunter2"}',
+    "run/logs/rank-00000.log": "error:\nhttps://joe:hunter2hunter2@h is not there\nHF_TOKEN=hunter2hunter2\n",
+    "run/logs/ranks.json": '{"ranks": []}',
+    "run/logs/diagnosis.txt": "rank 0 waits for https://joe:hunter2hunter2@h\n",
+    "run/metrics.jsonl": '{"step": 1, "loss": 2.0}\n',
+}
 CASES = [
     *of_the_config(),
-    *(
-        Case(name=f"in arguments: {name}", arguments=arguments, secrets=("hunter2",))
-        for name, arguments in ARGUMENTS.items()
-    ),
-    *(
-        Case(
-            name=f"not hostile: {place} called by a commit",
-            arguments=("plan", *given(**{place: f"'{COMMIT}'"})),
-            expect=(0,),
-            writes=(COMMIT,),
-        )
-        for place in MAY_BE_A_COMMIT
-    ),
-    Case(
-        name="not hostile: data in a folder called by a commit",
-        arguments=("plan", *given(**{"data.train": f"'{COMMIT}'"})),
-        files={f"{COMMIT}/a.jsonl": '{"text": "a b c"}\n'},
-        expect=(0,),
-    ),
-    *(
-        Case(
-            name=f"{variable} by oc.env in {place}",
-            arguments=("plan", "c.yaml", *(one for one in given() if not one.startswith(f"{place}="))),
-            files={"c.yaml": f"{place.split('.')[0]}:\n  {place.split('.')[1]}: 'x-${{oc.env:{variable}}}'\n"},
-            env={variable: "plain-hunter2-value"},
-            secrets=("hunter2",),
-            says=(place,),
-        )
-        for place in FROM_ENV
-        for variable in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
-    ),
-    Case(
-        name="a variable of a secret name with a value of every day",
-        arguments=("plan", *given(**{"trainer.output_dir": "runs/training-1"})),
+    *(command(f"in arguments: {name}", *given, secrets=("hunter2",)) for name, given in ARGUMENTS.items()),
+]
+for place in MAY_BE_A_COMMIT:
+    own = given(**{place: f"'{COMMIT}'"})
+    CASES.append(command(f"not hostile: {place} called by a commit", "plan", *own, expect=(0,), writes=(COMMIT,)))
+ROW = {f"{COMMIT}/a.jsonl": '{"text": "a b c"}\n'}
+in_commit = given(**{"data.train": f"'{COMMIT}'"})
+CASES.append(command("not hostile: data in a folder called by a commit", "plan", *in_commit, files=ROW, expect=(0,)))
+for place in FROM_ENV:
+    group, name = place.split(".")
+    others = [one for one in given() if not one.startswith(f"{place}=")]
+    for variable in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"):
+        files = {"c.yaml": f"{group}:\n  {name}: 'x-${{oc.env:{variable}}}'\n"}
+        how = {"env": {variable: "plain-hunter2-value"}, "secrets": ("hunter2",), "says": (place,)}
+        CASES.append(command(f"{variable} by oc.env in {place}", "plan", "c.yaml", *others, files=files, **how))
+CASES += [
+    command(
+        "a variable of a secret name with a value of every day",
+        *("plan", *given(**{"trainer.output_dir": "runs/training-1"})),
         env={"POSTGRES_PASSWORD": "training"},
         says=("the value of $POSTGRES_PASSWORD", "trainer.output_dir"),
     ),
-    Case(
-        name="in topology.setup: plan",
-        arguments=("plan", "c.yaml", *given(), "--full"),
+    command(
+        "in topology.setup: plan",
+        *("plan", "c.yaml", *given(), "--full"),
         files={"c.yaml": SETUP},
         secrets=("hunter2",),
         expect=(0,),
         says=("topology.setup[0]", "topology.setup[1]"),
     ),
-    Case(
-        name="in topology.setup: the script has it",
-        arguments=("sbatch", "sft", "c.yaml", *given(), *JOB),
+    command(
+        "in topology.setup: the script has it",
+        *("sbatch", "sft", "c.yaml", *given(), *JOB),
         files={"c.yaml": SETUP},
+        writes=("run", "run/*"),
         expect=(0,),
         says=("export WANDB_API_KEY=hunter2hunter2", "note: topology.setup[0]: it has a secret"),
-        writes=("run", "run/*"),
     ),
     *(
-        Case(
-            name=f"in a run folder: {file} {verb}",
-            arguments=(verb, "run"),
-            files={
-                "run/.packtrain": "",
-                "run/config.yaml": "tracking: {run_name: 'https://joe:hunter2hunter2@h'}\n",
-                "run/summary.json": '{"status": "failed", "steps": 3, "hub_token": "hunter2hunter2"}',
-                "run/logs/rank-00000.log": "error:\nhttps://joe:hunter2hunter2@h is not there\nHF_TOKEN=hunter2hunter2\n",
-                "run/logs/ranks.json": '{"ranks": []}',
-                "run/logs/diagnosis.txt": "rank 0 waits for https://joe:hunter2hunter2@h\n",
-                "run/metrics.jsonl": '{"step": 1, "loss": 2.0}\n',
-            },
-            secrets=("hunter2",),
-            expect=(0, 4),
-        )
-        for file, verb in (("page", "report"), ("state", "doctor"))
+        command(f"in a run folder: {verb}", verb, "run", files=A_RUN, secrets=("hunter2",), expect=(0, 4))
+        for verb in ("report", "doctor")
     ),
 ]
-
-
-@pytest.mark.parametrize("case", sampled(CASES, one_in=3))
-def test_case(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_case = each_of(CASES, one_in=3)

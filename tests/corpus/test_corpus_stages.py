@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.corpus.case import Case, check, sampled
+from tests.corpus.case import Case, each_of
 from tests.corpus.tiny_run import LLAMA, changed, cut, gone, put, trains
 
 
@@ -20,23 +17,14 @@ def from_here() -> None:
 
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:abcd\nsize 123456\n"
-NOT_OBJECTS = {
-    "null": "null",
-    "a list": "[1]",
-    "an LFS pointer": LFS,
-    "nested 100000 deep": "[" * 100_000,
-}
-READ = {
-    "model/config.json": ("config.json",),
-    "model/tokenizer.json": ("tokenizer",),
-    "model/tokenizer_config.json": ("tokenizer",),
-    "adapters/adapter_config.json": ("adapter_config.json",),
-}
+NOT_OBJECTS = {"null": "null", "a list": "[1]", "an LFS pointer": LFS, "nested 100000 deep": "[" * 100_000}
+READ = {"model/config.json": "config.json", "model/tokenizer.json": "tokenizer"}
+READ |= {"model/tokenizer_config.json": "tokenizer", "adapters/adapter_config.json": "adapter_config.json"}
 
 
 FILES_OF_OTHERS = [
-    trains(f"{path} is {name}", {path: content}, adapters=path.startswith("adapters"), says=says)
-    for path, says in READ.items()
+    trains(f"{path} is {name}", {path: content}, adapters=path.startswith("adapters"), says=(said,))
+    for path, said in READ.items()
     for name, content in NOT_OBJECTS.items()
 ]
 
@@ -63,18 +51,13 @@ SAVING = f"{CLASS}class Mine(LlamaForCausalLM):\n    def save_pretrained(self, *
 
 def with_code(name: str, code: str, expect: tuple[int, ...] = (2,), *says: str) -> Case:
     """A model with code of its own."""
-    files = {
-        "model/config.json": changed(auto_map={"AutoModelForCausalLM": "mine.Mine"}),
-        "model/mine.py": code,
-    }
+    files = {"model/config.json": changed(auto_map={"AutoModelForCausalLM": "mine.Mine"}), "model/mine.py": code}
     return trains(f"code of a model, {name}", files, "model.trust_remote_code=true", expect=expect, says=says)
 
 
 def with_code_of_a_tokenizer(name: str, code: str) -> Case:
-    files = {
-        "model/tokenizer_config.json": changed(auto_map={"AutoTokenizer": ["tok.T", "tok.T"]}, tokenizer_class="T"),
-        "model/tok.py": code,
-    }
+    own = changed(auto_map={"AutoTokenizer": ["tok.T", "tok.T"]}, tokenizer_class="T")
+    files = {"model/tokenizer_config.json": own, "model/tok.py": code}
     return trains(f"code of a tokenizer, {name}", files, "model.trust_remote_code=true", says=("model.path",))
 
 
@@ -162,8 +145,4 @@ CASES = [
         expect=(0,),
     ),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", sampled(CASES, one_in=4))
-def test_case(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_case = each_of(CASES, one_in=4)

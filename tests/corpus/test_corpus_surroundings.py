@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from string import Template
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.corpus.case import Case, carry_out, check, faults, sampled
+from tests.corpus.case import Case, carry_out, command, each_of, faults
 from tests.corpus.tiny_run import put, trains
 
 TRAINED = "run/final/model.safetensors"
@@ -61,11 +62,7 @@ def slowly_read() -> None:
 
 STREAMS = [
     trains(f"{how.__name__} {', '.join(map(str, numbers))}", begin=partial(how, *numbers), expect=(0,))
-    for how, numbers in (
-        (closed, (0, 1, 2)),
-        (full, (1, 2)),
-        (unread, (1, 2)),
-    )
+    for how, numbers in ((closed, (0, 1, 2)), (full, (1, 2)), (unread, (1, 2)))
 ]
 
 
@@ -102,15 +99,8 @@ sys.modules["wandb.sdk.lib.config_util"].ConfigError = ValueError
 
 def tracked(name: str, init: str = "pass", log: str = "pass", finish: str = "pass", top: str = "", **more: Any) -> Case:
     code = top + Template(WANDB).substitute(init=init, log=log, finish=finish)
-    more = {"expect": (0,), "says": ("wandb is left out", "goes on"), **more}
-    return trains(
-        f"wandb, {name}",
-        {"wandb.py": code},
-        "tracking.report_to=[wandb]",
-        begin=impatient,
-        writes=("__pycache__*",),
-        **more,
-    )
+    how = {"begin": impatient, "writes": ("__pycache__*",), "expect": (0,), "says": ("wandb is left out", "goes on")}
+    return trains(f"wandb, {name}", {"wandb.py": code}, "tracking.report_to=[wandb]", **how | more)
 
 
 TRACKERS = [
@@ -121,21 +111,9 @@ TRACKERS = [
 ]  # fmt: skip
 MARK = {"run/.packtrain": "packtrain made this folder: a new run may move what earlier ones wrote here.\n"}
 OWN = ("run*", "home/*")
-OTHER = {
-    "null": "null",
-    "noise": b"\xff\xfe\0",
-    "an object": '{"status": 5}',
-}
-RUN_FILES = (
-    "summary.json",
-    "metrics.jsonl",
-    "plan.json",
-    "env.json",
-    "facts.json",
-    "config.yaml",
-    "logs/channel.json",
-    "logs/ranks.json",
-)
+OTHER = {"null": "null", "noise": b"\xff\xfe\0", "an object": '{"status": 5}'}
+RUN_FILES = ("summary.json", "metrics.jsonl", "plan.json", "env.json", "facts.json", "config.yaml")
+RUN_FILES += ("logs/channel.json", "logs/ranks.json")
 
 
 def in_a_run(name: str, files: dict[str, Any], *arguments: str, **more: Any) -> Case:
@@ -154,32 +132,22 @@ FOLDERS = [
 ]  # fmt: skip
 
 
-def files_of_at_most(number: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
-
-
-def files_open(number: int) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (number, number))
+def limited(what: int, number: int) -> Callable[[], None]:
+    return partial(resource.setrlimit, what, (number, number))
 
 
 LIMITS = [
-    trains("files of 2,000 bytes", begin=partial(files_of_at_most, 2_000), expect=(2,)),
-    trains("files of 60,000 bytes", begin=partial(files_of_at_most, 60_000), expect=(2,), says=("too large",)),
-    trains("30 open files", begin=partial(files_open, 30), expect=(0, 2)),
+    trains("files of 2,000 bytes", begin=limited(resource.RLIMIT_FSIZE, 2_000), expect=(2,)),
+    trains("files of 60,000 bytes", begin=limited(resource.RLIMIT_FSIZE, 60_000), expect=(2,), says=("too large",)),
+    trains("30 open files", begin=limited(resource.RLIMIT_NOFILE, 30), expect=(0, 2)),
 ]
-SETTINGS = {"model/generation_config.json": '{"do_sample": false, "temperature": 0.9, "top_p": 0.6}'}
+GREEDY = {"model/generation_config.json": '{"do_sample": false, "temperature": 0.9, "top_p": 0.6}'}
 CASES = [
     *TRACKERS,
     *FOLDERS,
     *LIMITS,
-    trains(
-        "greedy answers with a temperature", SETTINGS, "trainer.checkpoint_every=1", expect=(0,), says=("do_sample",)
-    ),
-    Case(name="a slow reader of help", arguments=("sft", "-h"), begin=slowly_read, expect=(0,), says=("`data.train`",)),
+    trains("greedy answers with a temperature", GREEDY, "trainer.checkpoint_every=1", expect=(0,), says=("do_sample",)),
+    command("a slow reader of help", "sft", "-h", begin=slowly_read, expect=(0,), says=("`data.train`",)),
     trains("a slow reader of a run", begin=slowly_read, expect=(0,), says=("ready",)),
 ]
-
-
-@pytest.mark.parametrize("case", sampled(CASES, one_in=4))
-def test_case(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_case = each_of(CASES, one_in=4)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.corpus.case import Case, check, sampled
+from tests.corpus.case import Case, command, each_of
 from tests.corpus.test_corpus_data import CONTENTS, LABELS, PAIRS, ROWS_OF, data
 from tests.corpus.test_corpus_machine import RUN, leave_the_folder
 from tests.corpus.test_corpus_run_folders import WHOLE
@@ -19,10 +16,7 @@ from tests.corpus.test_corpus_surroundings import closed, full, unread
 from tests.corpus.tiny_run import Make, changed, gone, link, trains
 
 MADE = ("page.html", "__pycache__*", "mine/__pycache__*")
-NUMBERS = {
-    "zero": "0",
-    "10^30": "1" + "0" * 30,
-}
+NUMBERS = {"zero": "0", "10^30": "1" + "0" * 30}
 SOURCES = {
     "line zero": "data.jsonl:0",
     "another file": "c.yaml:1",
@@ -35,8 +29,6 @@ PAGES: dict[str, tuple[str, Make | str]] = {
     "in no folder": ("none/page", lambda at: None),
     "its data": ("data.jsonl", lambda at: None),
 }  # fmt: skip
-
-
 LOOPS = {name: link(name) for name in ("loop", "loop.py")}
 
 
@@ -48,9 +40,8 @@ def of_inspect() -> Iterator[Case]:
     for option in ("--rows", "--step"):
         for name, number in NUMBERS.items():
             yield inspect(f"{option} {name}", option, number, expect=(0, 2))
-    yield from (
-        inspect(f"--source {name}", "--source", one, files=LOOPS, says=("--source",)) for name, one in SOURCES.items()
-    )
+    for name, one in SOURCES.items():
+        yield inspect(f"--source {name}", "--source", one, files=LOOPS, says=("--source",))
     yield inspect("--source and --step", "--source", "data.jsonl:1", "--step", "1", says=("--source",))
     for name, (page, make) in PAGES.items():
         made = {} if page.partition("/")[0] in ("c.yaml", "data.jsonl", "none") or len(page) > 9 else {page: make}
@@ -59,23 +50,17 @@ def of_inspect() -> Iterator[Case]:
         yield data(name, "data.jsonl", content, verb="inspect", expect=(0, 2))
     for name, row in ROWS_OF.items():
         yield data(f"rows, {name}", "data.jsonl", [row] * 4, "--json", verb="inspect", expect=(0, 2))
-    for name, row in PAIRS.items():
-        groups = {"objective": {"kind": "dpo"}}
-        yield data(f"dpo, {name}", "data.jsonl", [row] * 4, verb="inspect", groups=groups, expect=(0, 2))
-    for name, label in LABELS.items():
-        rows, groups = [{"prompt": "a", "completion": "b", "label": label}] * 4, {"objective": {"kind": "kto"}}
-        yield data(f"kto, {name}", "data.jsonl", rows, verb="inspect", groups=groups)
-    texts = {
-        "escapes": "\x1b[31m\x07\x1b]0;title\x07",
-        "markup": "<script>alert(1)</script>[red]{{ 7 }}",
-        "marks": "\u202e\u0000é",
-    }
+    labelled = {name: {"prompt": "a", "completion": "b", "label": label} for name, label in LABELS.items()}
+    for kind, rows in (("dpo", PAIRS), ("kto", labelled)):
+        how = {"verb": "inspect", "groups": {"objective": {"kind": kind}}, "expect": (0, 2) if kind == "dpo" else (2,)}
+        for name, row in rows.items():
+            yield data(f"{kind}, {name}", "data.jsonl", [row] * 4, **how)
+    texts = {"escapes": "\x1b[31m\x07\x1b]0;title\x07", "marks": "\u202e\u0000é"}
+    texts["markup"] = "<script>alert(1)</script>[red]{{ 7 }}"
+    how = {"verb": "inspect", "expect": (0,), "writes": MADE}
     for name, text in texts.items():
         for option in ((), ("--json",), ("--html", "page.html"), ("--rows", "3")):
-            rows = [{"text": text * 5}] * 4
-            yield data(
-                f"texts of {name} {option[:1]}", "data.jsonl", rows, *option, verb="inspect", expect=(0,), writes=MADE
-            )
+            yield data(f"texts of {name} {option[:1]}", "data.jsonl", [{"text": text * 5}] * 4, *option, **how)
     for how, numbers in ((closed, (1,)), (full, (1,)), (full, (1, 2)), (unread, (1,)), (closed, (0, 1, 2))):
         begin = partial(how, *numbers)
         yield inspect(f"{how.__name__} {numbers}", "--json", begin=begin, expect=(0, 2, 141))
@@ -108,10 +93,8 @@ def of_verify() -> Iterator[Case]:
     for name, code in CODE.items():
         files = {"mine.py": code}
         yield verify(f"a file {name}", "--collator", "mine.py:f", files=files, says=("--collator",), expect=(2, 3))
-    yield from (
-        verify(f"--collator {name}", "--collator", one, files=LOOPS, says=("--collator",))
-        for name, one in SPECS.items()
-    )
+    for name, one in SPECS.items():
+        yield verify(f"--collator {name}", "--collator", one, files=LOOPS, says=("--collator",))
     collator = ("--collator", "trl.trainer.sft_trainer:DataCollatorForLanguageModeling")
     for name in ("", "nope", "²", "\x1b[31m", "x" * 5000):
         yield verify(f"--attention {name:.9}", *collator, "--attention", name, expect=(2, 3))
@@ -153,67 +136,39 @@ TORCHES = {
 def of_env() -> Iterator[Case]:
     """Each imports torch in a process of its own."""
     for name, code in TORCHES.items():
-        env, files = {"PYTHONPATH": "mine"}, {"mine/torch.py": code}
-        yield Case(
-            name=f"env: a torch {name}", arguments=("env", "--json"), files=files, env=env, expect=(0, 3), writes=MADE
-        )
+        how = {"files": {"mine/torch.py": code}, "env": {"PYTHONPATH": "mine"}, "expect": (0, 3), "writes": MADE}
+        yield command(f"env: a torch {name}", "env", "--json", **how)
     secrets = {"WANDB_API_KEY": "hunter2hunter2", "HTTP_PROXY": "http://joe:hunter2/hunter2@host:1"}
     for option in ((), ("--json",)):
-        yield Case(
-            name=f"env: secrets {option}", arguments=("env", *option), env=secrets, secrets=("hunter2",), expect=(0, 3)
-        )
+        yield command(f"env: secrets {option}", "env", *option, env=secrets, secrets=("hunter2",), expect=(0, 3))
     for nodes, address in ((2, "nowhere.invalid"), (20_000, "127.0.0.1"), (2, "-x"), (2, "192.0.2.1")):
-        cluster = (
-            f"topology={{kind: manual, nodes: {nodes}, main_address: {address}, node_rank: 1, join_timeout: 2}}",
-            "--cluster",
-        )
-        yield trains(f"{nodes} machines at {address}", {}, *cluster, verb="env", expect=(2, 4))
+        machines = f"kind: manual, nodes: {nodes}, main_address: {address}, node_rank: 1, join_timeout: 2"
+        given = (f"topology={{{machines}}}", "--cluster")
+        yield trains(f"{nodes} machines at {address}", {}, *given, verb="env", expect=(2, 4))
 
 
 def of_reports() -> Iterator[Case]:
-    for command in (("report", "run"), ("sbatch", "sft", *RUN, *JOB)):
-        arguments, files = (*command, "-o", "page"), {**WHOLE, "page": lambda at: at.write_text("mine")}
-        yield Case(name=f"{command[0]}: -o is the user's file", arguments=arguments, files=files, says=("page",))
-    many = ["run"] * 500
-    yield Case(
-        name="report: a run 500 times",
-        arguments=("report", *many),
-        files=WHOLE,
-        expect=(0,),
-        writes=("run/report.html", "home/*", "run/data.json"),
-    )
-    yield Case(name="report: one of two is none", arguments=("report", "run", "other"), files=WHOLE, says=("other",))
+    for one in (("report", "run"), ("sbatch", "sft", *RUN, *JOB)):
+        files = {**WHOLE, "page": lambda at: at.write_text("mine")}
+        yield command(f"{one[0]}: -o is the user's file", *one, "-o", "page", files=files, says=("page",))
+    writes = ("run/report.html", "home/*", "run/data.json")
+    yield command("report: a run 500 times", "report", *["run"] * 500, files=WHOLE, expect=(0,), writes=writes)
+    yield command("report: one of two is none", "report", "run", "other", files=WHOLE, says=("other",))
     for verb in ("report", "doctor"):
-        yield Case(name=f"{verb}: nothing", arguments=(verb,))
-        yield Case(
-            name=f"{verb}: no current folder",
-            arguments=(verb, "run"),
-            files=WHOLE,
-            begin=leave_the_folder,
-        )
+        yield command(f"{verb}: nothing", verb)
+        yield command(f"{verb}: no current folder", verb, "run", files=WHOLE, begin=leave_the_folder)
 
 
 def of_folders() -> Iterator[Case]:
     """Run folders that cannot be."""
-    for folder in (
-        "c.yaml/x",
-        "loop/x",
-        "/proc/x",
-        "data.jsonl/../x",
-    ):
-        yield trains(f"a run folder {folder:.20}", LOOPS, f"trainer.output_dir={folder}", says=("output_dir",))
-        arguments = ("sbatch", "sft", *RUN[:-1], f"trainer.output_dir={folder}", *JOB, "-o", "home/job.sh")
-        yield Case(
-            name=f"sbatch: a run folder {folder:.20}",
-            arguments=arguments,
-            files={**LOOPS, "c.yaml": "", "data.jsonl": ""},
-        )
+    for folder in ("c.yaml/x", "loop/x", "/proc/x", "data.jsonl/../x"):
+        given, files = f"trainer.output_dir={folder}", {**LOOPS, "c.yaml": "", "data.jsonl": ""}
+        yield trains(f"a run folder {folder}", LOOPS, given, says=("output_dir",))
+        job = ("sbatch", "sft", *RUN[:-1], given, *JOB, "-o", "home/job.sh")
+        yield command(f"sbatch: a run folder {folder}", *job, files=files)
 
 
 CASES = [*of_folders(), *of_inspect(), *of_verify(), *of_bench(), *of_reports()]
 SLOW = [*of_env()]
-
-
-@pytest.mark.parametrize("case", [*sampled(CASES, one_in=8), *sampled(SLOW, one_in=len(SLOW))])
-def test_case(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_case = each_of(CASES, one_in=8)
+test_slow_case = each_of(SLOW, one_in=len(SLOW))

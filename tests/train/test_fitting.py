@@ -211,7 +211,7 @@ def test_an_optimizer_has_class_and_arguments_of_transformers(name: str, tmp_pat
     theirs = {"optim": name, "learning_rate": 3e-4, "adam_beta1": 0.8, "adam_beta2": 0.95, "report_to": "none"}
     kind, arguments = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(str(tmp_path), use_cpu=True, **theirs))
     assert spec.load() is kind
-    assert {"lr": 3e-4, **spec.betas(0.8, 0.95), **spec.options} == arguments
+    assert {"lr": 3e-4, **spec.arguments(0.8, 0.95)} == arguments
 
 
 def test_weights_decay_as_transformers_decides(folder: Path) -> None:

@@ -83,7 +83,7 @@ def test_on_a_gpu_a_process_loads_ahead_into_pinned_memory(monkeypatch: pytest.M
 
 
 PACKAGE = Path(packtrain.__file__).parent
-MOST, MOST_OF_A_RESUME = 18, 9
+MOST, MOST_OF_A_RESUME = 18, 8
 """Files of a step that has no line, no evaluation and no checkpoint, and is not judged; of a resume on as many processes."""
 
 

@@ -19,14 +19,11 @@ from tests.unit.command_line import packtrain
 COMPLETE = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32"]
 
 
-def test_help_lists_the_verbs_and_the_version_is_printed(tmp_path: Path) -> None:
+def test_help_lists_the_verbs_and_what_launchers_put_before_the_verb_is_taken(tmp_path: Path) -> None:
     shown = packtrain("-h", folder=tmp_path)
     assert shown.returncode == 0
     assert "sft" in shown.stdout and "plan" in shown.stdout and "--install-completion" in shown.stdout
     assert packtrain("--version", folder=tmp_path).stdout == f"packtrain {__version__}\n"
-
-
-def test_what_launchers_put_before_the_verb_is_taken(tmp_path: Path) -> None:
     shown = packtrain("--local_rank=1", "sft", "bad.yaml", folder=tmp_path)  # DeepSpeed's
     assert shown.returncode == 2 and "bad.yaml" in shown.stderr and "local_rank" not in shown.stderr
 
@@ -98,13 +95,16 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     assert command == [*command_of("packtrain"), "sft", *overrides]  # can be pasted as it is
 
 
-def test_plan_json_is_one_document_on_stdout(tmp_path: Path) -> None:
+def test_plan_json_is_one_document_on_stdout_and_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     done = packtrain("plan", "--json", *COMPLETE, "topology=local", "topology.gpus_per_node=2", folder=tmp_path)
     document = json.loads(done.stdout)
     assert document["num_processes"] == 2
     assert document["commands"][0]["argv"][1] == "launch"
     assert document["config"]["optim"]["learning_rate"] == 2e-5
     assert document["memory"] is None and "gpus_per_node=2" in document["reason"]
+    assert done.stderr == ""
+    command = f"'{sys.executable}' -m packtrain plan {' '.join(COMPLETE)} | true"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stderr == ""
 
 
@@ -131,33 +131,27 @@ def test_bash_is_offered_what_fits(words: list[str], offered: set[str], tmp_path
     assert set(shown.split("\n")) - {""} == offered
 
 
-@pytest.mark.parametrize(
-    ("arguments", "split"),
-    [
-        (["run.yaml", "a=1"], ("run.yaml", ["a=1"])),
-        (["a=1", "b=2"], (None, ["a=1", "b=2"])),
-        (["~a", "b=2"], (None, ["~a", "b=2"])),
-        (["+a=1"], (None, ["+a=1"])),
-        (["lr=1/run.yaml"], ("lr=1/run.yaml", [])),
-    ],
-)
-def test_the_first_argument_is_the_config_unless_it_is_an_override(
-    arguments: list[str], split: tuple[str | None, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_argument_is_the_config_unless_it_is_an_override(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=1").mkdir()
     (tmp_path / "lr=1" / "run.yaml").touch()
-    assert split_arguments(arguments) == split
+    for arguments, config in (
+        (["run.yaml", "a=1"], "run.yaml"),
+        (["a=1", "b=2"], None),
+        (["~a", "b=2"], None),
+        (["+a=1"], None),
+        (["lr=1/run.yaml"], "lr=1/run.yaml"),
+    ):
+        assert split_arguments(arguments) == (config, arguments[config is not None :])
+
+
+TWO = [Problem("one", "here", "do this"), Problem("two")]
 
 
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (
-            UserError([Problem("one", "here", "do this"), Problem("two")]),
-            2,
-            "error: 2 problems\n  here: one\n    → do this\n  two\n",
-        ),
+        (UserError(TWO), 2, "error: 2 problems\n  here: one\n    → do this\n  two\n"),
         (UserError("found \x1b[31m", where="a\x07\u202e.jsonl"), 2, "error:\n  a␇⟨U+202E⟩.jsonl: found ␛[31m\n"),
         (CheckFailed("no"), 3, "error:\n  no\n"),
         (PeerFailed("gone"), 4, "error:\n  gone\n"),
@@ -165,18 +159,10 @@ def test_the_first_argument_is_the_config_unless_it_is_an_override(
         (RuntimeError("oops"), 1, f"RuntimeError: oops\n{BUG}\n"),
     ],
 )
-def test_every_end_has_its_exit_code_and_its_words(
-    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_end_has_its_exit_code_and_its_words(error, code, said, capsys):
     def work() -> int:
         raise error
 
     assert exit_code_of(work) == code
     stderr = capsys.readouterr().err
     assert stderr.endswith(said) and (code == 1 or stderr == said)
-
-
-def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
-    command = f"'{sys.executable}' -m packtrain plan {' '.join(COMPLETE)} | true"
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stderr == ""

@@ -21,10 +21,8 @@ def raised_by(file: str, code: str) -> None:
 def test_a_bug_of_packtrain_is_told_from_one_of_a_library(code: str) -> None:
     with pytest.raises((TypeError, KeyError)), boundary("cannot load it", "model.path"):
         raised_by(OURS, code)
-    with (
-        pytest.raises(UserError, match=r"model\.path: cannot load it: (TypeError|KeyError): "),
-        boundary("cannot load it", "model.path"),
-    ):
+    said = r"model\.path: cannot load it: (TypeError|KeyError): "
+    with pytest.raises(UserError, match=said), boundary("cannot load it", "model.path"):
         raised_by(THEIRS, code)
 
 
@@ -52,9 +50,7 @@ NOT_THERE, DEEP, NO_TEXT = "open('/nowhere/a')", "f = lambda: f(); f()", "b'\\xf
 @pytest.mark.parametrize(
     "code", [NOT_THERE, "import os; os.makedirs('/dev/null/a/b')", DEEP, NO_TEXT, "'é'.encode('ascii')"]
 )
-def test_of_what_no_stage_expected_our_own_failure_is_a_bug_and_that_of_a_library_is_not(
-    code: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_what_no_stage_expected_our_own_failure_is_a_bug_and_that_of_a_library_is_not(code, capsys, monkeypatch):
     monkeypatch.delenv(TRACEBACK, raising=False)
     assert exit_code_of(lambda: raised_by(OURS, code)) == 1
     said = capsys.readouterr().err
@@ -97,9 +93,7 @@ def test_what_the_machine_refuses_is_the_users_whoever_asks(code: str, said: str
         ("{}['a']", 1, 1),
     ],
 )
-def test_what_the_machine_refuses_is_no_bug_in_one_of_many_processes_either(
-    code: str, alone: int, among_others: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_machine_refuses_is_no_bug_in_one_of_many_processes_either(code, alone, among_others, capsys):
     assert exit_code_of(lambda: raised_by(OURS, code)) == alone
     capsys.readouterr()
     assert exit_code_of(lambda: raised_by(OURS, code), alone=False) == among_others

@@ -11,13 +11,14 @@ from typing import Any
 import fsspec
 import pytest
 
+from packtrain.config.compose import load_points
 from packtrain.errors import PeerFailed, UserError
 from packtrain.mirror import Mirror
 from packtrain.run_folder import RunFolder
 from packtrain.system import hash_of
 from tests.unit.command_line import packtrain
 
-ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = str(Path(__file__).resolve().parents[2] / "recipes/quickstart-sft.yaml")
 
 
 class Killed(BaseException):
@@ -98,9 +99,7 @@ def fetched(url: str, folder: Path, resume: str = "auto") -> RunFolder:
     return fresh
 
 
-def test_a_copy_killed_at_any_operation_leaves_an_older_checkpoint_or_the_new_one(
-    run: RunFolder, url: str, tmp_path: Path
-) -> None:
+def test_a_copy_killed_at_any_operation_leaves_an_older_checkpoint_or_the_new_one(run, url, tmp_path):
     assert copied(run, url)
     (run.checkpoints / "step-000003").rename(tmp_path / "step-000003")  # the newest one alone is kept
     write_checkpoint(run, 6, "six")
@@ -119,9 +118,7 @@ def test_a_copy_killed_at_any_operation_leaves_an_older_checkpoint_or_the_new_on
     assert not [name for name in fsspec.filesystem("memory").find(url[9:]) if "step-000003" in name]
 
 
-def test_a_checkpoint_that_is_damaged_there_gives_way_to_an_older_one(
-    run: RunFolder, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_that_is_damaged_there_gives_way_to_an_older_one(run, url, tmp_path, capsys):
     write_checkpoint(run, 6, "six")
     assert copied(run, url)
     memory = fsspec.filesystem("memory")
@@ -166,9 +163,7 @@ def test_a_run_does_not_replace_another_one(run: RunFolder, url: str, tmp_path: 
     assert not fsspec.filesystem("memory").exists(f"{url[8:]}/final/model")
 
 
-def test_a_bucket_that_is_forbidden_or_away_is_said_at_the_start(
-    run: RunFolder, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_that_is_forbidden_or_away_is_said_at_the_start(run, url, monkeypatch):
     monkeypatch.setattr("packtrain.mirror._PAUSES_S", (0.0,))
     mirror, asked = Mirror(url, run), []
 
@@ -192,33 +187,22 @@ def test_a_bucket_that_is_forbidden_or_away_is_said_at_the_start(
         mirror.fetch("auto")
 
 
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        ("runs/a", "is no URL of a bucket"),
-        ("s3://", "is no URL of a bucket"),
-        ("s4://a", "s3"),
-        ("abfs://a", "needs the package adlfs"),
-    ],
-)
-def test_what_is_no_bucket_is_refused(value: str, says: str, tmp_path: Path) -> None:
-    quickstart = str(ROOT / "recipes/quickstart-sft.yaml")
-    done = packtrain("sft", quickstart, f"trainer.mirror={value}", "--dry-run", folder=tmp_path)
-    assert done.returncode == 2 and says in done.stderr and "trainer.mirror" in done.stderr
-
-
-def test_a_sweep_with_folders_of_its_own_has_copies_of_their_own(tmp_path: Path) -> None:
-    from packtrain.config.compose import load_points
-
-    given = ["trainer.output_dir=a,b", "trainer.mirror=memory://runs"]
-    points, _ = load_points(str(ROOT / "recipes/quickstart-sft.yaml"), given)
+def test_what_is_no_bucket_is_refused_and_each_folder_of_a_sweep_has_its_own(tmp_path: Path) -> None:
+    for value, says in {
+        "runs/a": "is no URL of a bucket",
+        "s3://": "is no URL of a bucket",
+        "s4://a": "s3",
+        "abfs://a": "needs the package adlfs",
+    }.items():
+        done = packtrain("sft", QUICKSTART, f"trainer.mirror={value}", "--dry-run", folder=tmp_path)
+        assert done.returncode == 2 and says in done.stderr and "trainer.mirror" in done.stderr
+    # a sweep with folders of its own has copies of their own
+    points, _ = load_points(QUICKSTART, ["trainer.output_dir=a,b", "trainer.mirror=memory://runs"])
     assert [point.config.trainer.output_dir for point in points] == ["a", "b"]
     assert len({point.config.trainer.mirror for point in points}) == 2
 
 
-def test_what_the_run_folder_has_of_another_run_or_of_the_user_is_left_alone(
-    run: RunFolder, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_run_folder_has_of_another_run_or_of_the_user_is_left_alone(run, url, tmp_path, monkeypatch):
     assert copied(run, url)
     own = tmp_path / "own"
     own.mkdir()
@@ -261,9 +245,7 @@ def test_a_bucket_of_another_run_is_not_written_to(run: RunFolder, url: str, tmp
 
 
 @pytest.mark.parametrize(("keep", "stay"), [(None, [3, 6, 9, 12, 15]), (3, [6, 9, 12, 15]), (1, [6, 12, 15])])
-def test_older_checkpoints_stay_as_keep_checkpoints_says_and_the_best_one_comes_too(
-    run: RunFolder, url: str, tmp_path: Path, keep: int | None, stay: list[int]
-) -> None:
+def test_older_checkpoints_stay_as_keep_checkpoints_says_and_the_best_one_comes_too(run, url, tmp_path, keep, stay):
     for step in (6, 9, 12):
         write_checkpoint(run, step, "more", best=6)
     assert copied(run, url)
@@ -277,9 +259,7 @@ def test_older_checkpoints_stay_as_keep_checkpoints_says_and_the_best_one_comes_
     assert [int(name.split("/")[-2][5:]) for name in there if name.endswith("manifest.json")] == stay
 
 
-def test_the_end_waits_from_the_end_on_and_says_why_a_copy_failed(
-    run: RunFolder, url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_waits_from_the_end_on_and_says_why_a_copy_failed(run, url, capsys, monkeypatch):
     monkeypatch.setattr("packtrain.mirror._PAUSES_S", (0.0,))
     monkeypatch.setattr("packtrain.mirror._POLL_S", 0.05)
     mirror = Mirror(url, run)

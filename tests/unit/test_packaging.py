@@ -35,14 +35,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(file)
 
 
-def test_the_wheel_holds_every_module_config_and_recipe_and_nothing_else(wheel):
-    wanted = git_files("packtrain") | {
-        f"packtrain/_shipped/{name}" for name in git_files("configs", "recipes", "slurm", "deploy")
-    }
+def test_the_wheel_has_every_module_config_and_recipe_nothing_else_and_the_version_the_command_and_the_licence(wheel):
+    shipped = git_files("configs", "recipes", "slurm", "deploy")
+    wanted = git_files("packtrain") | {f"packtrain/_shipped/{name}" for name in shipped}
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == wanted
-
-
-def test_the_wheel_has_the_version_the_command_and_the_licence(wheel):
     info = f"packtrain-{__version__}.dist-info"
     assert "packtrain = packtrain.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
     assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
@@ -55,13 +51,8 @@ def test_an_unpacked_wheel_finds_its_recipes_from_any_folder(wheel, tmp_path):
         "print(packtrain.__file__); print(load_config('recipes/quickstart-sft.yaml', ['peft=lora']).peft.kind)"
     )
     (tmp_path / "elsewhere").mkdir()
-    ran = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n{code}"],
-        cwd=tmp_path / "elsewhere",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n{code}"]
+    ran = subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, check=True)
     file, kind = ran.stdout.split()
     assert Path(file).is_relative_to(tmp_path) and kind == "lora"
 

@@ -193,23 +193,20 @@ def test_folders_made_for_a_run_are_used_as_long_as_they_are_empty(tmp_path: Pat
     assert folder.gives_way("never")
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "logs/slurm-1.log", "logs/rank-00000.log", "slurm-1.out", "verify.json", "a/final"]
-)
-def test_what_has_other_names_or_is_only_added_to_is_no_reason_to_refuse(tmp_path: Path, name: str) -> None:
-    file = tmp_path / "run" / name
-    file.parent.mkdir(parents=True)
-    file.write_text("the user's\n")
-    folder = RunFolder(tmp_path / "run")
-    attempt(folder)
-    assert folder.begin(None) is None and file.read_text() == "the user's\n"
+def test_what_has_other_names_or_is_only_added_to_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    for name in ("README.md", "logs/slurm-1.log", "logs/rank-00000.log", "slurm-1.out", "verify.json", "a/final"):
+        folder = RunFolder(tmp_path / name.replace("/", "-"))
+        file = folder.root / name
+        file.parent.mkdir(parents=True)
+        file.write_text("the user's\n")
+        attempt(folder)
+        assert folder.begin(None) is None and file.read_text() == "the user's\n"
 
 
 def test_what_a_run_reads_may_lie_beside(tmp_path: Path) -> None:
     folder = finished(tmp_path / "run")
-    folder.open_attempt(
-        "auto", [("model.path", str(tmp_path / "run")), ("data.train", str(tmp_path / "run/data.jsonl"))]
-    )
+    beside = {"model.path": "run", "data.train": "run/data.jsonl"}
+    folder.open_attempt("auto", [(key, str(tmp_path / name)) for key, name in beside.items()])
     folder.open_attempt("auto", [("the config", str(folder.config))])  # a run's own may be run again
     folder.plan.unlink()
     with pytest.raises(UserError, match="the config"):
@@ -227,9 +224,7 @@ def fails() -> str:
     raise OSError
 
 
-def test_what_a_disk_does_not_take_in_time_is_left_behind_and_what_comes_after_it_is_done_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_disk_does_not_take_in_time_is_left_behind_and_what_comes_after_it_is_done_later(monkeypatch):
     assert (in_time(lambda: "read", ""), in_time(fails, "nothing")) == ("read", "nothing")
     monkeypatch.setattr(system, "DISK_S", 0.05)
     back, done = threading.Event(), threading.Event()

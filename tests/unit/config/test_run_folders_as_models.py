@@ -36,9 +36,8 @@ def test_a_run_stands_for_its_final_model(runs: Path) -> None:
     assert (config.model.path, config.objective.reference) == ("runs/short/final",) * 2
     assert find_trained("runs/short").path == "runs/short/final" and model_of("owner/name") == "owner/name"
     (runs.parent / "model").mkdir()  # the name of a reference, and no folder
-    assert (
-        load_config(None, ["model.path=runs/short", "objective.reference=model", *given]).objective.reference == "model"
-    )
+    named = load_config(None, ["model.path=runs/short", "objective.reference=model", *given])
+    assert named.objective.reference == "model"
 
 
 def test_a_stopped_run_names_its_newest_checkpoint(runs: Path) -> None:
@@ -49,15 +48,12 @@ def test_a_stopped_run_names_its_newest_checkpoint(runs: Path) -> None:
         assert "no final/ yet" in words and "runs/stopped/checkpoints/step-000010" in words
 
 
-def test_a_near_run_is_named_and_the_hub_is_not_asked(runs: Path) -> None:
+def test_a_near_run_is_named_and_the_hub_not_asked_and_a_folder_without_a_model_is_refused(runs: Path) -> None:
     with pytest.raises(UserError) as caught:
         find_trained("runs/shrt")
     for words in (refused("model.path=runs/shrt"), str(caught.value)):
         assert "there is no" in words and "Near it: runs/short" in words
     (runs.parent / "owner" / "Llama-3.2-1B").mkdir(parents=True)  # a download beside which others are on the hub
     assert find_trained("owner/Llama-3.2-3B").path == "owner/Llama-3.2-3B"
-
-
-def test_a_folder_without_a_model_is_refused(runs: Path) -> None:
     (runs.parent / "empty").mkdir()
     assert "neither a config.json nor an adapter_config.json" in refused("model.path=empty")

@@ -182,15 +182,13 @@ def test_streams_and_shares_of_sources_are_ours_where_the_run_has_steps_of_docum
     assert not {"streaming", "shuffle_buffer", "stages"} & {*done["config"]["data"]}
     assert note(done, "interleave_probs")["became"] is None and "data.stages" in note(done, "interleave_probs")["why"]
     assert packtrain("plan", "theirs.yaml", folder=tmp_path).returncode == 2  # it is theirs
-    swift = (
-        "swift sft --model m/m --streaming true --max_steps 9 --shuffle_buffer_size 7 --dataset o/d#5 --system hello"
-    )
-    data = convert(tmp_path, swift, "x.sh")["config"]["data"]
+    swift = "swift sft --model m/m --streaming true --max_steps 9 --shuffle_buffer_size 7 --dataset o/d#5"
+    data = convert(tmp_path, f"{swift} --system hello", "x.sh")["config"]["data"]
     expected = {"train": {"path": "o/d"}, "system": "hello", "streaming": True, "shuffle_buffer": 7}
     assert {name: data[name] for name in expected} == expected
 
 
-def test_a_shell_command_is_read_with_its_variables_quotes_and_sums(tmp_path: Path) -> None:
+def test_a_shell_command_is_read_with_its_variables_quotes_and_sums_and_json_like_yaml(tmp_path: Path) -> None:
     done = convert(tmp_path, MS_SWIFT, "train.sh")
     config = done["config"]
     assert (done["origin"], done["verb"]) == ("ms-swift", "sft")
@@ -201,9 +199,14 @@ def test_a_shell_command_is_read_with_its_variables_quotes_and_sums(tmp_path: Pa
     assert note(done, "system")["value"] == 'It is "you", said\nhe.'
     assert config["strategy"] == {"name": "zero2"}
     assert config["optim"]["weight_decay"] == 0.1  # their default
+    done = convert(tmp_path, json.dumps(yaml.safe_load(LLAMA_FACTORY)), "theirs.json")
+    assert done["origin"] == "llamafactory" and done["config"]["model"]["path"] == "Qwen/Qwen3-4B"
+    (tmp_path / "sft.yaml").write_text(TRL)
+    done = convert(tmp_path, "trl sft --config sft.yaml --learning_rate 1e-5", "run.sh")
+    assert done["config"]["optim"]["learning_rate"] == 1e-5 and done["config"]["model"]["path"] == "owner/model"
 
 
-def test_trl_yaml_takes_the_test_split_and_drops_what_does_nothing(tmp_path: Path) -> None:
+def test_trl_yaml_takes_the_test_split_and_a_template_in_the_config_becomes_a_file_beside_the_output(tmp_path):
     done = convert(tmp_path, TRL)
     assert (done["origin"], done["verb"]) == ("trl", "sft")
     assert done["config"]["data"]["eval"] == {"path": "owner/data", "split": "test"}
@@ -211,69 +214,48 @@ def test_trl_yaml_takes_the_test_split_and_drops_what_does_nothing(tmp_path: Pat
     assert done["config"]["optim"]["schedule"] == "linear"  # their default
     assert done["config"]["tracking"] == {"report_to": ["wandb"]} and "neptune" in note(done, "report_to")["why"]
     assert "peft" not in done["config"] and note(done, "lora_r")["became"] is None
+    text = "{% for message in messages %}${x}{{ message.content }}{% endfor %}"
+    (tmp_path / "theirs.yaml").write_text(f"{TRL.replace('[wandb, neptune]', 'none')}\nchat_template: '{text}'\n")
+    assert packtrain("convert", "theirs.yaml", "-o", "ours.yaml", folder=tmp_path).returncode == 0
+    assert (tmp_path / "ours.jinja").read_text() == text
+    assert packtrain("plan", "ours.yaml", folder=tmp_path).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("command", "verb", "devices"),
-    [
-        ("trl dpo --model_name_or_path o/m --dataset_name o/d", "dpo", 1),
-        ("python trl/scripts/kto.py --model_name_or_path=o/m --dataset_name=o/d", "kto", 1),
-        ("accelerate launch --num_processes 4 sft.py --model_name_or_path o/m --dataset_name o/d --packing", "sft", 4),
-        (
-            "torchrun --nproc_per_node=2 --nnodes=2 reward_modeling.py --model_name_or_path o/m --dataset_name o/d",
-            "reward",
-            4,
-        ),
-        (
-            "cd x && CUDA_VISIBLE_DEVICES=0,1 accelerate launch sft.py --model_name_or_path o/m --dataset_name o/d",
-            "sft",
-            2,
-        ),
-    ],
-)
-def test_commands_of_trl_say_the_verb_and_how_many_devices(
-    command: str, verb: str, devices: int, tmp_path: Path
-) -> None:
+COMMANDS = {  # each with GIVEN: verb and devices
+    "trl dpo GIVEN": ("dpo", 1),
+    "python trl/scripts/kto.py --model_name_or_path=o/m --dataset_name=o/d": ("kto", 1),
+    "accelerate launch --num_processes 4 sft.py GIVEN --packing": ("sft", 4),
+    "torchrun --nproc_per_node=2 --nnodes=2 reward_modeling.py GIVEN": ("reward", 4),
+    "cd x && CUDA_VISIBLE_DEVICES=0,1 accelerate launch sft.py GIVEN": ("sft", 2),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_trl_say_the_verb_and_how_many_devices(command: str, tmp_path: Path) -> None:
+    verb, devices = COMMANDS[command]
+    command = command.replace("GIVEN", "--model_name_or_path o/m --dataset_name o/d")
     done = convert(tmp_path, f"Train:\n\n```bash\n{command}\n```\n", "page.md")
     batch = done["config"]["batch"]
     assert done["verb"] == verb
     assert batch.get("examples_per_step", batch.get("tokens_per_step", 0) / 1024) == 8 * devices
 
 
-@pytest.mark.parametrize(
-    ("settings", "strategy"),
-    [
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}, "zero3"),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "z2.json"}}, "zero2"),
-        (
-            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "cpu"}},
-            "zero3_offload",
-        ),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, "fsdp2"),
-        ({"distributed_type": "MULTI_GPU"}, "ddp"),
-    ],
-)
-def test_the_strategy_of_accelerates_own_config_is_taken(
-    settings: dict[str, Any], strategy: str, tmp_path: Path
-) -> None:
+def test_the_strategy_of_accelerates_own_config_is_taken(tmp_path: Path) -> None:
     (tmp_path / "z2.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
-    (tmp_path / "acc.yaml").write_text(yaml.safe_dump({**settings, "num_processes": 8}))
     command = "accelerate launch --config_file acc.yaml sft.py --model_name_or_path o/m --dataset_name o/d"
-    done = convert(tmp_path, command, "run.sh")
-    assert done["config"].get("strategy", {}).get("name", "ddp") == strategy
+    for strategy, settings in {
+        "zero3": {"deepspeed_config": {"zero_stage": 3}},
+        "zero2": {"deepspeed_config": {"deepspeed_config_file": "z2.json"}},
+        "zero3_offload": {"deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "cpu"}},
+        "fsdp2": {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}},
+        "ddp": {"distributed_type": "MULTI_GPU"},
+    }.items():
+        settings = {"distributed_type": "DEEPSPEED", "num_processes": 8, **settings}
+        (tmp_path / "acc.yaml").write_text(yaml.safe_dump(settings))
+        done = convert(tmp_path, command, "run.sh")
+        assert done["config"].get("strategy", {}).get("name", "ddp") == strategy
     missing = convert(tmp_path, command.replace("acc.yaml", "gone.yaml"), "run.sh")
     assert note(missing, "accelerate_config")["kind"] == "no counterpart"
-
-
-def test_a_file_of_settings_that_the_command_names_is_read_and_the_command_wins(tmp_path: Path) -> None:
-    (tmp_path / "sft.yaml").write_text(TRL)
-    done = convert(tmp_path, "trl sft --config sft.yaml --learning_rate 1e-5", "run.sh")
-    assert done["config"]["optim"]["learning_rate"] == 1e-5 and done["config"]["model"]["path"] == "owner/model"
-
-
-def test_json_is_read_like_yaml(tmp_path: Path) -> None:
-    done = convert(tmp_path, json.dumps(yaml.safe_load(LLAMA_FACTORY)), "theirs.json")
-    assert done["origin"] == "llamafactory" and done["config"]["model"]["path"] == "Qwen/Qwen3-4B"
 
 
 @pytest.mark.parametrize(
@@ -294,35 +276,21 @@ def test_every_key_is_converted_or_listed_and_the_result_can_be_planned(text: st
     assert planned.returncode == 0, planned.stderr
 
 
-def test_a_key_that_is_not_known_is_listed(tmp_path: Path) -> None:
+def test_what_is_not_known_or_of_another_form_is_listed_and_not_guessed(tmp_path: Path) -> None:
     done = convert(tmp_path, f"{TRL}\nflux_capacitor: 3\nuse_flux: false\n")
     unknown = note(done, "flux_capacitor")
     assert (unknown["value"], unknown["became"]) == (3, None) and "does not know" in unknown["why"]
     assert "does not know" in note(done, "use_flux")["why"]  # it may be on without the key
-
-
-def test_values_of_another_form_are_listed_and_not_guessed(tmp_path: Path) -> None:
     done = convert(tmp_path, MS_SWIFT.replace("--learning_rate 1e-4", "--learning_rate $LR --lora_rank many"), "x.sh")
     assert note(done, "learning_rate")["became"] is None and "variable" in note(done, "learning_rate")["why"]
     assert note(done, "lora_rank")["became"] is None
 
 
-def test_a_chat_template_in_the_config_becomes_a_file_beside_the_output(tmp_path: Path) -> None:
-    text = "{% for message in messages %}${x}{{ message.content }}{% endfor %}"
-    (tmp_path / "theirs.yaml").write_text(f"{TRL.replace('[wandb, neptune]', 'none')}\nchat_template: '{text}'\n")
-    assert packtrain("convert", "theirs.yaml", "-o", "ours.yaml", folder=tmp_path).returncode == 0
-    assert (tmp_path / "ours.jinja").read_text() == text
-    assert packtrain("plan", "ours.yaml", folder=tmp_path).returncode == 0
-
-
-@pytest.mark.parametrize("text", ["warmup_steps: 0\nwarmup_ratio: 0.1", "warmup_ratio: 0.1\nwarmup_steps: 0"])
-def test_a_warm_up_of_no_steps_does_not_undo_the_share(text: str, tmp_path: Path) -> None:
-    assert convert(tmp_path, TRL + text)["config"]["optim"]["warmup_steps"] == 0.1
-
-
-@pytest.mark.parametrize("order", ["--adapters a/b --model m/m", "--model m/m --adapters a/b"])
-def test_adapters_to_go_on_with_stand_in_the_place_of_the_model(order: str, tmp_path: Path) -> None:
-    assert convert(tmp_path, f"swift sft --dataset o/d {order}", "x.sh")["config"]["model"]["path"] == "a/b"
+def test_the_order_of_keys_decides_neither_of_the_warm_up_nor_of_adapters_in_the_place_of_the_model(tmp_path):
+    for text in ("warmup_steps: 0\nwarmup_ratio: 0.1", "warmup_ratio: 0.1\nwarmup_steps: 0"):
+        assert convert(tmp_path, TRL + text)["config"]["optim"]["warmup_steps"] == 0.1
+    for order in ("--adapters a/b --model m/m", "--model m/m --adapters a/b"):
+        assert convert(tmp_path, f"swift sft --dataset o/d {order}", "x.sh")["config"]["model"]["path"] == "a/b"
 
 
 def test_the_loss_of_the_chosen_answer_itself_is_a_loss_with_a_weight(tmp_path: Path) -> None:
@@ -330,14 +298,6 @@ def test_the_loss_of_the_chosen_answer_itself_is_a_loss_with_a_weight(tmp_path: 
     objective = convert(tmp_path, text, "x.sh")["config"]["objective"]
     assert objective == {"kind": "dpo", "loss": ["sigmoid", "sft"], "options": {"loss_weights": [1, 0.1]}}
     assert note(convert(tmp_path, f"{text} --loss_type hinge", "x.sh"), "rpo_alpha")["became"] is None
-
-
-def test_secrets_are_not_written(tmp_path: Path) -> None:
-    data = "dataset_name: https://me:aB3secret@host/data"
-    text = TRL.replace("dataset_name: owner/data", data)
-    (tmp_path / "theirs.yaml").write_text(f"{text}\nhub_token: hf_{'aB3' * 8}\n")
-    assert packtrain("convert", "theirs.yaml", "-o", "ours.yaml", folder=tmp_path).returncode == 0
-    assert "aB3" not in (tmp_path / "ours.yaml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -370,9 +330,13 @@ def test_what_cannot_be_converted_is_said_with_exit_code_2(name: str, text: Any,
     assert said in done.stderr and name in done.stderr and "→" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_whose_config_it_is_can_be_said(tmp_path: Path) -> None:
+def test_whose_config_it_is_can_be_said_and_secrets_are_not_written(tmp_path: Path) -> None:
     text = "base_model: a\nstage: sft\ndatasets: [{path: o/d}]\nsequence_len: 10"
     assert convert(tmp_path, text, "theirs.yaml", "--from", "axolotl")["config"]["model"]["path"] == "a"
+    text = TRL.replace("dataset_name: owner/data", "dataset_name: https://me:aB3secret@host/data")
+    (tmp_path / "theirs.yaml").write_text(f"{text}\nhub_token: hf_{'aB3' * 8}\n")
+    assert packtrain("convert", "theirs.yaml", "-o", "ours.yaml", folder=tmp_path).returncode == 0
+    assert "aB3" not in (tmp_path / "ours.yaml").read_text()
 
 
 @pytest.mark.parametrize("origin", ["axolotl", "llamafactory", "ms-swift", "trl"])
@@ -389,13 +353,8 @@ def test_tables_name_keys_that_packtrain_has(origin: Any) -> None:
         named |= {path for row in cases for path in row.get("set", {})}
         rows = [*cases, *content.get("defaults when", []), *content.get("remarks", [])]
         assert {name for row in rows for name in row} <= {"if", "set", "why", "kind", "became"}
-        inside = (
-            "objective.options.",
-            "optim.schedule_options.",
-            "peft.options.",
-            "data.columns.",
-            "topology.environment.",
-        )
+        inside = ("objective.options.", "optim.schedule_options.", "peft.options.")
+        inside += ("data.columns.", "topology.environment.")
         assert {path for path in named if path not in keys() and not path.startswith(inside)} == set()
     assert table(origin).marks
 
@@ -419,30 +378,20 @@ def test_the_page_names_keys_that_are_converted() -> None:
 
 
 def test_other_adapters_and_learning_rates_by_name_are_converted(tmp_path: Path) -> None:
-    theirs = {
-        **yaml.safe_load(AXOLOTL),
+    more = {
         "lora_target_linear": False,
         "lora_target_modules": ["q_proj"],
-        "peft_use_dora": True,
-        "peft_use_rslora": True,
-        "peft_layers_to_transform": [0, 1],
-        "peft_init_lora_weights": "gaussian",
         "loraplus_lr_ratio": 16,
         "optimizer": "muon",
     }
-    (path := tmp_path / "theirs.yaml").write_text(yaml.safe_dump(theirs))
-    ours = json.loads(packtrain("convert", str(path), "--json", folder=tmp_path).stdout)["config"]
+    more |= {"peft_use_dora": True, "peft_use_rslora": True, "peft_layers_to_transform": [0, 1]}
+    more |= {"peft_init_lora_weights": "gaussian"}
+    ours = convert(tmp_path, yaml.safe_dump(yaml.safe_load(AXOLOTL) | more))["config"]
     options = {"use_dora": True, "use_rslora": True, "layers_to_transform": [0, 1], "init_lora_weights": "gaussian"}
     assert ours["peft"]["options"] == options and ours["peft"]["target_modules"] == ["q_proj"]
     assert ours["optim"]["groups"] == [{"match": "lora_B", "lr_scale": 16}] and ours["optim"]["name"] == "muon"
-    theirs = {
-        **yaml.safe_load(AXOLOTL),
-        "adapter": None,
-        "load_in_4bit": False,
-        "unfrozen_parameters": ["^lm_head.weight$"],
-    }
-    path.write_text(yaml.safe_dump(theirs))
-    groups = json.loads(packtrain("convert", str(path), "--json", folder=tmp_path).stdout)["config"]["optim"]["groups"]
+    more = {"adapter": None, "load_in_4bit": False, "unfrozen_parameters": ["^lm_head.weight$"]}
+    groups = convert(tmp_path, yaml.safe_dump(yaml.safe_load(AXOLOTL) | more))["config"]["optim"]["groups"]
     assert groups == [{"match": "^(?:^lm_head.weight$)"}, {"match": ".", "lr_scale": 0}]
 
 
@@ -466,9 +415,7 @@ TWO = "{path: o/a, type: completion, field: body}, {path: o/b, type: completion}
         ("dpo.yaml", f"{AXOLOTL}rl: dpo\nlora_model_dir: a/b", "lora_model_dir", "differs", "a/b"),
     ],
 )  # fmt: skip
-def test_earlier_adapters_that_theirs_treats_otherwise_are_marked(
-    name: str, text: str, key: str, kind: str, path: str, tmp_path: Path
-) -> None:
+def test_earlier_adapters_that_theirs_treats_otherwise_are_marked(name, text, key, kind, path, tmp_path):
     done = convert(tmp_path, text, name)
     assert (note(done, key)["kind"], done["config"]["model"]["path"]) == (kind, path)
 
@@ -487,21 +434,16 @@ def test_earlier_adapters_that_theirs_treats_otherwise_are_marked(
         ("e.yaml", f"datasets: [{{path: o/e}}]\n{TRL}", {"path": "o/e"}),
     ],
 )  # fmt: skip
-def test_two_keys_with_training_data_give_what_theirs_trains_on(
-    name: str, text: str, train: Any, tmp_path: Path
-) -> None:
+def test_two_keys_with_training_data_give_what_theirs_trains_on(name, text, train, tmp_path):
     done = convert(tmp_path, text, name, *(["--from", "trl"] if name in ("d.yaml", "e.yaml") else []))
     assert done["config"]["data"]["train"] == train
 
 
-def test_shares_of_sources_are_no_shares_beside_cached_rows(tmp_path: Path) -> None:
+def test_shares_and_rows_held_out_beside_cached_rows_are_not_dropped_in_silence(tmp_path: Path) -> None:
     text = "swift sft --model m/m --dataset o/d o/e --interleave_prob 0.3 0.7 --max_steps 9"
     assert "stages" in convert(tmp_path, text, "x.sh")["config"]["data"]
     done = convert(tmp_path, f"{text} --cached_dataset a/train", "x.sh")
     assert "stages" not in done["config"]["data"] and note(done, "interleave_prob")["became"] is None
-
-
-def test_rows_held_out_of_two_data_sets_are_not_dropped_in_silence(tmp_path: Path) -> None:
     text = "swift sft --model m/m --dataset o/d --split_dataset_ratio 0.1 --cached_val_dataset a/val"
     done = convert(tmp_path, f"{text} --val_dataset o/v", "x.sh")
     assert sorted(source["path"] for source in done["config"]["data"]["eval"]) == ["a/val", "o/v"]

@@ -229,15 +229,17 @@ def test_trainers_of_preferences_turn_dropout_off(dropout: float, trainer: str, 
 def test_long_pairs_and_the_order_of_answers_are_as_in_trl(of: Any) -> None:
     """RewardConfig filters what is longer than max_length; KTOConfig samples sequentially."""
     assert of("t", "center_rewards_coefficient: 0.1").config["data"]["overlong"] == "drop"
+    # axolotl's completion strategy slices texts that are too long; rows of chats are dropped
+    assert "overlong" not in of("a", chat_template="completion").config["data"]
     assert of("t", "desirable_weight: 1.0").config["data"]["shuffle"] is False
     assert of("l", "kto_chosen_weight: 1.0", sft="kto").config["data"].get("shuffle", True) is True  # its own sampler
 
 
-@pytest.mark.parametrize("devices", [1, 4, 16])
-def test_the_step_of_ms_swift_has_sixteen_examples_whatever_the_devices(devices: int, of: Any, tmp_path: Path) -> None:
+def test_the_step_of_ms_swift_has_sixteen_examples_whatever_the_devices(of: Any, tmp_path: Path) -> None:
     of("s")
-    done = convert_file(tmp_path / "theirs.sh", None, devices)
-    assert done.config["batch"]["examples_per_step"] == 16
+    for devices in (1, 4, 16):
+        done = convert_file(tmp_path / "theirs.sh", None, devices)
+        assert done.config["batch"]["examples_per_step"] == 16
 
 
 def test_lengths_are_the_model_s_where_ms_swift_is_given_none(of: Any, tmp_path: Path) -> None:
@@ -262,12 +264,9 @@ def test_files_of_the_current_folder_do_not_decide_of_max_samples(of: Any, tmp_p
     assert done.config["data"]["train"] == {"path": f"lf:{path}#mine", "samples": 7}
 
 
-def test_variables_of_trackers_on_a_command_go_along_but_no_secrets(of: Any) -> None:
+def test_variables_of_trackers_go_along_but_no_secrets(of: Any) -> None:
     done = of("s", **{"swift sft": "WANDB_PROJECT=p WANDB_API_KEY=k WANDB_ENTITY=e swift sft"})
     assert done.config["topology"]["environment"] == {"WANDB_PROJECT": "p", "WANDB_ENTITY": "e"}
-
-
-def test_a_variable_with_a_secret_is_left_out_and_the_others_stay(of: Any) -> None:
     done = of("a", "mlflow_tracking_uri: https://joe:hunter2hunter2@host/x\nwandb_mode: offline")
     assert done.config["topology"]["environment"] == {"WANDB_MODE": "offline"}
     assert note(done, "mlflow_tracking_uri").kind == "no counterpart" and note(done, "wandb_mode").kind == "converted"
@@ -297,34 +296,24 @@ def test_axolotl_names_columns_by_data_set(of: Any, tmp_path: Path) -> None:
     assert "columns" not in done.config["data"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "marked"),
-    [
-        ("type: chat_template", False),
-        ("type: completion", False),
-        ("type: chat_template, roles_to_train: [assistant], train_on_eos: turn", False),
-        ("type: chat_template, message_property_mappings: {role: from, content: value}", False),
-        ("type: alpaca", True),
-        ("type: 'alpaca:chat'", True),
-        ("type: gpteacher", True),
-        ("type: {field_instruction: q, format: 'Q: {instruction}'}", True),
-        ("type: chat_template, roles: {user: [human], assistant: [gpt]}", False),
-        ("type: chat_template, roles: {assistant: [pirate]}", True),
-        ("type: chat_template, roles_to_train: [user, assistant]", True),
-        ("type: chat_template, train_on_eos: last", True),
-        ("type: chat_template, message_field_training: learn", True),
-        ("type: chat_template, chat_template: llama3", True),
-        ("type: chat_template, message_property_mappings: {role: who, content: said}", True),
-    ],
+CHATS, FORMAT = "type: chat_template", "type: {field_instruction: q, format: 'Q: {instruction}'}"
+UNMARKED = (
+    *(CHATS, "type: completion", f"{CHATS}, roles_to_train: [assistant], train_on_eos: turn"),
+    f"{CHATS}, message_property_mappings: {{role: from, content: value}}",
+    f"{CHATS}, roles: {{user: [human], assistant: [gpt]}}",
 )
-def test_what_axolotl_does_to_a_data_set_of_its_own_is_marked(settings: str, marked: bool, of: Any) -> None:
+MARKED = (
+    *("type: alpaca", "type: 'alpaca:chat'", "type: gpteacher", FORMAT, f"{CHATS}, roles: {{assistant: [pirate]}}"),
+    *(f"{CHATS}, roles_to_train: [user, assistant]", f"{CHATS}, train_on_eos: last"),
+    *(f"{CHATS}, message_field_training: learn", f"{CHATS}, chat_template: llama3"),
+    f"{CHATS}, message_property_mappings: {{role: who, content: said}}",
+)
+
+
+@pytest.mark.parametrize("settings", [*UNMARKED, *MARKED])
+def test_what_axolotl_does_to_a_data_set_of_its_own_is_marked(settings: str, of: Any) -> None:
     done = of("a", **{"type: chat_template": settings})
-    assert (note(done, "datasets").kind == "differs") is marked
-
-
-def test_texts_are_cut_into_pieces_where_axolotl_cuts_them(of: Any) -> None:
-    """Its completion strategy slices what is too long; rows of chats are dropped."""
-    assert "overlong" not in of("a", chat_template="completion").config["data"]
+    assert (note(done, "datasets").kind == "differs") is (settings in MARKED)
 
 
 def prepared(folder: Path, *rows: dict[str, Any]) -> Any:

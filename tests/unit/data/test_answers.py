@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import prepared
 import pytest
 from data_tokenizers import tokenizer_of
 from datasets import Dataset
@@ -15,8 +16,8 @@ from trl import DPOTrainer, KTOTrainer, RewardTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
-from packtrain.config.schema import Data, DataSource
-from packtrain.data.prepare import PreparedData, prepare
+from packtrain.config.schema import DataSource
+from packtrain.data.prepare import PreparedData
 from packtrain.data.sources.quickstart import tokenizer as quickstart_tokenizer
 from packtrain.errors import UserError
 
@@ -33,9 +34,8 @@ ASK, GOOD, BAD = user("Hello there!"), said("I am fine, thanks."), said("How are
 TALK = [user("What is sunny?"), said("It is the weather."), user("Tell me more.")]
 SYSTEM = {"role": "system", "content": "Answer with care."}
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "", "parameters": {"type": "object"}}}]
-CALL = said("") | {
-    "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}]
-}
+PARIS = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+CALL = said("") | {"tool_calls": [PARIS]}
 PAIRS: dict[str, list[dict[str, Any]]] = {
     "strings": [
         {"prompt": "Hello there!", "chosen": " I am fine.", "rejected": " How are you? Tell me more."},
@@ -80,13 +80,11 @@ def tokenizer_named(style: str) -> PreTrainedTokenizerFast:
 
 
 def write(folder: Path, rows: list[Any], name: str = "rows") -> str:
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder / f"{name}.jsonl")
+    return prepared.write(folder / f"{name}.jsonl", *rows)
 
 
 def ready(folder: Path, train: Any, kind: Any = "dpo", style: str = "smollm", **keys: Any) -> PreparedData:
-    keys = {"max_length": None, "cache_dir": str(folder / "cache"), **keys}
-    return prepare(Data(train=train, **keys), tokenizer_named(style), kind, seed=0)
+    return prepared.ready(folder, train, kind, tokenizer_named(style), **{"max_length": None, **keys})
 
 
 def ours(folder: Path, rows: list[Any], kind: Any = "dpo", style: str = "smollm", **keys: Any) -> Any:
@@ -229,6 +227,11 @@ def test_every_way_to_write_a_pair_gives_the_same_tokens(tmp_path, row):
     assert pairs.report.format == "preference"
 
 
+@pytest.mark.parametrize("row", SAME_ANSWER.values(), ids=SAME_ANSWER.keys())
+def test_every_way_to_write_an_answer_gives_the_same_tokens(tmp_path, row):
+    assert answers(ours(tmp_path, [row], "kto")) == answers(ours(tmp_path, ANSWERS[:1], "kto"))
+
+
 def test_of_a_conversation_with_a_rejected_answer_all_after_the_last_question_is_the_answer(tmp_path):
     """As ms-swift's get_last_user_round has it, which calls of tools and their results do not end."""
     result, end = {"role": "tool", "content": "25 degrees"}, said("It is sunny.")
@@ -239,21 +242,13 @@ def test_of_a_conversation_with_a_rejected_answer_all_after_the_last_question_is
     assert documents(ours(tmp_path, [row], style="qwen2_5")) == expected
 
 
-def test_answers_that_are_json_are_what_is_said(tmp_path):
-    row = {"messages": [ASK], "chosen": "[1, 2]", "rejected": '{"a": 1}'}
-    wanted = {"prompt": [ASK], "chosen": [said("[1, 2]")], "rejected": [said('{"a": 1}')]}
-    assert documents(ours(tmp_path, [row])) == documents(ours(tmp_path, [wanted]))
-
-
-def test_pairs_of_ms_swift_are_conversations_to_sft(tmp_path):
+def test_pairs_of_ms_swift_are_conversations_to_sft_and_answers_that_are_json_are_what_is_said(tmp_path):
     row = {"messages": [ASK, GOOD], "rejected_response": BAD["content"]}
     data = ours(tmp_path, [row], "sft")
     assert data.report.format == "messages" and [*data.report.unread.values()] == [{"rejected_response": ""}]
-
-
-@pytest.mark.parametrize("row", SAME_ANSWER.values(), ids=SAME_ANSWER.keys())
-def test_every_way_to_write_an_answer_gives_the_same_tokens(tmp_path, row):
-    assert answers(ours(tmp_path, [row], "kto")) == answers(ours(tmp_path, ANSWERS[:1], "kto"))
+    row = {"messages": [ASK], "chosen": "[1, 2]", "rejected": '{"a": 1}'}
+    wanted = {"prompt": [ASK], "chosen": [said("[1, 2]")], "rejected": [said('{"a": 1}')]}
+    assert documents(ours(tmp_path, [row])) == documents(ours(tmp_path, [wanted]))
 
 
 def test_system_and_input_come_before_the_answer_and_plain_text_has_no_place_for_them(tmp_path):
@@ -269,11 +264,12 @@ def test_system_and_input_come_before_the_answer_and_plain_text_has_no_place_for
         ours(tmp_path, [plain], columns={"prompt": "question"})
     assert documents(ours(tmp_path, [plain], columns={"instruction": "question"})) == expected
     asked = [{"prompt": [user("Hello\nthere!")], "chosen": [GOOD], "rejected": [BAD]}]
-    assert documents(ours(tmp_path, [{"instruction": "Hello", "input": "there!", **TEXTS}])) == dpo_by_trl(
-        asked, "smollm"
-    )
+    found = documents(ours(tmp_path, [{"instruction": "Hello", "input": "there!", **TEXTS}]))
+    assert found == dpo_by_trl(asked, "smollm")
 
 
+OTHER_QUESTIONS = {"messages": [ASK, GOOD], "rejected_messages": [TALK[0], BAD]}
+ANOTHER_QUESTION = {"chosen": [ASK, GOOD, TALK[0], BAD], "rejected": [ASK, GOOD, TALK[2], BAD]}
 BAD_PAIRS: dict[str, tuple[Any, str, str]] = {
     "no rejected": ({"prompt": [ASK], "chosen": [GOOD]}, "missing column", ""),
     "chosen empty": ({"prompt": "Hello", "chosen": "", "rejected": "I"}, "empty", "chosen"),
@@ -283,29 +279,13 @@ BAD_PAIRS: dict[str, tuple[Any, str, str]] = {
     "rejected null": ({"prompt": "Hello", "chosen": "I", "rejected": None}, "wrong type", "rejected"),
     "no common turn": ({"chosen": [ASK, GOOD], "rejected": [user("Who?"), BAD]}, "no common prompt", "chosen"),
     "no common word": ({"chosen": "Hello", "rejected": "Who?"}, "no common prompt", "chosen"),
-    "other questions": (
-        {"messages": [ASK, GOOD], "rejected_messages": [TALK[0], BAD]},
-        "no common prompt",
-        "rejected_messages",
-    ),
+    "other questions": (OTHER_QUESTIONS, "no common prompt", "rejected_messages"),
     "no answer": ({"messages": [ASK], "rejected_response": "How are you?"}, "no prompt", "messages"),
     "rejected_response null": ({"messages": [ASK, GOOD], "rejected_response": None}, "wrong type", "rejected_response"),
-    "another question": (
-        {"chosen": [ASK, GOOD, TALK[0], BAD], "rejected": [ASK, GOOD, TALK[2], BAD]},
-        "not an answer",
-        "chosen",
-    ),
-    "unknown role": (
-        {"prompt": [ASK], "chosen": [GOOD], "rejected": [{**BAD, "role": "asistant"}]},
-        "unknown role",
-        "rejected[0].role",
-    ),
+    "another question": (ANOTHER_QUESTION, "not an answer", "chosen"),
+    "unknown role": ({**MESSAGES[0], "rejected": [BAD | {"role": "asistant"}]}, "unknown role", "rejected[0].role"),
     "a closed turn": ({"prompt": TALK[:2], "chosen": [GOOD], "rejected": [BAD]}, "closed turn", "chosen"),
-    "a closed turn of ShareGPT": (
-        {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "I"}], **TEXTS},
-        "closed turn",
-        "chosen",
-    ),
+    "a closed turn of ShareGPT": ({"conversations": [HUMAN, GPT], **TEXTS}, "closed turn", "chosen"),
     "a surrogate": ({"prompt": "a", "chosen": "\ud800", "rejected": "b"}, "not UTF-8", ""),
 }
 
@@ -348,25 +328,18 @@ def test_the_rows_that_the_documentation_shows_are_read(tmp_path, line):
     assert "4." in sides[0] and "4." not in sides[1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "row", "verb"),
-    [
-        ("dpo", {"messages": [ASK, GOOD]}, "sft"),
-        ("sft", MESSAGES[0], "dpo"),
-        ("sft", ANSWERS[1], "kto"),
-        ("dpo", ANSWERS[0], "kto"),
-    ],
-)
-def test_each_verb_refuses_the_rows_of_another_and_names_it(tmp_path, kind, row, verb):
-    with pytest.raises(UserError, match=f"packtrain {verb}"):
-        ours(tmp_path, [row], kind)
+def test_each_verb_refuses_the_rows_of_another_and_names_it(tmp_path):
+    rows = {"sft": {"messages": [ASK, GOOD]}, "dpo": MESSAGES[0], "kto": ANSWERS[1]}
+    for kind, verb in (("dpo", "sft"), ("sft", "dpo"), ("sft", "kto"), ("dpo", "kto")):
+        with pytest.raises(UserError, match=f"packtrain {verb}"):
+            ours(tmp_path, [rows[verb]], kind)
 
 
 def test_a_pair_without_a_chat_template_or_eos_is_refused(tmp_path):
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("smollm").backend_tokenizer)
     for row, words in ((MESSAGES[0], "chat template"), (STRINGS[0], "no EOS token")):
         with pytest.raises(UserError, match=words):
-            prepare(Data(train=write(tmp_path, [row]), cache_dir=str(tmp_path / "cache")), bare, "dpo", seed=0)
+            prepared.ready(tmp_path, write(tmp_path, [row]), "dpo", bare)
 
 
 def test_labels_and_margins_change_the_fingerprint_and_stay_with_their_weighted_rows(tmp_path):

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import prepared
 import pytest
 from data_tokenizers import tokenizer_of
+from prepared import TOKENIZER, write
 
-from packtrain.config.schema import Batch, Data, Packing
+from packtrain.config.schema import Batch, Packing
 from packtrain.data.dataset import PairDataset, TokenDataset, UnpairedDataset
-from packtrain.data.prepare import PreparedData, prepare
+from packtrain.data.prepare import PreparedData
 from packtrain.errors import UserError
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.objectives.pairs_and_answers import PairSteps
-
-TOKENIZER = tokenizer_of("smollm")
 
 
 def row(prompt: Any, chosen: Any, rejected: Any) -> dict[str, Any]:
@@ -30,10 +29,7 @@ def rows(count: int) -> list[dict[str, Any]]:
 
 
 def ready(tmp_path: Path, lines: list[Any], kind: Any = "dpo", **keys: Any) -> PreparedData:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    keys = {"train": str(path), "cache_dir": str(tmp_path / "cache"), "max_length": None, **keys}
-    return prepare(Data(**keys), TOKENIZER, kind, seed=0)
+    return prepared.ready(tmp_path, write(tmp_path / "pairs.jsonl", *lines), kind, **{"max_length": None, **keys})
 
 
 def texts(pairs: PairDataset) -> list[tuple[str, str, str]]:
@@ -53,7 +49,7 @@ def numbers(pairs: PairDataset) -> list[int]:
     return [int(prompt.split(":")[0]) for prompt, _, _ in texts(pairs)]
 
 
-def test_both_documents_begin_with_the_prompt_and_train_all_that_follows(tmp_path):
+def test_both_documents_begin_with_the_prompt_and_train_all_that_follows_and_a_step_counts_its_targets(tmp_path):
     pairs = ready(tmp_path, rows(30)).train
     assert numbers(pairs) == list(range(30)) and len(pairs) == 30
     for at in range(30):
@@ -69,10 +65,6 @@ def test_both_documents_begin_with_the_prompt_and_train_all_that_follows(tmp_pat
         assert pairs.trained[at] == sum(side.loss_mask.sum() for side in sides)
         assert pairs.shared_lengths[at] == pair.prompt - 1 + sum(length - pair.prompt + 1 for length in lengths)
     assert pairs.lengths.dtype == pairs.shared_lengths.dtype == pairs.trained.dtype == pairs.prompts.dtype == np.int32
-
-
-def test_a_step_counts_the_targets_that_its_micro_batches_train(tmp_path):
-    pairs = ready(tmp_path, rows(30)).train
     steps = PairSteps(pairs, make_schedule(pairs.lengths, Packing(), Batch(examples_per_step=4)), "shared", 0)
     for step in (0, 3):
         assert steps.documents_of(step)[2] == sum(batch.trained + batch.rejected for batch in steps[step]) > 0
@@ -154,29 +146,20 @@ def asked_of(side: Any, at: int) -> str:
 
 def talks(count: int) -> list[dict[str, Any]]:
     """Conversations that all differ, of very different lengths."""
-    return [
-        {
-            "id": number,
-            "messages": [
-                {"role": "user", "content": f"Question number {number}?"},
-                {"role": "assistant", "content": " ".join(f"{number}-{word}" for word in range(1 + number % 30))},
-            ],
-        }
-        for number in range(count)
-    ]
-
-
-def write(path: Path, lines: list[Any]) -> str:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+    talks = []
+    for number in range(count):
+        answer = {"role": "assistant", "content": " ".join(f"{number}-{word}" for word in range(1 + number % 30))}
+        asked = {"role": "user", "content": f"Question number {number}?"}
+        talks.append({"id": number, "messages": [asked, answer]})
+    return talks
 
 
 def sides(tmp_path: Path, path: str, style: str = "smollm", seed: int = 0, **keys: Any) -> list[TokenDataset]:
     """The train and the held-out side."""
     keys = {"eval": 0.2, "max_length": None, **keys}
-    prepared = prepare(Data(train=path, cache_dir=str(tmp_path / "cache"), **keys), tokenizer_of(style), seed=seed)
-    assert prepared.eval is not None
-    return [prepared.train, prepared.eval]
+    made = prepared.ready(tmp_path, path, tokenizer=tokenizer_of(style), seed=seed, **keys)
+    assert made.eval is not None
+    return [made.train, made.eval]
 
 
 def said(side: TokenDataset, style: str = "smollm") -> set[int]:
@@ -197,7 +180,7 @@ def said(side: TokenDataset, style: str = "smollm") -> set[int]:
     ],
 )
 def test_the_same_rows_are_held_out_whatever_is_made_of_them(tmp_path, style, keys):
-    path = write(tmp_path / "x.jsonl", talks(100))
+    path = write(tmp_path / "x.jsonl", *talks(100))
     train, held = map(said, sides(tmp_path, path))
     assert (len(train), len(held)) == (80, 20)
     other_train, other_held = (said(side, style) for side in sides(tmp_path, path, style, **keys))
@@ -205,11 +188,11 @@ def test_the_same_rows_are_held_out_whatever_is_made_of_them(tmp_path, style, ke
     assert len(other_train) + len(other_held) >= 30
 
 
-def test_each_side_counts_its_own_rows(tmp_path):
+def test_each_side_counts_its_own_rows_and_one_without_a_document_is_an_error(tmp_path):
     unanswered = [{"messages": [{"role": "user", "content": f"Nobody answers {number}."}]} for number in range(30)]
-    path = write(tmp_path / "x.jsonl", [*talks(100), *unanswered, *[{"messages": []}] * 5])
+    path = write(tmp_path / "x.jsonl", *talks(100), *unanswered, *[{"messages": []}] * 5)
     keys: dict[str, Any] = {"max_length": 100, "bad_rows": "skip"}
-    whole = prepare(Data(train=path, cache_dir=str(tmp_path / "cache"), **keys), tokenizer_of("smollm"), seed=0).train
+    whole = prepared.ready(tmp_path, path, **keys).train
     train, held = sides(tmp_path, path, **keys)
     for side in (train, held):
         report = side.report
@@ -221,10 +204,7 @@ def test_each_side_counts_its_own_rows(tmp_path):
     for figure in ("rows", "kept", "truncated", "cut_tokens", "documents", "tokens", "trained_tokens"):
         assert getattr(train.report, figure) + getattr(held.report, figure) == getattr(whole.report, figure)
     assert train.report.held_out == len(held) and 22 <= held.report.rows <= 31
-
-
-def test_a_side_without_a_document_is_an_error(tmp_path):
     unanswered = [{"messages": [{"role": "user", "content": f"Nobody answers {n}."}]} for n in range(30)]
     for lines, fraction in ((talks(1), 0.5), ([*talks(1), *unanswered], 0.1)):
         with pytest.raises(UserError, match="cannot hold out"):
-            sides(tmp_path, write(tmp_path / "x.jsonl", lines), eval=fraction)
+            sides(tmp_path, write(tmp_path / "x.jsonl", *lines), eval=fraction)

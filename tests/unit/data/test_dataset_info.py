@@ -9,14 +9,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_tokenizers import tokenizer_of
+from prepared import TOKENIZER, ready, texts, write
 
 from packtrain.config.compose import load_config
-from packtrain.config.schema import Data, DataSource, sources
-from packtrain.data.prepare import prepare
+from packtrain.config.schema import DataSource, sources
 from packtrain.errors import UserError
 
-TOKENIZER = tokenizer_of("smollm")
 TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 OPENAI = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}]
 SHAREGPT = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4."}]
@@ -47,40 +45,27 @@ def listed(folder: Path, entries: dict[str, tuple[dict[str, Any], Any]]) -> Path
 
 
 def read(folder: Path, name: str, kind: Any = "sft", **keys: Any) -> Any:
-    path = f"lf:{folder}/data/dataset_info.json#{name}"
-    data = Data(train=path, cache_dir=str(folder / "cache"), chat_template="chatml", **keys)
-    return prepare(data, TOKENIZER, kind, seed=0).train
+    return ready(folder, f"lf:{folder}/data/dataset_info.json#{name}", kind, chat_template="chatml", **keys).train
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_every_form_become_the_same_document(tmp_path: Path, name: str) -> None:
-    expected = prepare(
-        Data(train=str(write(tmp_path, [ALPACA])), cache_dir=str(tmp_path / "c"), chat_template="chatml"),
-        TOKENIZER,
-        seed=0,
-    ).train[0]
+    expected = ready(tmp_path, write(tmp_path / "x.jsonl", ALPACA), chat_template="chatml").train[0]
     document = read(listed(tmp_path, CASES), name)[0]
     assert document.input_ids.tolist() == expected.input_ids.tolist()
     assert document.loss_mask.tolist() == expected.loss_mask.tolist()
-
-
-def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    (file := folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return file
 
 
 def test_pairs_labels_and_running_text_are_read(tmp_path: Path) -> None:
     ranked = {"formatting": "sharegpt", "ranking": True}
     ranked["columns"] = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}
     labelled = {"formatting": "sharegpt", "columns": {"messages": "said", "kto_tag": "good"}, "tags": TAGS}
-    folder = listed(
-        tmp_path,
-        {
-            "pairs": (ranked, {"conversations": SHAREGPT[:1], **PAIR}),
-            "labels": (labelled, [{"said": OPENAI, "good": True}, {"said": OPENAI, "good": False}]),
-            "text": ({"columns": {"prompt": "body"}}, {"body": "two and two"}),
-        },
-    )
+    entries = {
+        "pairs": (ranked, {"conversations": SHAREGPT[:1], **PAIR}),
+        "labels": (labelled, [{"said": OPENAI, "good": good} for good in (True, False)]),
+        "text": ({"columns": {"prompt": "body"}}, {"body": "two and two"}),
+    }
+    folder = listed(tmp_path, entries)
     pairs, labels, text = read(folder, "pairs", "dpo"), read(folder, "labels", "kto"), read(folder, "text")
     assert "5." in TOKENIZER.decode(pairs[0].rejected.input_ids)
     assert labels.labels.tolist() == [True, False]
@@ -89,30 +74,17 @@ def test_pairs_labels_and_running_text_are_read(tmp_path: Path) -> None:
         read(folder, "labels")
 
 
-def test_a_text_file_has_a_text_a_line_as_there(tmp_path: Path) -> None:
+def test_a_text_file_has_a_text_a_line_and_columns_that_an_entry_leaves_out_are_named(tmp_path: Path) -> None:
     listed(tmp_path, {"wiki": ({"file_name": "wiki.txt", "columns": {"prompt": "text"}}, [])})
     (tmp_path / "data" / "wiki.txt").write_text("One two.\n\nThree.\n")
     data = read(tmp_path, "wiki")
-    assert [TOKENIZER.decode(data[at].input_ids) for at in range(len(data))] == [
-        "One two.<|im_end|>",
-        "Three.<|im_end|>",
-    ]
+    texts = [TOKENIZER.decode(data[at].input_ids) for at in range(len(data))]
+    assert texts == ["One two.<|im_end|>", "Three.<|im_end|>"]
     assert len(read(tmp_path, "wiki", split_text="paragraph")) == 2
-
-
-def test_columns_that_an_entry_leaves_out_are_named(tmp_path: Path) -> None:
     name, row = "names", CASES["names"]
     listed(tmp_path, {name: (row[0], {**row[1], "id": 7})})
     (unread,) = read(tmp_path, name).report.unread.values()
     assert unread == {"input (not in dataset_info.json)": "", "id (not in dataset_info.json)": "note"}
-
-
-def test_pictures_are_refused(tmp_path: Path) -> None:
-    columns = {"messages": "messages", "images": "pictures"}
-    entry = {"formatting": "sharegpt", "columns": columns, "tags": TAGS}
-    folder = listed(tmp_path, {"seen": (entry, {"messages": OPENAI, "pictures": ["a.png"]})})
-    with pytest.raises(UserError, match="not of text alone"):
-        read(folder, "seen")
 
 
 def test_num_samples_are_the_documents_of_an_epoch(tmp_path: Path) -> None:
@@ -124,9 +96,7 @@ def test_num_samples_are_the_documents_of_an_epoch(tmp_path: Path) -> None:
     assert {*read(folder, "n25").rows.tolist()} == {*range(10)}
 
 
-def test_a_name_is_found_below_the_config_or_where_the_command_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_is_found_below_the_config_or_where_the_command_runs(tmp_path, monkeypatch):
     listed(tmp_path / "repo", CASES)
     (tmp_path / "repo" / "examples").mkdir()
     text = "model: {path: x/y}\nbatch: {examples_per_step: 1}\ndata: {train: [{path: lf:alpaca, weight: 2}]}\n"
@@ -146,49 +116,46 @@ def test_a_name_is_found_below_the_config_or_where_the_command_runs(
         load_config(str(tmp_path / "run.yaml"), [])
 
 
-@pytest.mark.parametrize(
-    ("entry", "what"),
-    [
-        ({"ms_hub_url": "a/b"}, "a hub that packtrain does not read"),
-        ({"script_url": "a"}, "made by a script"),
-        ({"file_name": "x.json", "formatting": "vicuna"}, "formatting is 'vicuna'"),
-        ({"file_name": "x.json", "colums": {}}, "is no key of an entry"),
-        ({"hf_hub_url": "a/b", "folder": "python"}, "a folder of a hub data set"),
-    ],
-)
-def test_an_entry_that_cannot_be_read_is_refused(tmp_path: Path, entry: dict[str, Any], what: str) -> None:
+def test_an_entry_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"x": entry}))
-    with pytest.raises(UserError, match=what):
-        read(tmp_path, "x")
+    for what, entry in {
+        "a hub that packtrain does not read": {"ms_hub_url": "a/b"},
+        "made by a script": {"script_url": "a"},
+        "formatting is 'vicuna'": {"file_name": "x.json", "formatting": "vicuna"},
+        "is no key of an entry": {"file_name": "x.json", "colums": {}},
+        "a folder of a hub data set": {"hf_hub_url": "a/b", "folder": "python"},
+    }.items():
+        (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"x": entry}))
+        with pytest.raises(UserError, match=what):
+            read(tmp_path, "x")
+    entry = {"formatting": "sharegpt", "columns": {"messages": "messages", "images": "pictures"}, "tags": TAGS}
+    folder = listed(tmp_path, {"seen": (entry, {"messages": OPENAI, "pictures": ["a.png"]})})
+    with pytest.raises(UserError, match="not of text alone"):
+        read(folder, "seen")
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("o/n", ("o/n", None, "train")),
-        ("o/n:c@test", ("o/n", "c", "test")),
-        ("o/n@train[:10%]", ("o/n", None, "train[:10%]")),
-        ("o/n:2022.en", ("o/n", "2022.en", "train")),
-        ("data/x:y.jsonl", ("data/x:y.jsonl", None, "train")),
-    ],
-)
-def test_a_hub_id_brings_subset_and_split(name: str, parts: tuple[str, str | None, str]) -> None:
-    for given in (name, DataSource(path=name)):
-        (source,) = sources([given])
-        assert (source.path, source.subset, source.split) == parts
+def test_a_hub_id_brings_subset_and_split() -> None:
+    for name, parts in {
+        "o/n": ("o/n", None, "train"),
+        "o/n:c@test": ("o/n", "c", "test"),
+        "o/n@train[:10%]": ("o/n", None, "train[:10%]"),
+        "o/n:2022.en": ("o/n", "2022.en", "train"),
+        "data/x:y.jsonl": ("data/x:y.jsonl", None, "train"),
+    }.items():
+        for given in (name, DataSource(path=name)):
+            (source,) = sources([given])
+            assert (source.path, source.subset, source.split) == parts
 
 
 def test_one_glob_takes_files_of_several_kinds(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
-    rows, table = [{"text": "one"}], pa.table({"text": ["two"]})
-    write(tmp_path / "rows", rows)
+    table = pa.table({"text": ["two"]})
+    write(tmp_path / "rows/e.jsonl", {"text": "one"})
     (tmp_path / "rows" / "a.json").write_text(json.dumps([{"text": "three"}]))
     (tmp_path / "rows" / "b.csv").write_text("text\nfour\n")
     pq.write_table(table, tmp_path / "rows" / "c.parquet")
     with pa.OSFile(str(tmp_path / "rows" / "d.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(pa.table({"text": ["five"]}))
     for place in ("rows", "rows/*"):
-        made = prepare(Data(train=str(tmp_path / place), cache_dir=str(tmp_path / "c")), TOKENIZER, seed=0).train
-        words = {str(TOKENIZER.decode(made[n].input_ids, skip_special_tokens=True)).strip() for n in range(len(made))}
+        words = {text.removesuffix("<|im_end|>") for text in texts(ready(tmp_path, tmp_path / place))}
         assert words == {"one", "two", "three", "four", "five"}

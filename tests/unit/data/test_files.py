@@ -11,15 +11,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.feather as feather
 import pytest
-from data_tokenizers import tokenizer_of
+from prepared import ready
 
-from packtrain.config.schema import Data, DataSource
-from packtrain.data.prepare import PreparedData, prepare
+from packtrain.config.schema import DataSource
 from packtrain.data.sources import files
 from packtrain.data.sources.chunks import BadRow
 from packtrain.errors import UserError
 
-TOKENIZER = tokenizer_of("smollm")
 TEXT = "One\ntwo\n\n \nthree\n  four\n\n"
 AS_FILES = {  # the same two rows, on lines 2 and 4
     "x.jsonl": '\n{"text": "a\\nb"}\r\n\r\n{"text": "ä"}\n',
@@ -46,10 +44,6 @@ def rows(path: Path, content: bytes, split: Any = "document") -> list[tuple[str,
         (where.removeprefix(str(path)).strip(":"), str(row.problem("")) if isinstance(row, BadRow) else row["text"])
         for where, row in found
     ]
-
-
-def ready(folder: Path, train: Any, **keys: Any) -> PreparedData:
-    return prepare(Data(train=str(train), cache_dir=str(folder / "cache"), **keys), TOKENIZER, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +114,7 @@ def test_utf_8_is_read_with_and_without_a_mark_and_any_other_encoding_refused(tm
             ready(tmp_path, tmp_path / name)
 
 
-def test_zeros_in_a_text_are_a_bad_row(tmp_path):
-    for name, content in (("x.txt", b"fine\nda\0mage\n"), ("x.csv", b"text\nda\0mage\n")):
-        ((_, said),) = rows(tmp_path / name, content)
-        assert said.startswith(", text: the text holds NUL bytes")
-
-
-def test_compressed_files_are_read_frame_by_frame_and_damage_is_an_error(tmp_path):
+def test_compressed_files_are_read_frame_by_frame_and_damage_is_an_error_and_zeros_a_bad_row(tmp_path):
     first, second = b'{"text": "one"}\n', b'{"text": "two"}\n'
     for name, packed in (("x.jsonl.zst", zstd), ("x.JSONL.GZ", gzip.compress), ("x.ndjson.zst", zstd)):
         assert rows(tmp_path / name, packed(first) + packed(second)) == [("1", "one"), ("2", "two")]
@@ -139,18 +127,18 @@ def test_compressed_files_are_read_frame_by_frame_and_damage_is_an_error(tmp_pat
     ):
         with pytest.raises(UserError, match=rf"{name}: "):
             rows(tmp_path / name, content)
+    for name, content in (("x.txt", b"fine\nda\0mage\n"), ("x.csv", b"text\nda\0mage\n")):
+        ((_, said),) = rows(tmp_path / name, content)
+        assert said.startswith(", text: the text holds NUL bytes")
 
 
-@pytest.mark.parametrize("separator", [",", ";", "\t"])
-def test_a_csv_is_read_with_the_separator_of_its_first_line(tmp_path, separator):
-    lines = [f"id{separator}text", f'1{separator}"one{separator} and ""two"""', f"2{separator}three"]
-    content = "\r\n".join(lines).encode("utf-8-sig")  # what Excel writes
-    assert rows(tmp_path / "x.csv", content) == [("2", f'one{separator} and "two"'), ("3", "three")]
+def test_a_csv_is_read_with_the_separator_of_its_first_line_and_rows_have_their_own_lines(tmp_path):
+    for separator in (",", ";", "\t"):
+        lines = [f"id{separator}text", f'1{separator}"one{separator} and ""two"""', f"2{separator}three"]
+        content = "\r\n".join(lines).encode("utf-8-sig")  # what Excel writes
+        assert rows(tmp_path / "x.csv", content) == [("2", f'one{separator} and "two"'), ("3", "three")]
     assert rows(tmp_path / "x.tsv", b"text\none, two; three\n") == [("2", "one, two; three")]
-
-
-def test_rows_of_a_csv_have_their_own_lines_after_blank_and_broken_ones(tmp_path):
-    found = rows(tmp_path / "x.csv", b'\n\ntext,n\n\na,1\n"b"x,2\nc,3\nd\n\ne,4\n')
+    found = rows(tmp_path / "x.csv", b'\n\ntext,n\n\na,1\n"b"x,2\nc,3\nd\n\ne,4\n')  # blank and broken ones
     assert [(line, text) for line, text in found if len(text) == 1] == [("5", "a"), ("7", "c"), ("10", "e")]
     assert ["broken csv" in found[1][1], "not as many fields" in found[3][1]] == [True, True]
     assert [found[1][0], found[3][0]] == ["6", "8"]
@@ -170,19 +158,16 @@ def test_files_of_arrow_are_read_with_and_without_an_index(tmp_path):
         rows(tmp_path / "other.arrow", b"hello")
 
 
-@pytest.mark.parametrize(
-    ("content", "where"),
-    [
+def test_a_json_file_that_is_no_list_of_rows_is_named(tmp_path):
+    for content, where in (
         ('{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "x.json"),
         ('{"text": "a"}\n{\n', "x.json:2"),
         ("12", "x.json:1"),
-    ],
-)
-def test_a_json_file_that_is_no_list_of_rows_is_named(tmp_path, content, where):
-    (tmp_path / "x.json").write_text(content)
-    with pytest.raises(UserError) as caught:
-        ready(tmp_path, tmp_path / "x.json")
-    assert caught.value.problems[0].where.endswith(where)
+    ):
+        (tmp_path / "x.json").write_text(content)
+        with pytest.raises(UserError) as caught:
+            ready(tmp_path, tmp_path / "x.json")
+        assert caught.value.problems[0].where.endswith(where)
 
 
 VALUES = {
@@ -209,17 +194,12 @@ def test_one_row_alone_is_a_row_though_it_has_a_list(tmp_path, name):
             assert len(ready(tmp_path, tmp_path / name, columns=columns).train) == 1
 
 
-@pytest.mark.parametrize("packed", [bytes, gzip.compress])
-def test_the_only_line_of_a_jsonl_is_a_row_with_a_list_of_objects(tmp_path, packed):
-    """Read as a holder of rows it would be two texts."""
-    row = {"q": "Hello", "a": "you", "refs": [{"text": "a"}, {"text": "b"}]}
-    path = tmp_path / ("x.jsonl" if packed is bytes else "x.jsonl.gz")
-    path.write_bytes(packed(json.dumps(row).encode()))
-    report = ready(tmp_path, path, columns={"instruction": "q", "output": "a"}).train.report
-    assert (report.rows, report.format) == (1, "alpaca")
-
-
-def test_lines_are_lines_though_they_are_lists(tmp_path):
+def test_the_only_line_of_a_jsonl_is_a_row_with_a_list_of_objects_and_lines_are_lines_though_they_are_lists(tmp_path):
+    row = {"q": "Hello", "a": "you", "refs": [{"text": "a"}, {"text": "b"}]}  # two texts as a holder of rows
+    for name, packed in (("x.jsonl", bytes), ("x.jsonl.gz", gzip.compress)):
+        (path := tmp_path / name).write_bytes(packed(json.dumps(row).encode()))
+        report = ready(tmp_path, path, columns={"instruction": "q", "output": "a"}).train.report
+        assert (report.rows, report.format) == (1, "alpaca")
     bad = "expected an object, found a list"
     found = rows(tmp_path / "x.jsonl", b'[{"text": "a"}]\n{"text": "b"}\n[1]\n')
     assert [line for line, said in found if bad in said] == ["1", "3"] and ("2", "b") in found
@@ -227,17 +207,13 @@ def test_lines_are_lines_though_they_are_lists(tmp_path):
 
 def test_of_a_folder_with_splits_the_one_that_is_asked_for_is_read(tmp_path):
     folder = tmp_path / "repo"
-    for name, count in (
-        ("data/train-00000-of-00002.jsonl", 1),
-        ("data/train-00001-of-00002.jsonl", 2),
-        ("test/a.jsonl", 4),
-    ):
+    counts = {"data/train-00000-of-00002.jsonl": 1, "data/train-00001-of-00002.jsonl": 2, "test/a.jsonl": 4}
+    for name, count in counts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text('{"text": "Hello there!"}\n' * count)
 
     def report(**source: Any) -> Any:
-        data = Data(train=DataSource(path=str(folder), **source), cache_dir=str(tmp_path / "cache"))
-        return prepare(data, TOKENIZER, seed=0).train.report
+        return ready(tmp_path, DataSource(path=str(folder), **source)).train.report
 
     assert (report().rows, report().remarks) == (3, (f"{folder} [train]: 2 of 3 files, by their names",))
     assert report(split="eval").rows == 4

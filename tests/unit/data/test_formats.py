@@ -6,49 +6,36 @@ import copy
 import csv
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import prepared
 import pytest
 from data_tokenizers import SMOLLM, tokenizer_of
+from prepared import TOKENIZER, texts, write
 from tokenizers import processors
 
 from packtrain.config.schema import Data, DataSource
 from packtrain.data.formats.columns import Row
-from packtrain.data.formats.conversations import read_row
+from packtrain.data.formats.examples import read_row
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.errors import UserError
 from packtrain.train.log.console import _documents
 
-TOKENIZER = tokenizer_of("smollm")
 QUESTION, ANSWER = {"role": "user", "content": "Hello there!"}, {"role": "assistant", "content": "How are you?"}
 GOOD = {"messages": [QUESTION, ANSWER]}
 
 
 @pytest.fixture
 def ready(tmp_path: Path):
-    def call(train: Any, **keys: Any) -> PreparedData:
-        return prepare(Data(train=train, cache_dir=str(tmp_path / "cache"), **keys), TOKENIZER, seed=0)
-
-    return call
+    return partial(prepared.ready, tmp_path)
 
 
-def write(path: Path, *rows: Any) -> str:
-    """JSON Lines; bytes are written as they are."""
-    path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows))
-    return str(path)
-
-
-def texts(prepared: PreparedData) -> list[str]:
-    return [
-        TOKENIZER.decode(document.input_ids) for document in map(prepared.train.__getitem__, range(len(prepared.train)))
-    ]
-
-
-def trained(prepared: PreparedData, index: int = 0) -> str:
-    document = prepared.train[index]
+def trained(data: PreparedData, index: int = 0) -> str:
+    document = data.train[index]
     return TOKENIZER.decode(document.input_ids[document.loss_mask])
 
 
@@ -90,21 +77,15 @@ def test_a_bad_row_is_an_error_that_names_file_line_and_field_or_skipped_and_cou
     assert (report.rows, report.kept, report.dropped) == (3, 2, {reason: 1})
 
 
-def test_several_bad_rows_are_named_at_once_but_not_hundreds(ready, tmp_path):
+def test_bad_rows_are_named_at_once_but_not_hundreds_and_skipped_ones_are_counted(ready, tmp_path):
     path = write(tmp_path / "train.jsonl", GOOD, *[{"messages": []}] * 300)
     with pytest.raises(UserError) as caught:
         ready(path)
     assert [problem.where for problem in caught.value.problems] == [f"{path}:{line}, messages" for line in range(2, 7)]
     assert str(caught.value).endswith("Later rows may have the same problem.")
-
-
-def test_the_header_of_a_run_has_the_number_of_skipped_rows(ready, tmp_path):
     path = write(tmp_path / "train.jsonl", GOOD, {"messages": []}, {"messages": []}, {"messages": 7})
     assert _documents(ready(path, bad_rows="skip").train.report).endswith("dropped 3: 2 empty, 1 wrong type")
     assert _documents(ready(write(tmp_path / "x.jsonl", GOOD)).train.report).endswith("dropped 0")
-
-
-def test_nothing_left_is_an_error_with_the_counts(ready, tmp_path):
     path = write(tmp_path / "train.jsonl", {"messages": []}, {"messages": [QUESTION]}, {"messages": [QUESTION]})
     with pytest.raises(UserError, match=r"of 3 rows; dropped: 2 no trained token[^,]*, 1 empty"):
         ready(path, bad_rows="skip")
@@ -140,14 +121,14 @@ FORMATS: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 @pytest.mark.parametrize("row, format, whole, target", FORMATS.values(), ids=FORMATS.keys())
 def test_each_format_is_recognised_and_trains_its_targets(ready, tmp_path, row, format, whole, target):
-    prepared = ready(write(tmp_path / "train.jsonl", row))
-    assert prepared.train.report.format == format
-    assert trained(prepared) == target
+    found = ready(write(tmp_path / "train.jsonl", row))
+    assert found.train.report.format == format
+    assert trained(found) == target
     if whole:
-        assert texts(prepared) == [whole]
+        assert texts(found) == [whole]
 
 
-def test_a_pair_is_tokenised_as_trl_does_and_apart_only_where_a_token_crosses_the_border(ready, tmp_path):
+def test_a_pair_and_a_leading_newline_are_tokenised_apart_only_where_a_token_crosses_the_border(ready, tmp_path):
     rows = [{"prompt": "Hello there!", "completion": " How are you?"}, {"prompt": "Hello ", "completion": "there"}]
     train = ready(write(tmp_path / "train.jsonl", *rows)).train
     assert train.report.apart == 1
@@ -155,6 +136,10 @@ def test_a_pair_is_tokenised_as_trl_does_and_apart_only_where_a_token_crosses_th
     prompt = TOKENIZER("Hello ")["input_ids"]
     assert train[1].input_ids[: len(prompt)].tolist() == prompt
     assert train[1].loss_mask.tolist() == [False] * len(prompt) + [True] * (len(train[1].input_ids) - len(prompt))
+    found = ready(write(tmp_path / "train.jsonl", turn(content="\nHow are you?"), GOOD))
+    assert [trained(found, row) for row in (0, 1)] == ["\nHow are you?<|im_end|>", "How are you?<|im_end|>"]
+    assert texts(found)[0].endswith("<|im_start|>assistant\n\nHow are you?<|im_end|>\n")
+    assert found.train.report.apart == 1
 
 
 @pytest.mark.parametrize("column", ["label", "kto_tag"])
@@ -170,20 +155,16 @@ def test_answers_that_are_marked_as_ones_not_to_give_are_refused_or_left_out_and
     assert ready(write(tmp_path / "class.jsonl", {"text": "Hello there!", column: False})).train.report.kept == 1
 
 
-@pytest.mark.parametrize("label", [0, 0.0, "0", "0.0", "False", False])
+@pytest.mark.parametrize("label", [0, 0.0, "0", "0.0", "False", False, "csv", "parquet"])
 def test_sft_refuses_what_kto_reads_as_an_undesirable_answer(ready, tmp_path, label):
-    with pytest.raises(UserError, match=r"(?s)jsonl:1, label: .*packtrain kto"):
-        ready(write(tmp_path / "train.jsonl", GOOD | {"label": label}))
-
-
-@pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_sft_refuses_a_zero_label_of_a_table(ready, tmp_path, suffix):
-    path = tmp_path / f"train.{suffix}"
-    rows = [{"instruction": "Hello there!", "output": "How are you?", "label": label} for label in (1, None, 0)]
-    table: Any = datasets.Dataset.from_list(rows).to_pandas()
-    table.to_csv(path, index=False) if suffix == "csv" else table.to_parquet(path)
+    path = write(tmp_path / "train.jsonl", GOOD | {"label": label})
+    if label in ("csv", "parquet"):
+        path = str(tmp_path / f"train.{label}")
+        rows = [{"instruction": "Hello there!", "output": "How are you?", "label": label} for label in (1, None, 0)]
+        table: Any = datasets.Dataset.from_list(rows).to_pandas()
+        table.to_csv(path, index=False) if label == "csv" else table.to_parquet(path)
     with pytest.raises(UserError, match=r"(?s)label: .*packtrain kto"):
-        ready(str(path))
+        ready(path)
 
 
 @pytest.mark.parametrize("label", ["good", 2, -1, 0.5])
@@ -193,16 +174,12 @@ def test_a_label_that_nothing_reads_is_named(ready, tmp_path, label):
     assert not ready(write(tmp_path / "true.jsonl", GOOD | {"label": 1.0})).train.report.unread
 
 
-def test_an_answer_that_begins_with_a_newline_is_trained_with_it_and_counted(ready, tmp_path):
-    prepared = ready(write(tmp_path / "train.jsonl", turn(content="\nHow are you?"), GOOD))
-    assert [trained(prepared, row) for row in (0, 1)] == ["\nHow are you?<|im_end|>", "How are you?<|im_end|>"]
-    assert texts(prepared)[0].endswith("<|im_start|>assistant\n\nHow are you?<|im_end|>\n")
-    assert prepared.train.report.apart == 1
-
-
-def test_loss_on_all_trains_every_token_but_the_first(ready, tmp_path):
+def test_loss_on_all_trains_every_token_but_the_first_and_a_blank_thought_is_none(ready, tmp_path):
     mask = ready(write(tmp_path / "train.jsonl", GOOD), loss_on="all").train[0].loss_mask
     assert mask.tolist() == [False] + [True] * (len(mask) - 1)
+    rows = ALPACA, ALPACA | {"reasoning": " \n "}
+    plain, blank = texts(ready(write(tmp_path / "x.jsonl", *rows), chat_template="qwen3"))
+    assert plain == blank
 
 
 ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
@@ -318,18 +295,9 @@ def test_columns_that_nothing_reads_are_named_once_with_the_key_that_would(ready
             assert name not in ready(path, columns={use: name}, **how).train.report.unread[path]
 
 
-def test_a_blank_thought_of_a_column_is_none(ready, tmp_path):
-    rows = ALPACA, ALPACA | {"reasoning": " \n "}
-    plain, blank = texts(ready(write(tmp_path / "x.jsonl", *rows), chat_template="qwen3"))
-    assert plain == blank
-
-
-def test_all_that_is_read_is_not_named(ready, tmp_path):
+def test_what_is_read_is_not_named_and_our_own_names_go_before_others(ready, tmp_path):
     rows = [GOOD | {"system": "Be brief.", "label": True}, {"messages": [QUESTION, {**ANSWER, "train": False}, ANSWER]}]
     assert ready(write(tmp_path / "x.jsonl", *rows)).train.report.unread == {}
-
-
-def test_a_speakers_name_that_the_template_writes_is_not_named(ready, tmp_path):
     (tmp_path / "names.jinja").write_text(
         "{% for message in messages %}{{ message.role + (message.name or '') }}{% if message.role == 'assistant' %}"
         "{% generation %}{{ message.content + eos_token }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
@@ -337,14 +305,8 @@ def test_a_speakers_name_that_the_template_writes_is_not_named(ready, tmp_path):
     path = write(tmp_path / "x.jsonl", {"messages": [{**QUESTION, "name": "Ann"}, ANSWER]})
     data = ready(path, chat_template=str(tmp_path / "names.jinja"))
     assert "Ann" in texts(data)[0] and data.train.report.unread == {}
-
-
-def test_a_row_of_many_columns_is_read_by_our_own_names(ready, tmp_path):
     row = GOOD | {"query": "Hello", "response": "you"}
     assert ready(write(tmp_path / "x.jsonl", row)).train.report.format == "messages"
-
-
-def test_a_system_turn_goes_before_the_column_which_is_named(ready, tmp_path):
     row = {"messages": [{"role": "system", "content": CARE}, QUESTION, ANSWER]}
     other = ready(write(tmp_path / "y.jsonl", row | {"system_prompt": "Be brief."}))
     assert texts(other) == texts(ready(write(tmp_path / "x.jsonl", row)))
@@ -370,11 +332,6 @@ def test_the_advice_for_unknown_columns_names_the_chat_first_and_works(ready, tm
     assert "chosen=better" not in str(raised.value)
     (text,) = texts(ready(path, columns={"instruction": "asked", "output": "said"}))
     assert "<|im_start|>user\nAdd.<|im_end|>" in text
-
-
-def test_an_answer_beside_what_nobody_knows_is_no_answer_alone(ready, tmp_path):
-    with pytest.raises(UserError, match="fit no known format"):
-        ready(write(tmp_path / "x.jsonl", {"ask": "Why?", "response": "So."}))
 
 
 def test_a_system_prompt_of_the_config_is_for_conversations_without_one(ready, tmp_path):
@@ -413,6 +370,7 @@ def test_what_plain_text_has_no_place_for_is_refused_and_the_advice_reads_it(rea
     "row, words",
     [
         ({"question": "a", "answer": "b"}, "fit no known format; found: question, answer"),
+        ({"ask": "Why?", "response": "So."}, "fit no known format"),  # no answer alone
         ({"messages": [], "text": "a"}, "fit messages and text"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "packtrain dpo"),
     ],
@@ -444,19 +402,21 @@ def test_conversations_without_a_chat_template_are_an_error(tmp_path):
 LONG = {"messages": [QUESTION, {"role": "assistant", "content": "How are you? " * 20}]}
 
 
-def test_truncation_inside_an_answer_keeps_its_first_tokens_and_counts_the_cut(ready, tmp_path):
+def test_what_is_too_long_is_cut_inside_an_answer_or_dropped_before_it_with_counts(ready, tmp_path):
     path = write(tmp_path / "train.jsonl", LONG)
     whole, cut = ready(path, max_length=None).train, ready(path, max_length=60).train
     assert cut[0].input_ids.tolist() == whole[0].input_ids[:60].tolist()
     assert cut[0].loss_mask.tolist() == whole[0].loss_mask[:60].tolist()
     assert (cut.report.truncated, cut.report.cut_tokens) == (1, len(whole[0].input_ids) - 60)
-
-
-def test_a_document_cut_before_its_first_trained_token_is_dropped_with_that_reason(ready, tmp_path):
     limit = int(ready(write(tmp_path / "short.jsonl", GOOD)).train.lengths[0])
     long_question = {"messages": [{**QUESTION, "content": "Hello " * limit}, ANSWER]}
     report = ready(write(tmp_path / "train.jsonl", long_question, LONG), max_length=limit).train.report
     assert (report.kept, report.dropped) == (1, {"no trained token within data.max_length": 1})
+    path = write(tmp_path / "train.jsonl", GOOD, LONG)
+    report = ready(path, max_length=limit, overlong="drop").train.report
+    assert (report.kept, report.dropped) == (1, {"longer than data.max_length": 1})
+    with pytest.raises(UserError, match=rf"train.jsonl:2: \d+ tokens, but data.max_length={limit}"):
+        ready(path, max_length=limit, overlong="error", bad_rows="skip")
 
 
 def test_split_gives_consecutive_parts_and_drops_untrained_ones_with_a_count(ready, tmp_path):
@@ -469,15 +429,6 @@ def test_split_gives_consecutive_parts_and_drops_untrained_ones_with_a_count(rea
     assert (parts.report.rows, parts.report.kept, parts.report.split) == (1, 1, 1)
     assert parts.lengths.max() == 16
     assert parts.report.tokens + parts.report.cut_tokens == len(whole[0].input_ids)
-
-
-def test_drop_and_error(ready, tmp_path):
-    limit = int(ready(write(tmp_path / "short.jsonl", GOOD)).train.lengths[0])
-    path = write(tmp_path / "train.jsonl", GOOD, LONG)
-    report = ready(path, max_length=limit, overlong="drop").train.report
-    assert (report.kept, report.dropped) == (1, {"longer than data.max_length": 1})
-    with pytest.raises(UserError, match=rf"train.jsonl:2: \d+ tokens, but data.max_length={limit}"):
-        ready(path, max_length=limit, overlong="error", bad_rows="skip")
 
 
 def test_a_split_of_a_saved_dataset_dict_is_read_and_a_wrong_one_named(ready, tmp_path):
@@ -534,11 +485,11 @@ def test_columns_of_a_source_are_its_own_and_the_others_keep_theirs(ready: Any, 
     alpaca = write(tmp_path / "alpaca.jsonl", {"q": "Hello there!", "a": "How are you?"})
     story = write(tmp_path / "story.jsonl", {"story": "Once."})
     own = {dialog: {"messages": "dialog"}, alpaca: {"instruction": "q", "output": "a"}, story: {"text": "story"}}
-    found = [plain, *(DataSource(path=path, columns=columns) for path, columns in own.items())]
-    prepared = ready([source for source in found if source != found[1]])
+    given = [plain, *(DataSource(path=path, columns=columns) for path, columns in own.items())]
+    found = ready([source for source in given if source != given[1]])
     expected = texts(ready(plain))[0]
-    assert sorted(texts(prepared)) == sorted([expected, expected, f"Once.{TOKENIZER.eos_token}"])
-    assert texts(ready(found[1])) == [expected]
+    assert sorted(texts(found)) == sorted([expected, expected, f"Once.{TOKENIZER.eos_token}"])
+    assert texts(ready(given[1])) == [expected]
     both = ready([DataSource(path=dialog, columns={"messages": "dialog"}), story], columns={"text": "story"})
     assert len(both.train) == 2  # data.columns is of the sources without names of their own
     with pytest.raises(UserError, match="packtrain has no column 'mesages'"):

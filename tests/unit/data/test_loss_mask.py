@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date, datetime, timedelta
 from pathlib import Path
@@ -13,17 +14,24 @@ from typing import Any
 import numpy as np
 import pytest
 from data_tokenizers import STYLES, shipped, tokenizer_for, tokenizer_of
+from prepared import trained_runs
 from tokenizers import normalizers
 from transformers import AutoTokenizer, CanineTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from packtrain.config.rules.paths_and_packages import template_names
 from packtrain.config.schema import Data
-from packtrain.data.formats.conversations import Conversation
+from packtrain.data.formats.examples import Conversation
 from packtrain.data.prepare import prepare
 from packtrain.data.sources.chunks import BadRow
-from packtrain.data.tokens import chat_template
-from packtrain.data.tokens.chat_template import CHATML, Template, choose_template, give_template, rewrite_for_template
+from packtrain.data.tokens.chat_template import (
+    CHATML,
+    Template,
+    choose_template,
+    give_template,
+    has_marks,
+    rewrite_for_template,
+)
 from packtrain.data.tokens.encode import Encoder
 from packtrain.data.tokens.loss_mask import UNVERIFIED, ChatEncoder
 from packtrain.data.tokens.tokenizer import plain_tokenizer
@@ -61,8 +69,11 @@ def text_of(name: str) -> str:
 
 
 def encoder(style: str, template: Template | None = None) -> ChatEncoder:
-    tokenizer = tokenizer_of(style)
-    chosen = template or choose_template(None, tokenizer)
+    return encoder_by(tokenizer_of(style), template)
+
+
+def encoder_by(tokenizer: Any, template: Template | None = None, name: str | None = None) -> ChatEncoder:
+    chosen = template or choose_template(name, tokenizer)
     assert chosen is not None
     return ChatEncoder(plain_tokenizer(tokenizer), chosen)
 
@@ -70,8 +81,7 @@ def encoder(style: str, template: Template | None = None) -> ChatEncoder:
 def runs_of(chat: ChatEncoder, tokenizer: Any, conversation: Conversation, loss_on: Any = "assistant") -> list[str]:
     """The text of each run of trained tokens."""
     ids, mask, _ = chat.encode(conversation, loss_on)
-    borders = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]]))).reshape(-1, 2)
-    return [tokenizer.decode(ids[start:end]) for start, end in borders]
+    return trained_runs(tokenizer, ids, mask)
 
 
 def trained(
@@ -83,16 +93,19 @@ def trained(
 def trained_by(name: str, messages: list[dict[str, Any]], loss_on: Any = "assistant") -> list[str]:
     """As `trained`, with TOOLS and the template of that name, white space at the ends cut off."""
     tokenizer = tokenizer_for(text_of(name))
-    template = choose_template(None, tokenizer)
-    assert template is not None
-    chat = ChatEncoder(plain_tokenizer(tokenizer), template)
-    return [text.rstrip() for text in runs_of(chat, tokenizer, Conversation(messages, TOOLS), loss_on)]
+    found = runs_of(encoder_by(tokenizer), tokenizer, Conversation(messages, TOOLS), loss_on)
+    return [text.rstrip() for text in found]
 
 
 def trained_by_text(text: str, messages: list[dict[str, Any]], **variables: Any) -> list[str]:
     tokenizer = tokenizer_for(text)
-    chat = ChatEncoder(plain_tokenizer(tokenizer), Template(text, None))
-    return runs_of(chat, tokenizer, Conversation(messages, variables=variables))
+    return runs_of(encoder_by(tokenizer, Template(text, None)), tokenizer, Conversation(messages, variables=variables))
+
+
+def refusal(how: Callable[..., Any], *given: Any) -> BadRow:
+    with pytest.raises(BadRow) as caught:
+        how(*given)
+    return caught.value
 
 
 FIRST, SECOND = TURNS[1]["content"], TURNS[3]["content"]
@@ -121,19 +134,14 @@ def test_completion_trains_only_the_last_answer(style):
 
 
 @pytest.mark.parametrize("style", ["llama3", "qwen2_5", "gemma"])
-def test_marks_of_the_twin_and_prefixes_agree(style):
-    text = STYLES[style].template
+def test_marks_of_the_twin_own_marks_and_prefixes_agree_but_for_header_and_white_space(style):
+    """Gemma's mark holds the newline after the turn, Qwen's also the one in front of the answer."""
     own = choose_template(None, tokenizer_of(style))
     assert own is not None and own.marked is not None
     by_twin = encoder(style, own).encode(Conversation(TURNS), "assistant")
-    by_prefix = encoder(style, Template(text, None)).encode(Conversation(TURNS), "assistant")
+    by_prefix = encoder(style, Template(STYLES[style].template, None)).encode(Conversation(TURNS), "assistant")
     assert by_twin[1].any()
     np.testing.assert_array_equal(by_twin[1], by_prefix[1])
-
-
-@pytest.mark.parametrize("style", ["llama3", "qwen2_5", "gemma"])
-def test_own_marks_are_taken_at_their_word_but_for_header_and_white_space(style):
-    """Gemma's mark holds the newline after the turn, Qwen's also the one in front of the answer."""
     marked = shipped(f"{style}_training")
     ids, mask, _ = encoder(style, Template(marked, None)).encode(Conversation(TURNS), "assistant")
     wanted = tokenizer_of(style).apply_chat_template(
@@ -146,27 +154,18 @@ def test_own_marks_are_taken_at_their_word_but_for_header_and_white_space(style)
 
 
 NAMES = [name for name in template_names() if not name.startswith(("idefics3", "llava_next", "smolvlm"))]  # of images
-REFUSED_NAMES = {
-    "diffusion_gemma",
-    "diffusion_gemma_training",
-    "glm4moe",
-    "qwen3",
-    "qwen3_5_nothink",
-    "qwen3_5_think",
-    "qwen3_6",
-}  # no end token; rewritten history
+REFUSED_NAMES = {"diffusion_gemma", "diffusion_gemma_training"} | {  # no end token; rewritten history
+    *("glm4moe", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6")
+}
 SPOKEN = ("<|channel|>", " to=user", "\n")  # a model says these before its answer
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_template_there_is_trains_the_role_header(name):
     tokenizer = tokenizer_for(CHATML if name == "chatml" else shipped(name))
-    template = choose_template(name, tokenizer)
-    assert template is not None
-    chat = ChatEncoder(plain_tokenizer(tokenizer), template)
+    chat = encoder_by(tokenizer, name=name)
     if name in REFUSED_NAMES:
-        with pytest.raises(BadRow, match=UNVERIFIED):
-            chat.encode(Conversation(TURNS), "assistant")
+        assert refusal(chat.encode, Conversation(TURNS), "assistant").reason == UNVERIFIED
         return
     found = runs_of(chat, tokenizer, Conversation(TURNS))
     assert len(found) == 2 + name.startswith("phi3")  # Phi-3 ends the whole in EOS
@@ -190,10 +189,12 @@ def test_marks_around_what_everybody_says_never_train_the_user(messages, loss_on
         assert loss_on == "completion" and found == [f"assistant{SECOND}<|im_end|>"]
 
 
-def test_tools_that_the_template_leaves_out_are_refused():
-    with pytest.raises(BadRow, match=r"the chat template \(the tokenizer's own\) leaves out the tools") as caught:
-        trained("smollm", Conversation(TURNS, tools=TOOLS))
-    assert caught.value.reason == "tools left out"
+def test_tools_and_answers_that_the_template_leaves_out_are_refused():
+    """Templates for images walk over a list of parts and render nothing of a string."""
+    caught = refusal(trained, "smollm", Conversation(TURNS, tools=TOOLS))
+    assert caught.reason == "tools left out" and "the tokenizer's own" in caught.what
+    caught = refusal(trained, "smollm", Conversation(TURNS), Template(shipped("smolvlm"), None))
+    assert "leaves out or rewrites the answer 'How are you" in caught.what
 
 
 BEGIN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'user' %}{{ m.content }}{% else %}"
@@ -210,17 +211,13 @@ MARKS = "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}"
     ids=["no end", "no end behind marks", "an end outside the marks"],
 )
 def test_a_template_that_trains_no_end_of_turn_is_refused(template):
-    with pytest.raises(BadRow, match="would not learn to stop"):
-        trained("smollm", Conversation(TURNS), Template(template, None))
+    assert "would not learn to stop" in refusal(trained, "smollm", Conversation(TURNS), Template(template, None)).what
 
 
 @pytest.mark.parametrize("messages", [TURNS, [ASK, calls("Paris"), result(), END]], ids=["turns", "tools"])
 def test_a_template_that_rewrites_history_is_refused_with_advice(messages):
-    with pytest.raises(BadRow) as caught:
-        trained("qwen3", Conversation(messages))
-    assert caught.value.reason == UNVERIFIED
-    assert caught.value.field == "messages[1]"
-    assert "data.loss_on=completion" in caught.value.fix
+    caught = refusal(trained, "qwen3", Conversation(messages))
+    assert (caught.reason, caught.field) == (UNVERIFIED, "messages[1]") and "data.loss_on=completion" in caught.fix
 
 
 @pytest.mark.parametrize("style", ["smollm", "qwen2_5"])
@@ -243,40 +240,34 @@ def test_an_answer_that_begins_with_white_space_is_tokenised_apart_from_the_head
             assert apart == (ids.tolist() != whole) and (apart or white != "\n")
 
 
+COLONS = """{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
+
+
 def test_a_border_inside_a_token_is_refused_by_name_where_the_tokenizer_puts_a_space_before_each_text():
     tokenizer = copy.deepcopy(tokenizer_of("mistral"))
-    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    colons = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
-    template = Template(colons + "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}", None)
-    chat = ChatEncoder(plain_tokenizer(tokenizer), template)
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(spaces)
     messages = [*TURNS[:3], {"role": "assistant", "content": "in Paris."}]
-    with pytest.raises(
-        BadRow, match=r"inside a token, in '>assistant: in Paris.</s', .*a space before each text"
-    ) as caught:
-        chat.encode(Conversation(messages), "completion")
-    assert "Trim the white space" in caught.value.fix
-
-
-def test_a_template_that_drops_the_answer_is_refused():
-    """Templates for images walk over a list of parts and render nothing of a string."""
-    with pytest.raises(BadRow, match="leaves out or rewrites the answer 'How are you"):
-        trained("smollm", Conversation(TURNS), Template(shipped("smolvlm"), None))
+    chat = encoder_by(tokenizer, Template(COLONS, None))
+    caught = refusal(chat.encode, Conversation(messages), "completion")
+    assert re.search(r"inside a token, in '>assistant: in Paris.</s', .*a space before each text", caught.what)
+    assert "Trim the white space" in caught.fix
 
 
 def test_white_space_that_a_tokenizer_leaves_out_of_its_offsets_is_not_overlooked():
     """Byte-level tokenizers that trim offsets hide that " Hello" is one token across the border."""
-    template = Template("{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
-                        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}", None)  # fmt: skip
-    chat = encoder("qwen2_5", template)
+    chat = encoder("qwen2_5", Template(COLONS, None))
     ids, mask, apart = chat.encode(Conversation([TURNS[0], TURNS[3]]), "assistant")
     assert apart and tokenizer_of("qwen2_5").decode(ids[mask]) == f"{SECOND}<|im_end|>"
 
 
-def test_a_template_of_an_unknown_name_is_refused():
+def test_a_template_of_an_unknown_name_and_a_tokenizer_written_in_python_are_refused():
     with pytest.raises(UserError, match="llama3"):
         choose_template("lama3", tokenizer_of("llama3"))
+    with pytest.raises(UserError, match="CanineTokenizer is a tokenizer written in Python") as caught:
+        plain_tokenizer(CanineTokenizer())
+    assert caught.value.problems[0].where == "model.tokenizer"
 
 
 @pytest.mark.parametrize("name", ["qwen3_training", "chatml", "gptoss_training"])
@@ -284,30 +275,18 @@ def test_a_template_that_data_names_goes_with_the_model_without_its_marks(name):
     tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
     template = choose_template(name, tokenizer)
     give_template(tokenizer, name)
-    assert (
-        template is not None
-        and chat_template.has_marks(template.text)
-        and not chat_template.has_marks(str(tokenizer.chat_template))
-    )
+    assert template is not None and has_marks(template.text) and not has_marks(str(tokenizer.chat_template))
     marked = tokenizer.apply_chat_template(TURNS, chat_template=template.text, tokenize=False)
     assert tokenizer.apply_chat_template(TURNS, tokenize=False) == marked
-
-
-def test_a_tokenizer_written_in_python_is_refused():
-    with pytest.raises(UserError, match="CanineTokenizer is a tokenizer written in Python") as caught:
-        plain_tokenizer(CanineTokenizer())
-    assert caught.value.problems[0].where == "model.tokenizer"
 
 
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
 COMMENTARY = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "%s"}<|call|>'
 MISTRAL = '{"name": "weather", "arguments": {"city": "%s"}, "id": "call0000%d"}'
+BY_HERMES = [HERMES % "Paris" + "<|im_end|>", "It is sunny.<|im_end|>"]
 ONE_CALL = {
-    "qwen2_5": [HERMES % "Paris" + "<|im_end|>", "It is sunny.<|im_end|>"],
-    "qwen3_instruct_2507": [HERMES % "Paris" + "<|im_end|>", "It is sunny.<|im_end|>"],
-    "qwen3_training": [HERMES % "Paris" + "<|im_end|>", "It is sunny.<|im_end|>"],
+    **dict.fromkeys(("qwen2_5", "qwen3_instruct_2507", "qwen3_training", "hermes"), BY_HERMES),
     "llama3_1": ['{"name": "weather", "parameters": {"city": "Paris"}}<|eot_id|>', "It is sunny.<|eot_id|>"],
-    "hermes": [HERMES % "Paris" + "<|im_end|>", "It is sunny.<|im_end|>"],
     "gptoss": [COMMENTARY % "Paris", "<|channel|>final<|message|>It is sunny.<|return|>"],
     "mistral_v3": [f"[TOOL_CALLS] [{MISTRAL % ('Paris', 1)}]<EOS>", " It is sunny.<EOS>"],
 }
@@ -321,12 +300,9 @@ def test_a_call_and_the_answer_are_trained_through_their_end_tokens_and_nothing_
     assert trained_by(name, messages, "completion") == ONE_CALL[name][1:]
 
 
-TWO = {
-    "qwen2_5": f"{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
-    "qwen3_training": f"{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
-    "hermes": f"{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
-    "mistral_v3": f"[TOOL_CALLS] [{MISTRAL % ('Paris', 1)}, {MISTRAL % ('Rome', 2)}]<EOS>",
-}
+BY_HERMES_TWO = f"{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>"
+BY_MISTRAL_TWO = f"[TOOL_CALLS] [{MISTRAL % ('Paris', 1)}, {MISTRAL % ('Rome', 2)}]<EOS>"
+TWO = dict.fromkeys(("qwen2_5", "qwen3_training", "hermes"), BY_HERMES_TWO) | {"mistral_v3": BY_MISTRAL_TWO}
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -335,16 +311,14 @@ def test_parallel_calls_are_one_turn_and_their_results_are_not_trained(name):
     assert trained_by(name, messages) == [TWO[name], ONE_CALL[name][1]]
 
 
-@pytest.mark.parametrize(
-    "name, words",
-    [
-        ("llama3_1", "refuses the conversation"),
-        ("gptoss", "leaves out the call of 'weather'"),
-    ],
-)
-def test_a_template_for_one_call_refuses_two(name, words):
-    with pytest.raises(BadRow, match=words):
-        trained_by(name, [ASK, calls("Paris", "Paris"), result(), result(), END])
+TWICE, ASIDE = [ASK, calls("Paris", "Paris"), result(), result(), END], [ASK, calls("Paris", content="Let me see.")]
+REFUSED_CALLS = [("llama3_1", TWICE, "refuses the conversation"), ("gptoss", TWICE, "leaves out the call of 'weather'")]
+REFUSED_CALLS += [(name, ASIDE, "rewrites the answer 'Let me see.'") for name in ("llama3_1", "hermes", "mistral_v3")]
+
+
+@pytest.mark.parametrize("name, messages, words", REFUSED_CALLS)
+def test_two_calls_for_a_template_of_one_and_words_beside_a_call_that_it_leaves_out_are_refused(name, messages, words):
+    assert words in refusal(trained_by, name, messages).what
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3_training", "hermes", "llama3_1"])
@@ -369,33 +343,22 @@ def test_gpt_oss_reads_thinking_and_its_template_drops_what_was_thought_before_a
     thought = {"reasoning_content": "Hm."}
     found = trained_by("gptoss", [ASK, calls("Paris", **thought)])
     assert "".join(found) == "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" + COMMENTARY % "Paris"
-    with pytest.raises(BadRow, match=r"leaves out the thought 'Hm.'") as caught:
-        trained_by("gptoss", [ASK, calls("Paris", **thought), result(), {**END, **thought}])
-    assert "data.loss_on=completion" in caught.value.fix
+    caught = refusal(trained_by, "gptoss", [ASK, calls("Paris", **thought), result(), {**END, **thought}])
+    assert "leaves out the thought 'Hm.'" in caught.what and "data.loss_on=completion" in caught.fix
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "hermes", "mistral_v3", "qwen3_instruct_2507"])
 @pytest.mark.parametrize("loss_on", ["assistant", "all"])
 def test_thoughts_that_the_template_leaves_out_are_refused(name, loss_on):
-    with pytest.raises(BadRow, match=r"leaves out the thought 'Hm, Paris.'") as caught:
-        trained_by(name, [ASK, {**END, "reasoning_content": "Hm, Paris."}], loss_on)
-    assert caught.value.field == "messages[1].reasoning_content"
-    assert "qwen3_training" in caught.value.fix
-
-
-@pytest.mark.parametrize("name", ["llama3_1", "hermes", "mistral_v3"])
-def test_words_beside_a_call_that_the_template_leaves_out_are_refused(name):
-    with pytest.raises(BadRow, match=r"leaves out or rewrites the answer 'Let me see.'"):
-        trained_by(name, [ASK, calls("Paris", content="Let me see.")])
+    caught = refusal(trained_by, name, [ASK, {**END, "reasoning_content": "Hm, Paris."}], loss_on)
+    assert "leaves out the thought 'Hm, Paris.'" in caught.what
+    assert caught.field == "messages[1].reasoning_content" and "qwen3_training" in caught.fix
 
 
 def test_ids_of_the_data_stay_but_where_the_template_wants_nine_characters():
     given = [{**call("Paris"), "id": "call_longer_than_nine"}, call("Rome"), {**call("Oslo"), "id": "abcdefghi"}]
-    answers = [
-        {**result(), "tool_call_id": "abcdefghi"},
-        {**result(), "tool_call_id": "call_longer_than_nine"},
-        result(),
-    ]
+    answers = [{**result(), "tool_call_id": name} for name in ("abcdefghi", "call_longer_than_nine")]
+    answers.append(result())
     conversation = Conversation([ASK, {**calls(), "tool_calls": given}, *answers, END], TOOLS)
     for name, first in (("mistral_v3", "call00001"), ("qwen2_5", "call_longer_than_nine")):
         _, asked, *said, _ = rewrite_for_template(text_of(name), conversation).messages
@@ -404,7 +367,7 @@ def test_ids_of_the_data_stay_but_where_the_template_wants_nine_characters():
         assert {one["name"] for one in said} == {"weather"}
 
 
-def test_a_thought_goes_into_the_content_where_the_template_looks_for_it():
+def test_thoughts_go_where_the_template_looks_for_them():
     """DeepSeek-like: <think> in the content, by the template's own words."""
     text = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% set c = m.content %}"
@@ -413,6 +376,10 @@ def test_a_thought_goes_into_the_content_where_the_template_looks_for_it():
     )
     conversation = Conversation([ASK, {**END, "reasoning_content": "Hm."}])
     assert trained("smollm", conversation, Template(text, None)) == ["<think>\nHm.\n</think>\n\nIt is sunny.<|im_end|>"]
+    thinking = "{%- if m.content and '</think>' in m.content %}{{ '' }}{% endif %}"
+    text = PRINTS.replace("{%- for call", f"{thinking}{{%- for call", 1)
+    (said,) = trained_by_text(text, [ASK, calls("Paris", reasoning_content="Hm.")])
+    assert said == '<think>\nHm.\n</think>\n\nweather {"city": "Paris"}<|im_end|>'
 
 
 SWITCHED = """{%- if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif -%}
@@ -461,8 +428,8 @@ def test_the_empty_thought_belongs_to_the_prompt_as_the_template_asks_with_think
 
 def test_a_template_that_leaves_the_empty_thought_out_of_answers_is_asked_with_thinking_on_or_refused():
     assert trained("smollm", Conversation(TURNS[:2]), Template(LEFT_OUT, None)) == [f"{FIRST}<|im_end|>"]
-    with pytest.raises(BadRow, match=UNVERIFIED):
-        trained("smollm", Conversation(TURNS[:2], variables={"enable_thinking": False}), Template(LEFT_OUT, None))
+    off = Conversation(TURNS[:2], variables={"enable_thinking": False})
+    assert refusal(trained, "smollm", off, Template(LEFT_OUT, None)).reason == UNVERIFIED
 
 
 @pytest.mark.parametrize("name", ["qwen3_training", "qwen3_6_training"])
@@ -549,10 +516,3 @@ def test_all_rows_of_a_run_have_the_same_date_and_another_day_is_another_cache(t
     assert spelt.on(date(2026, 11, 28)).content != spelt.on(date(2026, 11, 29)).content  # for its own cache
     plain = choose_template(None, tokenizer_of("smollm"))
     assert plain is not None and plain == plain.on(date(2026, 11, 28))
-
-
-def test_a_thought_beside_a_call_stays_where_arguments_are_text():
-    thinking = "{%- if m.content and '</think>' in m.content %}{{ '' }}{% endif %}"
-    text = PRINTS.replace("{%- for call", f"{thinking}{{%- for call", 1)
-    (said,) = trained_by_text(text, [ASK, calls("Paris", reasoning_content="Hm.")])
-    assert said == '<think>\nHm.\n</think>\n\nweather {"city": "Paris"}<|im_end|>'

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
+import prepared
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_tokenizers import shipped, tokenizer_for
+from prepared import trained_runs
 
-from packtrain.config.schema import Data, Format
+from packtrain.config.schema import Format
 from packtrain.data.formats.messages import WEIGHTS
-from packtrain.data.prepare import prepare
 from packtrain.errors import UserError
 
 TOKENIZER = tokenizer_for(shipped("qwen3_training"))
@@ -34,15 +33,22 @@ SUNNY = "It is sunny.<|im_end|>"
 
 def trained(path: str, **keys: Any) -> list[str]:
     """The text of each run of trained tokens of the only row."""
-    data = Data(train=path, cache_dir=str(Path(path).parent / "cache"), **keys)
-    (document,) = (lambda train: map(train.__getitem__, range(len(train))))(prepare(data, TOKENIZER, seed=0).train)
-    borders = np.flatnonzero(np.diff(np.concatenate([[0], document.loss_mask.astype(int), [0]]))).reshape(-1, 2)
-    return [TOKENIZER.decode(document.input_ids[start:end]) for start, end in borders]
+    (document,) = (lambda train: map(train.__getitem__, range(len(train))))(made(path, **keys))
+    return trained_runs(TOKENIZER, document.input_ids, document.loss_mask)
 
 
 def write(folder: Path, *rows: Any) -> str:
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder / "train.jsonl")
+    return prepared.write(folder / "train.jsonl", *rows)
+
+
+def made(path: str, kind: Any = "sft", tokenizer: Any = TOKENIZER, **keys: Any) -> Any:
+    """The rows to train, tokenised."""
+    return prepared.ready(Path(path).parent, path, kind, tokenizer, **keys).train
+
+
+def text_of(path: str) -> str:
+    """The text of the first row."""
+    return TOKENIZER.decode(made(path)[0].input_ids)
 
 
 def of(*messages: Any, **more: Any) -> dict[str, Any]:
@@ -63,6 +69,14 @@ def parts(role: str, *pairs: tuple[str, Any]) -> dict[str, Any]:
 
 def wrapped(call: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {**call, "arguments": json.dumps(call["arguments"])}, **more}
+
+
+def xlam(answers: str) -> dict[str, Any]:
+    return {"query": ASK["content"], "answers": answers, "tools": json.dumps([WEATHER])}
+
+
+def part(text: str = "a", **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": text, **more}
 
 
 RESULT = {"role": "tool", "content": "25 degrees"}
@@ -109,10 +123,7 @@ CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ),
         [THOUGHT + TWO, f"{THOUGHT}It is sunny.<|im_end|>"],
     ),
-    "xlam": (
-        {"query": ASK["content"], "answers": json.dumps([PARIS, ROME]), "tools": json.dumps([WEATHER])},
-        [TWO],
-    ),
+    "xlam": (xlam(json.dumps([PARIS, ROME])), [TWO]),
     "reasoning_content": (of(ASK, {**END, "reasoning_content": "Hm."}), [f"{THOUGHT}It is sunny.<|im_end|>"]),
     "thinking": (of(ASK, {**END, "thinking": "Hm.", "reasoning": None}), [f"{THOUGHT}It is sunny.<|im_end|>"]),
     "weight 0": (of(ASK, {**END, "weight": 0}, {**ASK, "weight": 0}, {**END, "weight": 1}), [SUNNY]),
@@ -127,12 +138,10 @@ def test_calls_thoughts_and_answers_are_trained_and_results_are_not(tmp_path, ro
 def test_the_tools_are_seen_in_openais_form_whatever_the_file_has(tmp_path):
     """As transformers' get_json_schema writes them for templates."""
     for tools in (TOOLS, [WEATHER], json.dumps([WEATHER]), [{"type": "function", **WEATHER}]):
-        data = Data(train=write(tmp_path, of(ASK, END, tools=tools)), cache_dir=str(tmp_path / "cache"))
-        text = TOKENIZER.decode(prepare(data, TOKENIZER, seed=0).train[0].input_ids)
+        text = text_of(write(tmp_path, of(ASK, END, tools=tools)))
         assert f"<tools>\n{json.dumps(TOOLS[0])}\n</tools>" in text
     earlier = {"messages": [ASK, END], "functions": [WEATHER]}  # OpenAI's name for them before tool_calls
-    data = Data(train=write(tmp_path, earlier), cache_dir=str(tmp_path / "cache"))
-    assert TOKENIZER.decode(prepare(data, TOKENIZER, seed=0).train[0].input_ids) == text
+    assert text_of(write(tmp_path, earlier)) == text
 
 
 NEWS = {"name": "news", "description": "d", "parameters": {"type": "object", "properties": {"of": {"default": None}}}}
@@ -155,33 +164,26 @@ def hermes(listed: str, tools: Any = BOTH) -> dict[str, Any]:
 @pytest.mark.parametrize("tools", [BOTH, [WEATHER, NEWS], json.dumps(BOTH)], ids=["wrapped", "bare", "text"])
 @pytest.mark.parametrize("listed", LISTS.values(), ids=LISTS.keys())
 def test_tools_that_the_system_prompt_lists_already_are_given_once(tmp_path, listed, tools):
-    data = Data(train=write(tmp_path, hermes(listed, tools)), cache_dir=str(tmp_path / "cache"))
-    train = prepare(data, TOKENIZER, seed=0).train
+    train = made(write(tmp_path, hermes(listed, tools)))
     text = TOKENIZER.decode(train[0].input_ids)
     assert text.count('name": "news') + text.count("name': 'news") == 1 and f"<tools> {listed} </tools>" in text
     assert train.report.tools_in_system == 1 and any("system prompt" in line for line in train.report.decisions())
 
 
-def test_nulls_of_a_table_do_not_make_other_tools(tmp_path):
+def test_pairs_and_tables_with_their_nulls_give_such_tools_once_too(tmp_path):
     row = hermes(json.dumps(BOTH))
     pq.write_table(pa.Table.from_pylist([row, row]), tmp_path / "train.parquet")
-    data = Data(train=str(tmp_path / "train.parquet"), cache_dir=str(tmp_path / "cache"))
-    assert prepare(data, TOKENIZER, seed=0).train.report.tools_in_system == 2
-
-
-def test_pairs_give_such_tools_once_too(tmp_path):
+    assert made(str(tmp_path / "train.parquet")).report.tools_in_system == 2
     prompt = [{"role": "system", "content": f"<tools>{json.dumps(BOTH)}</tools>"}, ASK]
     row = {"prompt": prompt, "chosen": [END], "rejected": [{**END, "content": "No."}], "tools": BOTH}
-    data = Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache"))
-    train = prepare(data, TOKENIZER, "dpo", seed=0).train
+    train = made(write(tmp_path, row), "dpo")
     assert train.report.tools_in_system == 1
     assert all(TOKENIZER.decode(side.input_ids).count('"news"') == 1 for side in (train[0].chosen, train[0].rejected))
 
 
 @pytest.mark.parametrize("listed", ["", "and", "[1]", "weather(city)", "[{1: 'a', 'b': 2}]"])
 def test_other_words_between_the_tags_are_no_list_of_tools(tmp_path, listed):
-    data = Data(train=write(tmp_path, hermes(listed)), cache_dir=str(tmp_path / "cache"))
-    train = prepare(data, TOKENIZER, seed=0).train
+    train = made(write(tmp_path, hermes(listed)))
     assert TOKENIZER.decode(train[0].input_ids).count('"news"') == 1 and not train.report.tools_in_system
 
 
@@ -196,9 +198,8 @@ def test_a_system_prompt_with_other_tools_is_refused(tmp_path, tools):
 def test_a_template_without_system_prompts_would_lose_the_tools_in_one(tmp_path):
     own = copy.deepcopy(TOKENIZER)
     own.chat_template = "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-    data = Data(train=write(tmp_path, hermes(json.dumps(BOTH))), cache_dir=str(tmp_path / "cache"), loss_on="all")
     with pytest.raises(UserError, match="leaves out the tools"):
-        prepare(data, own, seed=0)
+        made(write(tmp_path, hermes(json.dumps(BOTH))), tokenizer=own, loss_on="all")
 
 
 @pytest.mark.parametrize("results", [["25 degrees"], ["25 degrees", "30 degrees"]])
@@ -209,15 +210,11 @@ def test_tags_around_a_tools_answer_are_there_once_if_the_template_writes_them_t
     rows = [
         turns(HUMAN, called, *seen, GPT) for seen in ([("tool", f"{tagged}\n")], [("tool", said) for said in results])
     ]
-    data = Data(train=write(tmp_path, *rows), cache_dir=str(tmp_path / "cache"))
-    texts = [TOKENIZER.decode(document.input_ids) for document in prepare(data, TOKENIZER, seed=0).train]
+    texts = [TOKENIZER.decode(document.input_ids) for document in made(write(tmp_path, *rows))]
     assert texts[0] == texts[1] and texts[0].count("<tool_response>") == len(results) and called[1] in texts[0]
 
 
-def xlam(answers: str) -> dict[str, Any]:
-    return {"query": "?", "answers": answers, "tools": json.dumps([WEATHER])}
-
-
+PART = ("tool_call", PARIS)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no JSON": (turns(HUMAN, ("function_call", "weather(Paris)")), "conversations[1].value"),
     "no call": (turns(HUMAN, ("function_call", "[]")), "conversations[1].value"),
@@ -234,36 +231,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a picture": (of(parts("user", ("image_url", "1.jpg")), END), "messages[0].content[0]"),
     "a user who thinks": (of(parts("user", ("reasoning", "Hm.")), END), "messages[0].content[0]"),
     "a part without a value": (of({**ASK, "content": [{"type": "text"}]}, END), "messages[0].content[0]"),
-    "words after a call": (
-        of(ASK, parts("assistant", ("tool_call", PARIS), ("text", "Hm."))),
-        "messages[1].content[1]",
-    ),
-    "calls twice": (
-        of(ASK, parts("assistant", ("tool_call", PARIS)) | {"tool_calls": [PARIS]}),
-        "messages[1].content[0]",
-    ),
+    "words after a call": (of(ASK, parts("assistant", PART, ("text", "Hm."))), "messages[1].content[1]"),
+    "calls twice": (of(ASK, parts("assistant", PART) | {"tool_calls": [PARIS]}), "messages[1].content[0]"),
     "two thoughts": (of(ASK, {**END, "reasoning": "a", "thinking": "b"}), "messages[1].thinking"),
     "a thought of numbers": (of(ASK, {**END, "reasoning": 7}), "messages[1].reasoning"),
     "half a weight": (of(ASK, {**END, "weight": 0.5}), "messages[1].weight"),
     "weights within a turn": (of(ASK, {**END, "train_detail": [{}]}), "messages[1].train_detail"),
-    "a part that is not trained": (
-        of(ASK, {**END, "content": [{"type": "text", "text": "a", "train": False}, {"type": "text", "text": "b"}]}),
-        "messages[1].content",
-    ),
+    "a part that is not trained": (of(ASK, {**END, "content": [part(train=False), part("b")]}), "messages[1].content"),
     "a thought that is not trained": (
-        of(
-            ASK, {**END, "content": [{"type": "thinking", "thinking": "a", "weight": 0}, {"type": "text", "text": "b"}]}
-        ),
+        of(ASK, {**END, "content": [{"type": "thinking", "thinking": "a", "weight": 0}, part("b")]}),
         "messages[1].content",
     ),
     "a part's half weight": (
-        of(ASK, {**END, "content": [{"type": "text", "text": "a", "loss_weight": 0.5}]}),
+        of(ASK, {**END, "content": [part(loss_weight=0.5)]}),
         "messages[1].content[0].loss_weight",
     ),
-    "a user's part to train": (
-        of({**ASK, "content": [{"type": "text", "text": "a", "train": True}]}, END),
-        "messages[0].content[0].train",
-    ),
+    "a user's part to train": (of({**ASK, "content": [part(train=True)]}, END), "messages[0].content[0].train"),
     "axolotl's spans": (of(ASK, {**END, "training_detail": [{"begin_offset": 0}]}), "messages[1].training_detail"),
     "axolotl's spans of a thought": (
         of(ASK, {**END, "reasoning_training_detail": [{}]}),
@@ -275,10 +258,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unclear mask": (of(ASK, {**END, "mask": 1}), "messages[1].mask"),
     "camels": (of(ASK, {**END, "lossWeight": 0}), "messages[1].lossWeight"),
     "an unknown word": (of(ASK, {**END, "should_train": False}), "messages[1].should_train"),
-    "parts and their turn": (
-        of(ASK, {**END, "train": True, "content": [{"type": "text", "text": "a", "weight": 0}]}),
-        "messages[1]",
-    ),
+    "parts and their turn": (of(ASK, {**END, "train": True, "content": [part(weight=0)]}), "messages[1]"),
     "two weights": (of(ASK, {**END, "train": True, "weight": 0}), "messages[1]"),
     "a user to train": (of({**ASK, "weight": 1}, END), "messages[0].weight"),
     "xlam without calls": (xlam("[]"), "answers"),
@@ -310,49 +290,38 @@ NOT_TRAINED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("said", NOT_TRAINED, ids=str)
-def test_every_spelling_of_a_turn_that_is_not_trained_is_honoured(tmp_path, said):
+TRAINED: list[dict[str, Any]] = [*({key: 1} for key in WEIGHTS), {"masked": False}]
+
+
+@pytest.mark.parametrize("said", [*NOT_TRAINED, *TRAINED], ids=str)
+def test_every_spelling_of_a_turn_that_is_trained_or_not_is_honoured(tmp_path, said):
     """OpenAI, LLaMA-Factory, ms-swift, axolotl and torchtune each have their own."""
-    (found,) = trained(write(tmp_path, of(ASK, {**END, **said}, {**ASK, **said}, END)))
-    assert found.rstrip("\n") == SUNNY
-
-
-@pytest.mark.parametrize("said", [*({key: 1} for key in WEIGHTS), {"masked": False}], ids=str)
-def test_every_spelling_of_a_turn_that_is_trained_trains_it(tmp_path, said):
-    (found,) = trained(write(tmp_path, of(ASK, {**END, **said})))
+    row = of(ASK, {**END, **said}) if said in TRAINED else of(ASK, {**END, **said}, {**ASK, **said}, END)
+    (found,) = trained(write(tmp_path, row))
     assert found.rstrip("\n") == SUNNY
 
 
 def test_pairs_of_parts_under_the_names_of_llamafactory(tmp_path):
     def talk(answer: str) -> list[dict[str, Any]]:
-        turns = [
-            parts("system", ("text", "Answer.")),
-            parts("user", ("text", "Hello")),
-            parts("assistant", ("text", answer)),
-        ]
-        return [{**turn, "loss_weight": float(turn["role"] == "assistant")} for turn in turns]
+        said = {"system": "Answer.", "user": "Hello", "assistant": answer}
+        return [parts(who, ("text", text)) | {"loss_weight": float(who == "assistant")} for who, text in said.items()]
 
     row = {"chosen_messages": talk("there"), "rejected_messages": talk("you")}
-    data = Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache"))
-    train = prepare(data, TOKENIZER, "dpo", seed=0).train
-    assert (
-        TOKENIZER.decode(train[0].chosen.input_ids[train[0].chosen.loss_mask])
-        == "<think>\n\n</think>\n\nthere<|im_end|>\n"
-    )
+    chosen = made(write(tmp_path, row), "dpo")[0].chosen
+    assert TOKENIZER.decode(chosen.input_ids[chosen.loss_mask]) == "<think>\n\n</think>\n\nthere<|im_end|>\n"
     row["rejected_messages"][2]["loss_weight"] = 0.0
     with pytest.raises(UserError, match=r"1, rejected_messages: "):
-        prepare(Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache")), TOKENIZER, "dpo", seed=0)
+        made(write(tmp_path, row), "dpo")
 
 
 def test_qwen3_strips_earlier_thoughts_so_trls_version_for_training_is_taken_and_counted(tmp_path):
     own = tokenizer_for(shipped("qwen3"))
     rows = [of(ASK, END), of(ASK, END, ASK, END), of(ASK, called(PARIS), RESULT, END)]
-    data = Data(train=write(tmp_path, *rows), cache_dir=str(tmp_path / "cache"))
-    train = prepare(data, own, seed=0).train
+    train = made(path := write(tmp_path, *rows), tokenizer=own)
     assert (train.report.kept, train.report.retold) == (3, 2)
     found = [own.decode(train[at].input_ids[train[at].loss_mask]).replace("\n<think>", "<think>") for at in range(3)]
     assert [one.rstrip("\n") for one in found] == [SUNNY, SUNNY + SUNNY, ONE + SUNNY]
-    last = prepare(replace(data, loss_on="completion"), own, seed=0).train
+    last = made(path, tokenizer=own, loss_on="completion")
     assert last.report.retold == 0
     assert all(own.decode(last[at].input_ids[last[at].loss_mask]) == SUNNY for at in range(3))
 
@@ -361,8 +330,7 @@ def test_qwen3_strips_earlier_thoughts_so_trls_version_for_training_is_taken_and
 def test_roles_that_a_template_leaves_out_speak_as_the_one_it_has(tmp_path, role, spoken):
     other = {"role": role, "content": "Mind the gap."}
     messages = (other, ASK, END) if role == "developer" else (ASK, called(PARIS), other, END)
-    data = Data(train=write(tmp_path, {"messages": messages}), cache_dir=str(tmp_path / "cache"))
-    text = TOKENIZER.decode(prepare(data, TOKENIZER, seed=0).train[0].input_ids)
+    text = text_of(write(tmp_path, {"messages": messages}))
     assert "Mind the gap." in text.split(f"<|im_start|>{spoken}\n")[-1].split("<|im_end|>")[0]
 
 
@@ -374,8 +342,7 @@ def test_the_page_has_a_row_of_each_format_and_each_is_recognised_and_trained(tm
     found = []
     for number, line in enumerate(SHOWN):
         (path := tmp_path / f"{number}.jsonl").write_text(line)
-        data = Data(train=str(path), cache_dir=str(tmp_path / "cache"))
-        report = prepare(data, TOKENIZER, seed=0).train.report
+        report = made(str(path)).report
         assert report.kept == 1 and report.trained_tokens, line
         found.append(report.format)
     assert {*found, "preference"} == {*get_args(Format)}

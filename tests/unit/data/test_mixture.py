@@ -42,11 +42,13 @@ def test_every_source_has_its_share_of_a_block_and_one_without_a_share_nothing(s
     assert ((counts > 0) == (exact > 0)).all()
 
 
-def test_another_seed_draws_other_sources_and_a_stage_begins_at_its_step() -> None:
+def test_another_seed_draws_other_sources_a_stage_begins_at_its_step_and_names_are_never_alike() -> None:
     assert not np.array_equal(mixture([1, 1]).sources(0, 100), mixture([1, 1], seed=1).sources(0, 100))
     stages = [Stage(until=3, weights={"b": 2}), Stage(weights={"a": 1})]
     assert make_mixture(stages, {"a": 1, "b": 1}, 4, 0).sources(10, 14).tolist() == [1, 1, 0, 0]
     assert mixture([1.0]).sources(5, 5).tolist() == []
+    given = [DataSource(path="x"), DataSource(path="x"), DataSource(path="y", name="z")]
+    assert name_sources(given) == ("x", "x 2", "z")
 
 
 def write(folder: Path, **sizes: int) -> list[DataSource]:
@@ -64,11 +66,6 @@ def test_an_epoch_has_each_source_by_its_weight_or_exactly_so_many_of_its_docume
     assert len(np.unique(train.rows)) == 90 + 5 + 7
 
 
-def test_sources_are_called_by_their_names_or_paths_and_never_alike() -> None:
-    given = [DataSource(path="x"), DataSource(path="x"), DataSource(path="y", name="z")]
-    assert name_sources(given) == ("x", "x 2", "z")
-
-
 NAMED = [{"path": "a.jsonl", "name": "a"}, {"path": "b.jsonl", "name": "b"}]
 COMPLETE: dict[str, dict[str, Any]] = {
     "model": {"path": "x/y"},
@@ -78,29 +75,29 @@ COMPLETE: dict[str, dict[str, Any]] = {
 }
 
 
-def test_stages_that_go_with_all_else_are_taken() -> None:
+A, B = NAMED
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "no stage at the end": ("data.stages", {"stages": [{"until": 5, "weights": {"a": 1}}]}),
+    "no until before the end": ("data.stages", {"stages": [{"weights": {"a": 1}}, {"weights": {"b": 1}}]}),
+    "one until twice": ("data.stages", {"stages": [*[{"until": 5, "weights": {"a": 1}}] * 2, {"weights": {"a": 1}}]}),
+    "no such source": ("data.stages[0].weights.c", {"stages": [{"weights": {"c": 1}}]}),
+    "a weight below 0": ("data.stages[0].weights.a", {"stages": [{"weights": {"a": -1, "b": 1}}]}),
+    "no weight": ("data.stages[0].weights", {"stages": [{"weights": {"a": 0}}]}),
+    "no such key": ("data.stages[0].weight", {"stages": [{"weight": {"a": 1}}]}),
+    "a weight of a source": ("data.train", {"train": [{**A, "weight": 2}, B]}),
+    "samples of a source": ("data.train", {"train": [{**A, "samples": 2}, B]}),
+    "one name twice": ("data.train", {"train": [A, {**B, "name": "a"}], "stages": []}),
+    "by prefix": ("data.shuffle", {"shuffle": "by_prefix"}),
+    "steps of tokens": ("batch.examples_per_step", {"examples_per_step": None, "tokens_per_step": 8192}),
+    "no last step": ("trainer.max_steps", {"max_steps": None}),
+    "a reference of before": ("objective.reference", {"kind": "dpo", "reference": "precomputed"}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_go_with_stages_is_refused_and_stages_alone_are_taken(name: str) -> None:
+    at, keys = WRONG[name]
     assert faults_of(COMPLETE) == []
-
-
-@pytest.mark.parametrize(
-    ("group", "keys", "at"),
-    [
-        ("data", {"stages": [{"until": 5, "weights": {"a": 1}}]}, "data.stages"),
-        ("data", {"stages": [{"weights": {"a": 1}}, {"weights": {"b": 1}}]}, "data.stages"),
-        ("data", {"stages": [{"until": 5, "weights": {"a": 1}}, {"until": 5, "weights": {"a": 1}}, {"weights": {"a": 1}}]}, "data.stages"),
-        ("data", {"stages": [{"weights": {"c": 1}}]}, "data.stages[0].weights.c"),
-        ("data", {"stages": [{"weights": {"a": -1, "b": 1}}]}, "data.stages[0].weights.a"),
-        ("data", {"stages": [{"weights": {"a": 0}}]}, "data.stages[0].weights"),
-        ("data", {"stages": [{"weight": {"a": 1}}]}, "data.stages[0].weight"),
-        ("data", {"train": [{**NAMED[0], "weight": 2}, NAMED[1]]}, "data.train"),
-        ("data", {"train": [{**NAMED[0], "samples": 2}, NAMED[1]]}, "data.train"),
-        ("data", {"train": [NAMED[0], {**NAMED[1], "name": "a"}], "stages": []}, "data.train"),
-        ("data", {"shuffle": "by_prefix"}, "data.shuffle"),
-        ("batch", {"examples_per_step": None, "tokens_per_step": 8192}, "batch.examples_per_step"),
-        ("trainer", {"max_steps": None}, "trainer.max_steps"),
-        ("objective", {"kind": "dpo", "reference": "precomputed"}, "objective.reference"),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_with_stages_is_refused(group: str, keys: dict[str, Any], at: str) -> None:
+    group = at.partition(".")[0]
     faults = faults_of({**COMPLETE, group: {**COMPLETE.get(group, {}), **keys}})
     assert at in {fault.keys[0] for fault in faults}

@@ -15,14 +15,7 @@ from packtrain.config.schema import Data
 from packtrain.config.yaml_files import shipped
 from packtrain.data.prepare import prepare
 from packtrain.data.sources import quickstart
-from packtrain.data.sources.quickstart import (
-    Split,
-    conversations,
-    held_out,
-    labelled,
-    preferences,
-    tokenizer,
-)
+from packtrain.data.sources.quickstart import Split, conversations, held_out, labelled, preferences, tokenizer
 
 END = "<|im_end|>"
 
@@ -72,12 +65,13 @@ def test_the_trained_tokens_are_exactly_the_answers_with_their_end_tokens():
         assert trained == "".join(answer + END for answer in answers)
 
 
-@pytest.mark.parametrize("recipe", ["quickstart-sft", "quickstart-dpo"])
-def test_the_sample_questions_of_the_recipe_are_held_out(recipe: str):
-    samples = yaml.safe_load((shipped("recipes") / f"{recipe}.yaml").read_text())["trainer"]["samples"]
-    assert len(samples) == 3
-    assert all(held_out(question) for question in samples)
-    assert not set(samples) & texts("train", "user")
+def test_no_question_of_eval_or_of_the_samples_of_a_recipe_is_asked_in_train():
+    assert not questions("train") & questions("eval")
+    for recipe in ("quickstart-sft", "quickstart-dpo"):
+        samples = yaml.safe_load((shipped("recipes") / f"{recipe}.yaml").read_text())["trainer"]["samples"]
+        assert len(samples) == 3
+        assert all(held_out(question) for question in samples)
+        assert not set(samples) & texts("train", "user")
 
 
 def questions(split: Split) -> set[str]:
@@ -85,10 +79,6 @@ def questions(split: Split) -> set[str]:
     said = [row["messages"] for row in conversations(split)] + [row["prompt"] for row in preferences(split)]
     texts = {message["content"] for messages in said for message in messages if message["role"] == "user"}
     return {text for text in texts if not text.startswith("And the ")}
-
-
-def test_no_question_of_eval_is_asked_in_train():
-    assert not questions("train") & questions("eval")
 
 
 def test_quickstart_names_pairs_where_pairs_are_prepared(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import gzip
 import json
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -16,28 +15,17 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 from data_tokenizers import tokenizer_of
+from prepared import ready, texts
 
-from packtrain.config.schema import Data, DataSource
+from packtrain.config.schema import DataSource
 from packtrain.config.schema import sources as named
-from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.sources import locate as sources
 from packtrain.data.sources import quickstart
 from packtrain.data.tokens import pretrained as hub
 from packtrain.data.tokens.cache import StoreWriter
 from packtrain.errors import UserError
 
-TOKENIZER = tokenizer_of("smollm")
 QUESTION, ANSWER = {"role": "user", "content": "Hello there!"}, {"role": "assistant", "content": "How are you?"}
-
-
-def go(tmp_path: Path, train: Any, **keys: Any) -> PreparedData:
-    tokenizer = keys.pop("tokenizer", TOKENIZER)
-    train = str(train) if isinstance(train, Path) else train
-    return prepare(Data(train=train, cache_dir=str(tmp_path / "cache"), **keys), tokenizer, seed=0)
-
-
-def texts(prepared: PreparedData, tokenizer: Any = TOKENIZER) -> list[str]:
-    return [tokenizer.decode(prepared.train[i].input_ids) for i in range(len(prepared.train))]
 
 
 def text_table(*values: bytes) -> pa.Table:
@@ -82,15 +70,15 @@ def test_a_damaged_file_is_an_error_that_names_the_place(tmp_path, content, wher
     path = tmp_path / where.split(",")[0].split(":")[0]
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError) as caught:
-        go(tmp_path, path)
+        ready(tmp_path, path)
     assert [problem.where for problem in caught.value.problems] == [f"{tmp_path}/{where}"]
 
 
 def test_a_row_of_a_table_that_cannot_be_read_is_a_bad_row_and_spoils_no_other(tmp_path):
     pq.write_table(text_table(b"fine", b"\xff\xfe"), tmp_path / "x.parquet")
     with pytest.raises(UserError, match="row 2, text: "):
-        go(tmp_path, tmp_path / "x.parquet")
-    assert texts(go(tmp_path, tmp_path / "x.parquet", bad_rows="skip")) == ["fine<|im_end|>"]
+        ready(tmp_path, tmp_path / "x.parquet")
+    assert texts(ready(tmp_path, tmp_path / "x.parquet", bad_rows="skip")) == ["fine<|im_end|>"]
 
 
 FAR = {
@@ -115,15 +103,13 @@ def test_what_python_cannot_hold_in_a_column_that_nobody_reads_stops_nothing(tmp
     table = pa.table({"messages": turns, "at": column})
     path = tmp_path / f"x.{kind}"
     pq.write_table(table, path) if kind == "parquet" else feather.write_feather(table, path, "uncompressed")
-    found = texts(go(tmp_path, path))
+    found = texts(ready(tmp_path, path))
     assert ["fine" in found[0], "late" in found[1]] == [True, True]
 
 
 def called(name: str, **arguments: str) -> dict[str, Any]:
-    tool = {
-        "name": name,
-        "parameters": {"type": "object", "properties": {key: {"type": "string"} for key in arguments}},
-    }
+    properties = {key: {"type": "string"} for key in arguments}
+    tool = {"name": name, "parameters": {"type": "object", "properties": properties}}
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     messages = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
     return {"messages": messages, "tools": [{"type": "function", "function": tool}]}
@@ -137,15 +123,15 @@ def test_tool_calls_from_a_table_are_not_filled_up_with_the_fields_of_others(tmp
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
     else:
         datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "x.arrow")
-    wanted = texts(go(tmp_path, tmp_path / "x.jsonl", tokenizer=tokenizer), tokenizer)
-    assert texts(go(tmp_path, tmp_path / f"x.{kind}", tokenizer=tokenizer), tokenizer) == wanted
+    wanted = texts(ready(tmp_path, tmp_path / "x.jsonl", tokenizer=tokenizer), tokenizer)
+    assert texts(ready(tmp_path, tmp_path / f"x.{kind}", tokenizer=tokenizer), tokenizer) == wanted
 
 
 @pytest.mark.parametrize("wanted", [{"split": "test"}, {"subset": "en"}])
 def test_a_split_of_plain_files_is_refused_rather_than_ignored(tmp_path, wanted):
     (tmp_path / "x.jsonl").write_text('{"text": "Hello there!"}\n')
     with pytest.raises(UserError, match=f"no {next(iter(wanted))}s to choose"):
-        go(tmp_path, DataSource(path=str(tmp_path / "x.jsonl"), **wanted))
+        ready(tmp_path, DataSource(path=str(tmp_path / "x.jsonl"), **wanted))
 
 
 @pytest.mark.parametrize("step", ["read", "write"])
@@ -158,27 +144,20 @@ def test_a_file_that_may_not_be_read_and_a_full_disk_are_errors_for_the_user(tmp
     where = "packtrain.data.prepare.hash_file" if step == "read" else f"{StoreWriter.__module__}.StoreWriter.add"
     monkeypatch.setattr(where, fails)
     with pytest.raises(UserError, match="it may not be"):
-        go(tmp_path, tmp_path / "x.jsonl")
+        ready(tmp_path, tmp_path / "x.jsonl")
     assert not list((tmp_path / "cache").glob("*.building"))
-
-
-@pytest.fixture
-def no_hub(monkeypatch):
-    """No path may be asked for at the hub."""
-    monkeypatch.setattr(sources, "load_from_hub", lambda source, where: pytest.fail(f"{source.path} is no hub id"))
 
 
 @pytest.mark.parametrize("name", ["chats.docx", "data/chats.unheard", "data/train"])
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_file_that_is_not_read_and_one_in_a_folder_that_exists_are_no_hub_ids(
-    tmp_path, monkeypatch, no_hub, name, exists
-):
+def test_a_file_that_is_not_read_or_not_there_is_no_hub_id(tmp_path, monkeypatch, name, exists):
+    monkeypatch.setattr(sources, "load_from_hub", lambda source, where: pytest.fail(f"{source.path} is no hub id"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     if exists:
         (tmp_path / name).write_text("Hello")
     with pytest.raises(UserError, match=name):
-        go(tmp_path, name)
+        ready(tmp_path, name)
 
 
 @pytest.fixture
@@ -202,23 +181,20 @@ def test_a_hub_that_does_not_answer_fails_soon_with_one_message(tmp_path, monkey
     before = huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     started = time.monotonic()
     with pytest.raises(UserError) as caught:
-        go(tmp_path, "owner/name")
+        ready(tmp_path, "owner/name")
     assert time.monotonic() - started < 60
     assert "owner/name" in str(caught.value) and "HF_HUB_OFFLINE=1" in str(caught.value)
     assert before == (huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE)
 
 
-@pytest.mark.parametrize(
-    "role, source",
-    [("eval", {"split": "train"}), ("train", {"split": "validation"}), ("train", {"subset": "small"})],
-)
-def test_a_split_of_the_quickstart_means_what_it_says_or_is_refused(role, source):
-    with pytest.raises(UserError, match=f"quickstart has no .* for data.{role}"):
-        sources.locate(DataSource(path="quickstart", **source), role, 0, "sft", "document")
-
-
-@pytest.mark.parametrize("role", ["train", "eval"])
-def test_the_quickstarts_name_alone_stands_for_the_split_of_its_role(role):
-    (source,) = named("quickstart", role)
-    first = next(iter(next(sources.locate(source, role, 0, "sft", "document").chunks()).rows()))[1]
-    assert first == quickstart.conversations(role, 0, 1)[0]
+def test_the_quickstarts_name_stands_for_the_split_of_its_role_and_another_split_is_refused():
+    for role, other in (
+        ("eval", {"split": "train"}),
+        ("train", {"split": "validation"}),
+        ("train", {"subset": "small"}),
+    ):
+        with pytest.raises(UserError, match=f"quickstart has no .* for data.{role}"):
+            sources.locate(DataSource(path="quickstart", **other), role, 0, "sft", "document")
+        (source,) = named("quickstart", role)
+        first = next(iter(next(sources.locate(source, role, 0, "sft", "document").chunks()).rows()))[1]
+        assert first == quickstart.conversations(role, 0, 1)[0]

@@ -14,26 +14,19 @@ import pytest
 
 from packtrain.diagnose.doctor import Finding, examine, show_run
 from packtrain.errors import UserError
-from packtrain.launch.execute import locked
-from packtrain.monitor.heartbeat import UNKNOWN, Phase, ProcessState
+from packtrain.launch.execute import RunLock
+from packtrain.monitor.heartbeat import UNKNOWN, ProcessState
 from packtrain.monitor.watchdog import RANKS, RankState
 from packtrain.run_folder import RunFolder
 
 
-def leave(
-    folder: Path,
-    *,
-    codes: tuple[int | None, ...] = (None, None),
-    status: str | None = None,
-    diagnosis: str = "",
-    phase: Phase = "backward",
-) -> RunFolder:
+def leave(folder: Path, codes: tuple = (None, None), status: str = "", diagnosis: str = "") -> RunFolder:
     """A run as it is left by ranks that ended with `codes`."""
     run = RunFolder(folder)
     run.logs.mkdir(parents=True, exist_ok=True)
     run.mark.touch()
     ends = [(code is not None and ProcessState(77, "gone", code, reported=True)) or UNKNOWN for code in codes]
-    ranks = [RankState(rank, "n0", 77, phase, 7, heard_s=1.0, process=end) for rank, end in enumerate(ends)]
+    ranks = [RankState(rank, "n0", 77, "backward", 7, heard_s=1.0, process=end) for rank, end in enumerate(ends)]
     (run.logs / RANKS).write_text(json.dumps({"ranks": [asdict(one) for one in ranks]}))
     if status:
         run.summary.write_text(json.dumps({"status": status, "steps": 12}))
@@ -68,7 +61,8 @@ def test_an_attempt_that_started_nothing_is_not_mistaken_for_the_run_before(tmp_
     os.utime(run.logs / RANKS, (1, 1))
     found = examine(run)
     assert found.status == "failed" and "was ended before it had started any process" in found.lines[0]
-    with locked(run.root):
+    with RunLock() as lock:
+        lock.take(run.root)
         assert examine(run).lines == ["a run is about to start here, or has just ended"]
 
 

@@ -11,7 +11,7 @@ from inspecting import MODEL, chat, clean, inspect, report, write
 
 from packtrain.config.compose import load_config
 from packtrain.inspect.corpus import estimate_attention_cost, open_corpus
-from packtrain.inspect.examples import lay_out_step
+from packtrain.inspect.summary import lay_out_step
 
 TRAIN = "data.train=chats.jsonl"
 
@@ -45,10 +45,8 @@ def test_the_json_has_what_is_promised(folder: Path) -> None:
 def test_skipped_rows_and_unread_columns_are_named(folder: Path) -> None:
     bad = {"instruction": 3, "output": "x"}
     odd = {"instruction": "Add.", "input": "1", "output": "x", "remark": "a b", "id": 7}
-    files = [
-        write(folder, [bad, odd, odd, bad, {**odd, "output": ""}], "odd.jsonl"),
-        write(folder, [odd, bad, odd], "more.jsonl"),
-    ]
+    files = [write(folder, [bad, odd, odd, bad, {**odd, "output": ""}], "odd.jsonl")]
+    files.append(write(folder, [odd, bad, odd], "more.jsonl"))
     page, options = folder / "odd.html", (f"data.train=[{','.join(files)}]", "data.bad_rows=skip")
     data = report(folder, *options, "--html", str(page))
     wrong = [(place, "wrong type") for place in ("odd.jsonl:1", "odd.jsonl:4", "more.jsonl:2")]
@@ -128,26 +126,23 @@ def test_text_of_the_data_cannot_act(folder: Path) -> None:
     assert not set(text) & set("\x1b\x07\u202e\u2066\u200b\r")
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--rows", "61"], ["--rows", "60"]),
-        (["--rows", "-1"], ["--rows", "60"]),
-        (["--step", "0"], ["--step", "8"]),
-        (["--step", "9"], ["--step", "1 to 8"]),
-        (["--source", "chats.jsonl:61"], ["--source", "chats.jsonl", "61"]),
-        (["--source", "chats.jsonl"], ["--source", "FILE:LINE"]),
-        (["--source", "other.jsonl:1"], ["--source", "'other.jsonl'", "chats.jsonl"]),
-        (["--source", "chats.jsonl:1", "--rows", "2"], ["--source", "--rows"]),
-        (["--html", "missing/page.html"], ["--html missing/page.html"]),
-        (["--html", "pairs.jsonl"], ["--html pairs.jsonl"]),
-    ],
-)
-def test_options_that_cannot_be_are_refused(folder: Path, options: list[str], said: list[str]) -> None:
-    done = inspect(folder, TRAIN, *options)
-    assert done.returncode == 2
-    assert [text for text in said if text not in done.stderr] == []
-    assert "chosen" in (folder / "pairs.jsonl").read_text()
+def test_options_that_cannot_be_are_refused(folder: Path) -> None:
+    for options, said in {
+        "--rows 61": "--rows 60",
+        "--rows -1": "--rows 60",
+        "--step 0": "--step 8",
+        "--step 9": "--step 1 8",
+        "--source chats.jsonl:61": "--source chats.jsonl 61",
+        "--source chats.jsonl": "--source FILE:LINE",
+        "--source other.jsonl:1": "--source 'other.jsonl' chats.jsonl",
+        "--source chats.jsonl:1 --rows 2": "--source --rows",
+        "--html missing/page.html": "--html missing/page.html",
+        "--html pairs.jsonl": "--html pairs.jsonl",
+    }.items():
+        done = inspect(folder, TRAIN, *options.split())
+        assert done.returncode == 2
+        assert [text for text in said.split() if text not in done.stderr] == [], options
+        assert "chosen" in (folder / "pairs.jsonl").read_text()
 
 
 def test_the_work_of_attention_is_what_the_config_says(folder: Path) -> None:

@@ -31,6 +31,7 @@ from packtrain.monitor.channel import Client, Server
 from packtrain.monitor.heartbeat import ProcessState, TimeLimits
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.run_folder import RunFolder, as_type
+from tests.waiting import until
 
 LONG_S = 60
 Work = Callable[[Reporter], Verdict]
@@ -96,13 +97,6 @@ def good(reporter: Reporter) -> Verdict:
     return finish(reporter, codes={2 * reporter.report.node: 0, 2 * reporter.report.node + 1: 0})
 
 
-def until(reached: Callable[[], object]) -> None:
-    end = time.monotonic() + LONG_S
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_failure_anywhere_ends_the_others_at_once_with_its_code(failing: int, tmp_path: Path) -> None:
     whys, rank = {}, 2 * failing + 1
@@ -120,11 +114,7 @@ def test_a_failure_anywhere_ends_the_others_at_once_with_its_code(failing: int, 
     name = f"n{failing + 1}, rank {rank}"
     assert {one.code for one in ends} == {2}
     assert [list(one.lines) for one in ends] == [
-        [
-            f"{name} failed (exit code 2): see logs/rank-0000{rank}.log",
-            f"{name}: error:",
-            f"{name}:   bad data",
-        ]
+        [f"{name} failed (exit code 2): see logs/rank-0000{rank}.log", f"{name}: error:", f"{name}:   bad data"]
     ] * 3
     assert set(whys.values()) == {f"rank {rank} failed"} and len(whys) == 2
 
@@ -148,9 +138,7 @@ def test_a_signal_to_one_launcher_stops_all_in_order(asked: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_launcher_that_ends_without_an_outcome_is_named_by_the_others(
-    lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_that_ends_without_an_outcome_is_named_by_the_others(lost, tmp_path, monkeypatch):
     monkeypatch.setattr(machines, "REFUSED_S", 0.2)
 
     def leaves(reporter: Reporter) -> Verdict:
@@ -168,9 +156,7 @@ def test_a_launcher_that_ends_without_an_outcome_is_named_by_the_others(
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_a_launcher_that_falls_silent_is_lost_in_time(
-    silent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_that_falls_silent_is_lost_in_time(silent, tmp_path, monkeypatch):
     told, monkey = threading.Event(), monkeypatch.setattr
     monkey(machines, "CALL_S", 0.2)
     receive = Coordinator.receive_report
@@ -201,9 +187,7 @@ def test_a_launcher_that_falls_silent_is_lost_in_time(
     assert f"n{silent + 1} was lost: silent for" in other.lines[0]
 
 
-def test_a_machine_whose_processes_do_not_end_after_a_failure_is_not_waited_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_whose_processes_do_not_end_after_a_failure_is_not_waited_for_long(tmp_path, monkeypatch):
     monkeypatch.setattr(machines, "ENDING_S", 0.3)
     monkeypatch.setattr(machines, "INFORM_S", 0.3)
     over = threading.Event()
@@ -220,9 +204,7 @@ def test_a_machine_whose_processes_do_not_end_after_a_failure_is_not_waited_for_
     assert together([fails, stays], tmp_path)[0].code == 3
 
 
-def test_launchers_that_are_all_suspended_for_a_while_blame_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launchers_that_are_all_suspended_for_a_while_blame_nobody(tmp_path, monkeypatch):
     with control(2, tmp_path, silence_s=5) as (main, server):
         reporter = Reporter(1, "n1", 5, Client("127.0.0.1", server.port, secret="s"))
         now, clock = time.monotonic(), time.monotonic
@@ -267,6 +249,11 @@ FOLLOW = {"codes": {0: None, 1: 4}, "lost": (0, 1)}
 SILENT = {"silent": "silent for 10 s"}
 
 
+def _all(code: int, first: int = 0, **facts: int) -> dict[str, Any]:
+    """A machine whose two ranks ended alike."""
+    return {"codes": {first: code, first + 1: code}, **facts}
+
+
 @pytest.mark.parametrize(
     ("outcomes", "code", "said"),
     [
@@ -284,22 +271,10 @@ SILENT = {"silent": "silent for 10 s"}
         ([FOLLOW, SILENT], 4, "n2 was lost: silent for 10 s"),
         ([FOLLOW, {"codes": {2: 4}, "lost": (2,)}], 4, "n1, rank 0 failed (no exit code)"),
         ([{"signal": 15}, {"signal": 15}], 143, "stopped by SIGTERM"),
-        (
-            [{"codes": {0: 130, 1: 130}, "signal": 2}, {"codes": {2: 130, 3: 130}, "signal": 2}],
-            130,
-            "stopped by SIGINT",
-        ),
-        (
-            [{"codes": {0: 143}, "signal": 15}, {"codes": {2: 143, 3: 143}, "signal": 15}],
-            143,
-            "but not every process ended cleanly",
-        ),
-        ([{"codes": {0: 143, 1: 143}}, {"codes": {2: 143, 3: 143}}], 143, "stopped by SIGTERM"),
-        (
-            [{"codes": {0: 143, 1: 143}, "launched": 1}, {"codes": {2: 143, 3: 143}, "launched": 1}],
-            143,
-            "stopped by SIGTERM",
-        ),
+        ([_all(130, signal=2), _all(130, 2, signal=2)], 130, "stopped by SIGINT"),
+        ([{"codes": {0: 143}, "signal": 15}, _all(143, 2, signal=15)], 143, "but not every process ended cleanly"),
+        ([_all(143), _all(143, 2)], 143, "stopped by SIGTERM"),
+        ([_all(143, launched=1), _all(143, 2, launched=1)], 143, "stopped by SIGTERM"),
         ([{"launched": 1}, {}], 4, "n1: torchrun ended with exit code 1: see logs/launcher.log"),
     ],
 )
@@ -330,9 +305,7 @@ def checkpoint(folder: RunFolder, step: int) -> None:
 
 
 @pytest.mark.parametrize(("code", "again"), [(0, 0), (1, 1), (2, 0), (3, 0), (4, 1), (130, 0), (143, 0)])
-def test_only_a_failure_that_may_not_come_again_is_followed_by_a_restart(
-    code: int, again: int, folder: RunFolder
-) -> None:
+def test_only_a_failure_that_may_not_come_again_is_followed_by_a_restart(code, again, folder):
     assert Restarts(1, folder).decide(Verdict(code), "", (0, 2)).restart == ((0, 2) if again else ())
     assert not Restarts(0, folder).decide(Verdict(code), "").restart
 
@@ -344,10 +317,8 @@ def test_there_are_as_many_as_asked_for_and_fewer_without_progress(folder: RunFo
         assert restarts.decide(KILLED, "").restart
     checkpoint(folder, 15)
     last = restarts.decide(KILLED, "")
-    assert not last.restart and last.lines == [
-        *KILLED.lines,
-        "not started again: all trainer.restarts=3 have been used",
-    ]
+    assert not last.restart
+    assert last.lines == [*KILLED.lines, "not started again: all trainer.restarts=3 have been used"]
     assert [stuck.decide(KILLED, "").restart for _ in range(3)] == [(0,), (0,), ()]
 
 

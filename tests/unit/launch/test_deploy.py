@@ -78,39 +78,28 @@ def test_the_files_in_deploy_are_what_the_command_writes(tmp_path: Path, engine:
     assert (ROOT / "deploy" / f"{engine}.yaml").read_text() == told
 
 
-@pytest.mark.parametrize(
-    ("engine", "given", "says"),
-    [
+def test_what_is_missing_or_named_by_others_is_refused(tmp_path: Path) -> None:
+    for engine, given, says in (
         ("kubeflow", (), "--image: pods need an image"),
-        ("kubeflow", ("--image", "a", "--spot"), "--spot: which machines may be taken away"),
+        ("kubeflow", ("--image", "a", "--spot"), "--spot: each cluster says in its own way"),
         ("skypilot", (), "--gpu: skypilot has to know"),
         ("dstack", ("--gpu", "H100", "--submit"), "--submit: dstack, the client of dstack, is not installed"),
-    ],
-)
-def test_what_is_missing_is_said(tmp_path: Path, engine: str, given: tuple[str, ...], says: str) -> None:
-    assert says in deployed(tmp_path, engine, *given, code=2)
-
-
-@pytest.mark.parametrize(
-    ("key", "says"),
-    [
+    ):
+        assert says in deployed(tmp_path, engine, *given, code=2)
+    for key, says in (
         ("topology.node_rank=0", "topology.node_rank: skypilot names and numbers the machines itself"),
         ("topology=manual", "topology.kind"),
         ("topology.gpus_per_node=null", "topology.gpus_per_node: how many GPUs"),
-    ],
-)
-def test_machines_that_others_name_are_refused(tmp_path: Path, key: str, says: str) -> None:
-    assert says in deployed(tmp_path, "skypilot", "--gpu", "H100", code=2, keys=[key])
+    ):
+        assert says in deployed(tmp_path, "skypilot", "--gpu", "H100", code=2, keys=[key])
 
 
 @pytest.mark.parametrize("engine", EXAMPLES)
-@pytest.mark.parametrize(
-    ("folder", "name"), [("2024", "run-2024"), ("on", "on"), ("a", "run-a"), (f"{'b' * 39}-c", "b" * 39)]
-)
-def test_a_run_gets_a_name_that_a_host_may_have(tmp_path: Path, engine: str, folder: str, name: str) -> None:
-    text = deployed(tmp_path, engine, *EXAMPLES[engine], keys=[f"trainer.output_dir=runs/{folder}"])
-    *_, job = yaml.safe_load_all(text)
-    assert name == (job["metadata"] if engine == "kubeflow" else job)["name"]
+def test_a_run_gets_a_name_that_a_host_may_have(tmp_path: Path, engine: str) -> None:
+    for folder, name in {"2024": "run-2024", "on": "on", "a": "run-a", f"{'b' * 39}-c": "b" * 39}.items():
+        text = deployed(tmp_path, engine, *EXAMPLES[engine], keys=[f"trainer.output_dir=runs/{folder}"])
+        *_, job = yaml.safe_load_all(text)
+        assert name == (job["metadata"] if engine == "kubeflow" else job)["name"]
 
 
 @pytest.mark.parametrize("engine", EXAMPLES)
@@ -130,14 +119,11 @@ def test_lines_of_the_shell_come_there_as_they_are(tmp_path: Path, engine: str) 
 
 
 @pytest.mark.parametrize(("engine", "client"), [("skypilot", "sky"), ("dstack", "dstack"), ("kubeflow", "kubectl")])
-def test_the_client_gets_the_file_in_this_folder_and_gives_the_exit_code(
-    tmp_path: Path, engine: str, client: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_client_gets_the_file_in_this_folder_and_gives_the_exit_code(tmp_path, engine, client, monkeypatch):
     fake = tmp_path / "bin" / client
     fake.parent.mkdir()
-    fake.write_text(
-        '#!/bin/sh\necho "$@" > said\nfor last; do :; done\ncp "$last" got\ndirname "$last" > where\nexit 7\n'
-    )
+    script = 'echo "$@" > said\nfor last; do :; done\ncp "$last" got\ndirname "$last" > where\nexit 7\n'
+    fake.write_text(f"#!/bin/sh\n{script}")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from packtrain.launch.rendezvous import Group, MeetingPoint, Member, Prepare, is
 from packtrain.monitor.channel import SECRET, Client
 from tests.ports import free_port
 from tests.unit.plan.test_agreement import member
+from tests.waiting import until
 
 LONG_S = 60  # for what comes in no time, unless the machine has other things to do
 
@@ -57,22 +59,11 @@ class Launchers:
         self._threads[-1].start()
 
     def join(self) -> list[Any]:
-        until = time.monotonic() + 2 * LONG_S
-        while len(self.ends) < len(self._threads):
-            assert time.monotonic() < until, f"still there; ended: {self.ends}"
-            time.sleep(0.01)
+        until(lambda: len(self.ends) == len(self._threads), said=lambda: f"still there; ended: {self.ends}")
         self._over.set()
         for thread in self._threads:
             thread.join(LONG_S)
         return [self.ends[number] for number in range(len(self._threads))]
-
-
-def test_one_machine_takes_any_free_port_as_it_is_bound(place: MeetingPoint) -> None:
-    with (
-        meet(member(0, nodes=1), replace(place, port=0)) as group,
-        socket.create_connection(("127.0.0.1", group.channel.port)),
-    ):
-        assert group.channel.port != group.store_port
 
 
 def together(place: MeetingPoint, *members: Member) -> list[Any]:
@@ -84,14 +75,13 @@ def together(place: MeetingPoint, *members: Member) -> list[Any]:
 
 def join(place: MeetingPoint, me: Member, token: str = "visitor", job: str = "job") -> dict[str, Any]:
     """What machine 0 answers to one call, as soon as it serves."""
-    until = time.monotonic() + LONG_S
     said = {"member": asdict(me), "token": token, "password": replace(place, job=job).password}
-    while True:
-        try:
+
+    def answer() -> dict[str, Any] | None:
+        with suppress(OSError):
             return Client("127.0.0.1", place.port).call("join", said)
-        except OSError:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+
+    return until(answer)
 
 
 @pytest.mark.parametrize("number", [3, 64])
@@ -107,12 +97,9 @@ def test_all_machines_meet_and_share_names_a_secret_and_a_port_for_torch(number:
     ("change", "said"),
     [
         ({"config": {"optim.learning_rate": "0.002"}}, "optim.learning_rate: n2 has 0.002; n1 has 0.001"),
-        ({"versions": {"torch": "2.12.0"}}, "torch: n2 has 2.12.0; n1 has 2.13.0"),
-        ({"per_node": 3, "gpus": 3}, "n2 has 3; n1 has 2"),
-        ({"nodes": 3}, "topology.nodes: n2 has 3; n1 has 2"),
         ({"nodes": 3, "node": 2}, "topology.nodes: n2 has 3; n1 has 2"),
     ],
-    ids=["config", "versions", "per-node", "nodes", "number"],
+    ids=["config", "number"],
 )
 def test_machines_that_do_not_fit_all_stop_with_the_same_words(change: dict, said: str, place: MeetingPoint) -> None:
     ends = together(place, member(0), replace(member(1), **change))
@@ -121,25 +108,21 @@ def test_machines_that_do_not_fit_all_stop_with_the_same_words(change: dict, sai
     assert str(ends[0]) == str(ends[1])
 
 
-def test_two_machines_of_one_number_are_named(place: MeetingPoint) -> None:
+def test_two_machines_of_one_number_and_what_machine_0_cannot_prepare_are_errors_for_all(place: MeetingPoint) -> None:
     ends = together(place, member(0, 3), member(1, 3), member(1, 3, host="n7", addresses=("10.0.0.7",)))
     assert {str(end).partition(": ")[0] for end in ends} == {"topology.node_rank"}
     assert all("two machines are number 1: n" in str(end) and "n7 (10.0.0.7)" in str(end) for end in ends)
 
-
-def test_what_machine_0_cannot_prepare_is_an_error_for_all(place: MeetingPoint) -> None:
     def prepare(names: Mapping[int, str]) -> str:
         raise UserError("the run folder cannot be written", where="trainer.output_dir")
 
-    launchers = Launchers()
+    launchers, place = Launchers(), free_place()
     launchers.start(member(0), place, prepare)
     launchers.start(member(1), place)
     assert all(isinstance(one, UserError) and "cannot be written" in str(one) for one in launchers.join())
 
 
-def test_a_missing_machine_is_named_to_all_that_are_there(
-    place: MeetingPoint, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_machine_is_named_to_all_that_are_there(place, capfd):
     place = replace(place, names=("n1", "n2", "n3"), timeout_s=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "PROGRESS_S", 1)
@@ -189,7 +172,10 @@ def test_strangers_neither_join_nor_stop_the_rendezvous(place: MeetingPoint) -> 
     assert all(isinstance(one, Group) for one in ends), ends
 
 
-def test_machines_meet_over_ipv6(place: MeetingPoint) -> None:
+def test_one_machine_takes_any_free_port_as_it_is_bound_and_machines_meet_over_ipv6(place: MeetingPoint) -> None:
+    alone = meet(member(0, nodes=1), replace(place, port=0))
+    with alone as group, socket.create_connection(("127.0.0.1", group.channel.port)):
+        assert group.channel.port != group.store_port
     if not socket.has_dualstack_ipv6() or not is_own("::1"):
         pytest.skip("no IPv6 on this machine")
     ends = together(replace(place, address="::1"), member(0), member(1))
@@ -200,8 +186,7 @@ def test_a_machine_of_another_run_is_sent_away_and_the_run_goes_on(place: Meetin
     launchers = Launchers()
     launchers.start(member(0), place)
     launchers.start(member(1), replace(place, job="another"))
-    while 1 not in launchers.ends:
-        time.sleep(0.05)
+    until(lambda: 1 in launchers.ends)
     assert isinstance(launchers.ends[1], CheckFailed)
     assert "another run" in str(launchers.ends[1])
     launchers.start(member(1), place)
@@ -209,9 +194,7 @@ def test_a_machine_of_another_run_is_sent_away_and_the_run_goes_on(place: Meetin
     assert isinstance(ends[0], Group) and isinstance(ends[2], Group)
 
 
-def test_who_has_not_the_secret_that_all_were_given_cannot_join(
-    place: MeetingPoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_has_not_the_secret_that_all_were_given_cannot_join(place, monkeypatch):
     monkeypatch.setenv(SECRET, "of the job")
     launchers = Launchers()
     launchers.start(member(0), place)
@@ -235,9 +218,7 @@ def test_a_machine_that_left_is_waited_for_again(place: MeetingPoint, monkeypatc
     assert all(isinstance(one, Group) for one in ends), ends
 
 
-def test_machine_0_that_is_stopped_tells_the_others_and_who_comes_late_is_told_that_it_has_begun(
-    place: MeetingPoint,
-) -> None:
+def test_machine_0_that_is_stopped_tells_the_others_and_who_comes_late_is_told_that_it_has_begun(place):
     def stopped(names: Mapping[int, str]) -> str:
         raise RuntimeError
 
@@ -250,8 +231,7 @@ def test_machine_0_that_is_stopped_tells_the_others_and_who_comes_late_is_told_t
     place, begun = free_place(), Launchers()
     begun.start(member(0), place)
     begun.start(member(1), place)
-    while len(begun.ends) < 2:
-        time.sleep(0.01)
+    until(lambda: len(begun.ends) == 2)
     for host in ("n2", "n7"):
         late = error_from_json(join(place, member(1, host=host))["stop"])
         assert isinstance(late, PeerFailed) and "goes on without this machine" in str(late)

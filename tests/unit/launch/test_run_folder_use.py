@@ -9,10 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import yaml
 
 from packtrain.errors import UserError
-from packtrain.launch.execute import LOCK, RunLock, check_free, is_locked, locked
+from packtrain.launch.execute import LOCK, RunLock, check_free, is_locked
 from packtrain.run_folder import RunFolder
 from tests.unit.command_line import packtrain
 
@@ -38,28 +37,25 @@ def test_a_folder_is_locked_by_one_run_until_it_ends_even_when_it_is_moved(tmp_p
     folder.summary.write_text('{"status": "done"}')
     check_free(folder.root)
     folder.open_attempt("auto")
-    with locked(folder.root):
+    with RunLock() as lock, RunLock() as other:
+        lock.take(folder.root)
         assert folder.begin(None) is not None
         assert is_locked(folder.root)
         with pytest.raises(UserError, match="a run is going on in"):
             check_free(folder.root)
         (folder.logs / "channel.json").write_text(json.dumps({"host": "n2"}))
-        with pytest.raises(UserError, match=r"a run of another machine is going on in .* \(n2\)"), locked(folder.root):
-            pass
+        with pytest.raises(UserError, match=r"a run of another machine is going on in .* \(n2\)"):
+            other.take(folder.root)
         assert not is_locked(tmp_path / "another")
     assert not is_locked(folder.root)
 
 
-def test_machines_that_look_together_find_no_run(tmp_path: Path) -> None:
+def test_machines_that_look_together_find_no_run_and_a_file_of_others_is_not_touched(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.open_attempt("auto")
     (folder.logs / LOCK).touch()
     with ThreadPoolExecutor(8) as machines:
         assert not any(machines.map(lambda _: is_locked(folder.root), range(400)))
-
-
-def test_a_file_of_that_name_that_others_made_is_not_touched(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / LOCK).write_text("the user's\n")
     check_free(tmp_path)
     assert (tmp_path / "logs" / LOCK).read_text() == "the user's\n"
@@ -67,6 +63,12 @@ def test_a_file_of_that_name_that_others_made_is_not_touched(tmp_path: Path) -> 
 
 LAUNCHED = ("topology.kind=local", "topology.gpus_per_node=2")
 MINE = "the user's\n"
+CONFIG = """
+model: {init: random, config: {model_type: llama}, tokenizer: quickstart}
+data: {train: data.jsonl, cache_dir: cache}
+batch: {examples_per_step: 1}
+trainer: {max_steps: 1, output_dir: exp}
+"""
 
 
 @pytest.fixture
@@ -75,13 +77,7 @@ def home(tmp_path: Path) -> Path:
     (tmp_path / "exp").mkdir()
     for name in ("data.jsonl", "exp/data.jsonl"):
         (tmp_path / name).write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    config = {
-        "model": {"init": "random", "config": {"model_type": "llama"}, "tokenizer": "quickstart"},
-        "data": {"train": "data.jsonl", "cache_dir": "cache"},
-        "batch": {"examples_per_step": 1},
-        "trainer": {"max_steps": 1, "output_dir": "exp"},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "run.yaml").write_text(CONFIG)
     return tmp_path
 
 
@@ -110,10 +106,8 @@ def test_files_under_names_of_a_run_are_refused(home: Path, name: str, more: tup
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(MINE)
     said = refused(home, *more, verb="dpo" if "objective=dpo" in more else "sft")
-    assert (
-        f"trainer.output_dir (exp): packtrain did not make exp/{name.partition('/')[0]} and will not overwrite it"
-        in said
-    )
+    what = f"packtrain did not make exp/{name.partition('/')[0]} and will not overwrite it"
+    assert f"trainer.output_dir (exp): {what}" in said
     assert "→ Name another folder, or move it away. If an earlier packtrain made this one: touch exp/.packtrain" in said
 
 

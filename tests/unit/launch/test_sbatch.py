@@ -109,12 +109,9 @@ GIVEN = [
 ]
 
 
-@pytest.mark.parametrize(("given", "line"), GIVEN, ids=[given[-1] for given, _ in GIVEN])
-def test_each_key_becomes_its_line(given: list[str], line: str) -> None:
-    assert line in script(*given)
-
-
-def test_every_slurm_key_is_in_the_table_above() -> None:
+def test_each_slurm_key_becomes_its_line() -> None:
+    for given, line in GIVEN:
+        assert line in script(*given)
     named = {override.split("=")[0] for given, _ in GIVEN for override in given}
     assert named == {path for path, key in keys().items() if key.doc.startswith(("Slurm:", "Slurm, deploy:"))}
 
@@ -132,33 +129,17 @@ def test_a_script_asks_for_machines_tasks_gpus_and_the_log_and_for_nothing_that_
         "--export=ALL",
     ]
     assert (tmp_path / "home/runs/x/logs").is_dir()  # without it Slurm would end the job without a word
-
-
-@pytest.mark.parametrize(
-    ("line", "option"),
-    [
-        ("--gres=gpu:h100:4", "gres"),
-        ("--gres gpu:4,nvme:1", "gres"),
-        ("--gres=none", "gres"),
-        ("--gpus-per-node=4", "gres"),
-        ("-G 8", "gres"),
-        ("--mem=0 --gpus=8", "gres"),
-        ("--job-name='my run'", "job-name"),
-        ("-J mine", "job-name"),
-    ],
-)
-def test_an_option_of_the_users_stands_in_place_of_packtrains(line: str, option: str) -> None:
-    lines = directives(script(f'topology.sbatch=["{line}"]'))
-    assert line in lines and not any(one.startswith(f"--{option}=") for one in lines if one != line)
-
-
-def test_a_job_without_gpus_runs_processes_on_cpus() -> None:
     assert "# 2 machines × 4 processes on CPUs = 8 processes" in script("topology.sbatch=['--gres=none']")
-
-
-def test_modules_need_a_login_shell_and_other_scripts_do_not() -> None:
+    # modules need a login shell
     assert script("topology.setup=['module load cuda']").startswith("#!/bin/bash -l\n")
     assert script("topology.setup=['echo module']").startswith("#!/bin/bash\n")
+
+
+def test_an_option_of_the_users_stands_in_place_of_packtrains() -> None:
+    gpus = ("--gres=gpu:h100:4", "--gres gpu:4,nvme:1", "--gres=none", "--gpus-per-node=4", "-G 8", "--mem=0 --gpus=8")
+    for line in (*gpus, "--job-name='my run'", "-J mine"):
+        lines, option = directives(script(f'topology.sbatch=["{line}"]')), "gres" if line in gpus else "job-name"
+        assert line in lines and not any(one.startswith(f"--{option}=") for one in lines if one != line)
 
 
 @pytest.mark.parametrize(
@@ -191,30 +172,24 @@ def test_every_argument_reaches_packtrain_as_it_was_written(tmp_path: Path) -> N
     assert before[:-1] == flags or before[:-3] == flags
 
 
-@pytest.mark.parametrize("code", [0, 2, 3, 4, 130, 143])
-def test_the_job_ends_with_the_exit_code_of_the_run(code: int, tmp_path: Path) -> None:
-    assert run(script(), tmp_path / "home", CODE=str(code))[0] == code
+def test_the_job_ends_with_the_exit_code_of_the_run(tmp_path: Path) -> None:
+    for code in (0, 2, 3, 4, 130, 143):
+        assert run(script(), tmp_path / "home", CODE=str(code))[0] == code
 
 
-@pytest.mark.parametrize(
-    ("code", "checkpoint", "comes_back"), [(143, True, True), (143, False, False), (0, True, False), (130, True, False)]
-)
-def test_a_job_goes_back_into_the_queue_only_when_it_was_stopped_in_time_and_got_further(
-    code: int, checkpoint: bool, comes_back: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("code", "checkpoint"), [(143, True), (143, False), (0, True), (130, True)])
+def test_a_job_goes_back_into_the_queue_only_when_it_was_stopped_in_time_and_got_further(code, checkpoint, tmp_path):
     made = tmp_path / "home/runs/x/checkpoints/step-000020"
     RunFolder(made.parents[1]).open_attempt("auto")
     (made.parent / "step-000010").mkdir(parents=True)
     variables = {"CHECKPOINT": str(made)} if checkpoint else {}
     run(script("topology.requeue=true"), tmp_path / "home", CODE=str(code), **variables)
     asked = tmp_path / "called.scontrol"
-    assert (asked.read_text() == "requeue 7\n") if comes_back else not asked.exists()
+    assert (asked.read_text() == "requeue 7\n") if (code, checkpoint) == (143, True) else not asked.exists()
 
 
 @pytest.mark.parametrize(("status", "code"), [("done", 0), ("stopped", 137), (None, 137)])
-def test_the_code_of_a_lost_machine_is_not_that_of_a_run_that_went_on_without_it(
-    status: str | None, code: int, tmp_path: Path
-) -> None:
+def test_the_code_of_a_lost_machine_is_not_that_of_a_run_that_went_on_without_it(status, code, tmp_path):
     folder = tmp_path / "home/runs/x"
     RunFolder(folder).open_attempt("auto")
     if status:
@@ -228,7 +203,7 @@ def test_the_code_of_a_lost_machine_is_not_that_of_a_run_that_went_on_without_it
 SWEEP = ["optim.learning_rate=1e-5,2e-5", "trainer.seed=range(0,2)", "-m"]
 
 
-def test_a_sweep_is_an_array_with_a_run_folder_for_each_point(tmp_path: Path) -> None:
+def test_an_array_has_a_run_folder_for_each_point_and_a_task_of_it_comes_back_alone(tmp_path: Path) -> None:
     text = script(*SWEEP, "topology.requeue=true")
     assert "--array=0-3" in directives(text) and "4 runs, each on 2 machines × 4 GPUs" in text
     assert f"--output={tmp_path}/home/runs/x/logs/slurm-%A_%a.log" in directives(text)
@@ -242,9 +217,6 @@ def test_a_sweep_is_an_array_with_a_run_folder_for_each_point(tmp_path: Path) ->
         folders.add(config.trainer.output_dir)
     assert len(folders) == 4
     assert run(text, tmp_path / "home", SLURM_ARRAY_TASK_ID="4") == (2, [])
-
-
-def test_a_task_of_an_array_comes_back_alone(tmp_path: Path) -> None:
     made = str(tmp_path / "home/runs/x/trainer.seed=2/checkpoints/step-000001")
     text = script("trainer.seed=1,2", "-m", "topology.requeue=true")
     run(text, tmp_path / "home", CODE="143", CHECKPOINT=made, SLURM_ARRAY_TASK_ID="1", SLURM_ARRAY_JOB_ID="5")
@@ -342,9 +314,6 @@ def test_submitting_writes_the_script_beside_the_log_and_says_what_comes_next(tm
         "scancel 77",
     ):
         assert said in done.stdout
-
-
-def test_a_job_that_would_come_back_is_told_not_to_before_it_is_stopped() -> None:
     done = sbatch(*MACHINES, "--submit", "topology.requeue=true")
     assert "scontrol update JobId=77 Requeue=0 && scancel --signal=TERM 77" in done.stdout
 
@@ -397,38 +366,32 @@ def test_a_submission_from_inside_a_job_does_not_hand_that_jobs_numbers_on(tmp_p
     assert "SLURM_MEM_PER_NODE" not in env and env["SLURM_CONF"] == "/etc/here.conf"
 
 
-def test_a_machine_without_slurm_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_slurm_and_a_refusal_of_sbatch_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFUSES", "invalid partition specified: x")
+    done = sbatch(*MACHINES, "--submit", "topology.sbatch=['-p x']")
+    assert done.code == 2
+    assert "topology: sbatch refuses the job: invalid partition specified: x" in done.stderr
+    assert list(Path("runs/x/logs").iterdir()) == []
     monkeypatch.setenv("PATH", "/nowhere")
     done = sbatch(*MACHINES, "--submit")
     assert done.code == 2 and "sbatch cannot be called" in done.stderr
     assert sbatch(*MACHINES).code == 0
 
 
-def test_a_refusal_of_sbatch_is_told_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("REFUSES", "invalid partition specified: x")
-    done = sbatch(*MACHINES, "--submit", "topology.sbatch=['-p x']")
-    assert done.code == 2
-    assert "topology: sbatch refuses the job: invalid partition specified: x" in done.stderr
-    assert list(Path("runs/x/logs").iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("line", "gpus"),
-    [
-        ("--gres=gpu:8", 8),
-        ("--gres=gpu:h100:8,nvme:1", 8),
-        ("--gres nvme:1", None),
-        ("--gres=gpu", None),
-        ("--gres=gpu:2(S:0)", 2),
-        ("--gres=none", 0),
-        ("--gpus-per-node=a100:4", 4),
-        ("--gpus=16", None),
-        ("--mem=0", None),
-        ("--gres='gpu:8", None),
-    ],
-)
-def test_gpus_are_read_from_the_options_of_sbatch(line: str, gpus: int | None) -> None:
-    assert count_gpus(Topology(sbatch=[line])) == gpus
+def test_gpus_are_read_from_the_options_of_sbatch() -> None:
+    for line, gpus in {
+        "--gres=gpu:8": 8,
+        "--gres=gpu:h100:8,nvme:1": 8,
+        "--gres nvme:1": None,
+        "--gres=gpu": None,
+        "--gres=gpu:2(S:0)": 2,
+        "--gres=none": 0,
+        "--gpus-per-node=a100:4": 4,
+        "--gpus=16": None,
+        "--mem=0": None,
+        "--gres='gpu:8": None,
+    }.items():
+        assert count_gpus(Topology(sbatch=[line])) == gpus, line
 
 
 VARIANTS = [

@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import until
 
 PROGRAM = """
 import sys
@@ -49,9 +50,7 @@ def test_a_signal_reaches_the_tasks_of_the_step_by_scancel(number: signal.Signal
 def test_a_second_signal_is_for_srun_as_is_the_first_where_slurm_does_not_answer(tmp_path: Path) -> None:
     started = spread(tmp_path, scancel="echo > first")
     started.send_signal(signal.SIGINT)
-    until = time.monotonic() + LONG_S
-    while not (tmp_path / "first").exists() and time.monotonic() < until:
-        time.sleep(0.02)
+    until((tmp_path / "first").exists)
     assert started.poll() is None
     started.send_signal(signal.SIGINT)
     assert started.wait(LONG_S) == 130

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from packtrain.launch.coordinator import Coordinator, Reporter, Verdict, tail_of
 from packtrain.launch.supervisor import Supervisor
 from packtrain.monitor.heartbeat import TimeLimits, read_exits
 from packtrain.monitor.watchdog import Watchdog
+from tests.waiting import until
 
 LEAVE = """
 import os, pathlib, signal, subprocess, sys, time
@@ -73,33 +73,26 @@ def run(folder: Path, code: str, ranks: int = 1) -> Verdict:
         return one.run([sys.executable, "-c", code, str(folder / "exits")], {**os.environ})
 
 
-def test_a_rank_that_torchrun_ends_before_it_has_started_does_not_hide_the_failure_of_another(tmp_path: Path) -> None:
-    assert run(tmp_path, ONE_IS_LATE, ranks=2).code == 2
+ENDS = {  # code and first and last line of the verdict
+    "killed": (DIES, 4, r"rank 1 on n1 .*ended without an error message \(SIGKILL\), in starting", ""),
+    "raises": (RAISES, 4, r"n1, rank 1 failed \(exit code 1\): see ", "n1, rank 1: torch.AcceleratorError: CUDA error: unspecified launch failure"),
+    "ended by torchrun before it has started": (ONE_IS_LATE, 2, "", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_rank_that_failed_is_named_with_its_signal_or_last_lines_and_no_other_hides_it(end: str, tmp_path: Path):
+    program, code, first, last = ENDS[end]
+    verdict = run(tmp_path, program, ranks=2)
+    assert verdict.code == code and re.match(first, "\n".join(verdict.lines))
+    assert not last or list(verdict.lines[1:]) == [last]
 
 
 @pytest.mark.parametrize("code", [LINGERS, HALTS], ids=["worker", "torchrun"])
-def test_what_does_not_end_when_all_are_at_their_end_is_ended_and_the_run_is_done(
-    code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_end_when_all_are_at_their_end_is_ended_and_the_run_is_done(code, tmp_path, capsys):
     assert run(tmp_path, code).code == 0
     assert "n1 have finished but did not exit: they are killed now" in capsys.readouterr().err
-    limit = time.monotonic() + 60
-    while psutil.pid_exists(read_exits(tmp_path / "exits")[0]["pid"]) and time.monotonic() < limit:
-        time.sleep(0.05)
-    assert time.monotonic() < limit
-
-
-def test_a_rank_that_raises_is_shown_with_its_last_lines_and_not_the_one_that_lost_it(tmp_path: Path) -> None:
-    verdict = run(tmp_path, RAISES, ranks=2)
-    assert verdict.code == 4
-    assert verdict.lines[0].startswith("n1, rank 1 failed (exit code 1): see ")
-    assert list(verdict.lines[1:]) == ["n1, rank 1: torch.AcceleratorError: CUDA error: unspecified launch failure"]
-
-
-def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> None:
-    verdict = run(tmp_path, DIES, ranks=2)
-    assert verdict.code == 4
-    assert re.match(r"rank 1 on n1 .*ended without an error message \(SIGKILL\), in starting", verdict.lines[0])
+    until(lambda: not psutil.pid_exists(read_exits(tmp_path / "exits")[0]["pid"]), 60)
 
 
 def test_the_last_words_of_a_process_are_those_after_its_last_step() -> None:
@@ -120,9 +113,8 @@ def sleepers() -> Any:
         one.wait()
 
 
-def test_a_second_signal_reaches_workers_that_the_launcher_has_not_looked_at_and_those_after_one_that_is_gone(
-    tmp_path: Path, sleepers: Any
-) -> None:
+def test_a_second_signal_reaches_workers_that_the_launcher_has_not_looked_at(tmp_path: Path, sleepers: Any) -> None:
+    """Also those after one that is gone."""
     torchrun, first, second = sleepers
     report: Any = SimpleNamespace(report=SimpleNamespace(signal=None))
     supervisor = Supervisor(tmp_path, tmp_path / "launcher.log", range(2), "host", report)

@@ -26,17 +26,14 @@ def test_every_document_is_in_one_row_and_no_row_is_too_long(lengths: list[int],
     assert strategy == "best_fit" or [number for row in rows for number in row] == [*range(len(lengths))]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (([3, 60], 50), "document 1 has 60 tokens, a row takes 50"),
-        (([3, 0], 50), "document 1 has no token"),
-        (([3], 50, "tightest"), "'tightest'"),
-    ],
-)
-def test_what_cannot_be_packed_is_named(arguments: tuple[Any, ...], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        pack(*arguments[:2], **({"strategy": arguments[2]} if arguments[2:] else {}))
+def test_what_cannot_be_packed_is_named() -> None:
+    for lengths, how, said in (
+        ([3, 60], {}, "document 1 has 60 tokens, a row takes 50"),
+        ([3, 0], {}, "document 1 has no token"),
+        ([3], {"strategy": "tightest"}, "'tightest'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            pack(lengths, 50, **how)
 
 
 def test_it_says_what_the_collators_of_transformers_and_trl_say() -> None:
@@ -79,21 +76,17 @@ def test_tensors_arrays_rows_of_trl_padding_and_lists_of_documents_are_features(
         assert row["segments"] == expected["segments"]
 
 
-@pytest.mark.parametrize(
-    ("feature", "said"),
-    [
-        ({"text": "no tokens"}, "with input_ids"),
-        ({"input_ids": [5, 6], "labels": [5]}, "2 input_ids and 1 labels"),
-        ({"input_ids": [5, 6], "seq_lengths": [1, 2]}, "2 tokens has seq_lengths"),
-        ({"input_ids": []}, "without a token|seq_lengths"),
-        ({"input_ids": [[5, 6], [7, 8]]}, "one document"),
-        ({"input_ids": [5, 6], "attention_mask": [0, 0]}, "without a token"),
-    ],
-)
-def test_features_that_are_no_documents_are_named(feature: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        PackedCollator()([feature])
-    with pytest.raises(ValueError, match="without features"):
-        PackedCollator()([])
-    with pytest.raises(ValueError, match="a list of them"):
-        PackedCollator()({"input_ids": [1, 2]})  # type: ignore[arg-type]
+def test_features_that_are_no_documents_are_named() -> None:
+    for said, feature in {
+        "with input_ids": {"text": "no tokens"},
+        "2 input_ids and 1 labels": {"input_ids": [5, 6], "labels": [5]},
+        "2 tokens has seq_lengths": {"input_ids": [5, 6], "seq_lengths": [1, 2]},
+        "without a token|seq_lengths": {"input_ids": []},
+        "one document": {"input_ids": [[5, 6], [7, 8]]},
+        "without a token": {"input_ids": [5, 6], "attention_mask": [0, 0]},
+        "without features": (),
+        "a list of them": None,
+    }.items():
+        features = {"input_ids": [1, 2]} if feature is None else [feature] if feature else []
+        with pytest.raises(ValueError, match=said):
+            PackedCollator()(features)

@@ -25,10 +25,12 @@ def server() -> Iterator[Server]:
     server.close()
 
 
-def test_a_call_is_answered_by_its_handler(server: Server) -> None:
+def test_a_call_is_answered_by_its_handler_and_one_that_fails_is_an_error_of_the_call(server: Server) -> None:
     client = Client("127.0.0.1", server.port, secret=server.secret)
     assert client.call("sum", {"of": [1, 2, 3]}) == {"sum": 6}
     assert Client("localhost", server.port, secret=server.secret).call("sum", {"of": []}) == {"sum": 0}
+    with pytest.raises(Rejected, match="KeyError"):
+        client.call("sum", {})
 
 
 def test_only_joining_is_open_to_those_without_the_secret(server: Server) -> None:
@@ -59,11 +61,6 @@ def test_what_is_being_answered_is_answered_before_the_server_ends(server: Serve
     assert answers == [{"answered": True}]
 
 
-def test_a_handler_that_fails_is_an_error_of_the_call(server: Server) -> None:
-    with pytest.raises(Rejected, match="KeyError"):
-        Client("127.0.0.1", server.port, secret=server.secret).call("sum", {})
-
-
 @pytest.mark.parametrize("sent", [b"", b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"])
 def test_another_program_at_the_port_is_known_as_one(sent: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -79,12 +76,6 @@ def test_another_program_at_the_port_is_known_as_one(sent: bytes) -> None:
             Client("127.0.0.1", listener.getsockname()[1]).call("join", {}, timeout_s=5)
 
 
-def test_nobody_there_and_a_closed_server_are_said_at_once(server: Server) -> None:
-    server.close()
-    with pytest.raises(NoAnswer, match="refused"):
-        Client("127.0.0.1", server.port).call("join", {})
-
-
 def test_a_stopped_server_costs_no_more_than_the_limit() -> None:
     code = "from packtrain.monitor.channel import Server; s = Server(secret=''); print(s.port, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as process:
@@ -98,7 +89,7 @@ def test_a_stopped_server_costs_no_more_than_the_limit() -> None:
         process.kill()
 
 
-def test_junk_is_refused_and_the_server_lives_on(server: Server) -> None:
+def test_nobody_there_is_said_at_once_and_junk_is_refused_and_the_server_lives_on(server: Server) -> None:
     for junk in (
         b"\x00\xff\n\n",
         b"POST /sum HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
@@ -108,3 +99,6 @@ def test_junk_is_refused_and_the_server_lives_on(server: Server) -> None:
             connection.sendall(junk)
             assert b"200" not in connection.recv(2**10).split(b"\r\n")[0]
     assert Client("127.0.0.1", server.port).call("join", {"name": "n1"}) == {"welcome": "n1"}
+    server.close()
+    with pytest.raises(NoAnswer, match="refused"):
+        Client("127.0.0.1", server.port).call("join", {})

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from packtrain.monitor import heartbeat as heartbeats
-from packtrain.monitor.heartbeat import Heartbeat, Phase, life_of
+from packtrain.monitor.heartbeat import Heartbeat, life_of
+from tests.waiting import until
 
 LONG_S = 60
 
@@ -35,9 +36,7 @@ def test_a_rank_tells_where_it_is_and_for_what_it_waits() -> None:
 
 
 @pytest.mark.parametrize(("phase", "counts"), [("prepare", True), ("load", True), ("data", False), ("forward", False)])
-def test_computing_is_progress_where_no_collective_waits(
-    phase: Phase, counts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_computing_is_progress_where_no_collective_waits(phase, counts, monkeypatch):
     heartbeat, now = Heartbeat(), time.monotonic()
     heartbeat.enter(phase)
     reported = [heartbeat.message()["changes"]]
@@ -73,23 +72,22 @@ def start(folder: Path, what: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_rank_whose_lock_of_python_is_held_still_shows_its_stack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def shown(text: str) -> str:
+    """The stacks, as soon as they are complete."""
+    return text if "in holds_the_lock" in text else ""
+
+
+def test_a_rank_whose_lock_of_python_is_held_still_shows_its_stack(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeats, "DUMP_S", LONG_S)
     process = start(tmp_path, "holds_the_lock")
     try:
-        text, end = "", time.monotonic() + LONG_S
-        while "in holds_the_lock" not in text and time.monotonic() < end:
-            text = heartbeats.dump(tmp_path, process.pid)
+        text = until(lambda: shown(heartbeats.dump(tmp_path, process.pid)))
         assert [call.rpartition(" in ")[2] for call in heartbeats.main_stack(text)] == ["holds_the_lock", "<module>"]
         assert process.poll() is None and life_of(process.pid) == "running"
         monkeypatch.setattr(heartbeats, "DUMP_S", 0.1)
         os.kill(process.pid, signal.SIGSTOP)
-        end = time.monotonic() + LONG_S
-        while life_of(process.pid) != "stopped" and time.monotonic() < end:
-            time.sleep(0.02)
-        assert life_of(process.pid) == "stopped" and heartbeats.dump(tmp_path, process.pid) == ""
+        until(lambda: life_of(process.pid) == "stopped")
+        assert heartbeats.dump(tmp_path, process.pid) == ""
     finally:
         process.kill()
         process.wait()
@@ -109,11 +107,8 @@ def test_own_stacks_come_with_those_of_loader_processes(tmp_path: Path, monkeypa
     monkeypatch.setattr(heartbeats, "DUMP_S", LONG_S)
     loader = start(tmp_path, "holds_the_lock")
     try:
-        text, end = "", time.monotonic() + LONG_S
-        while "in holds_the_lock" not in text and time.monotonic() < end:
-            text = heartbeats.own_stacks()
+        text = until(lambda: shown(heartbeats.own_stacks()))
     finally:
         loader.kill()
         loader.wait()
-    assert "in holds_the_lock" in text
     assert test_own_stacks_come_with_those_of_loader_processes.__name__ in "".join(heartbeats.main_stack(text))

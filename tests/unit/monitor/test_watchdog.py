@@ -94,7 +94,7 @@ def test_one_rank_keeps_three_waiting_and_is_named_with_the_cause(culprit: RankS
     assert found.lines[-1] == f"  → {CAUSES[cause][1]}"
 
 
-def test_who_says_that_it_waits_is_not_the_one_that_is_behind() -> None:
+def test_who_says_that_it_waits_is_not_behind_and_of_two_that_wait_elsewhere_the_less_far_is_named() -> None:
     states = [rank(0, "counts", waits="the counts of all ranks"), rank(1, "backward", 7), rank(2, "data")]
     found = named(states)
     assert (found.cause, found.ranks) == ("stuck", (1,))
@@ -103,6 +103,9 @@ def test_who_says_that_it_waits_is_not_the_one_that_is_behind() -> None:
         "rank 2 on n0 is in loading data of step 8",
     )
     assert found.what.endswith(" is behind: no progress for 545 s, in the backward pass of step 7")
+    states = [waits(0, "counts"), waits(1, "step end", 7, "gloo:all_gather")]
+    for found in (named(states), named(states[::-1])):
+        assert (found.cause, found.ranks) == ("collectives", (1,))
 
 
 def test_an_operation_that_the_others_have_passed_was_lost_on_its_way() -> None:
@@ -110,17 +113,10 @@ def test_an_operation_that_the_others_have_passed_was_lost_on_its_way() -> None:
     states = [replace(waits(0, "counts"), finished=lost), waits(1, "forward", at=36)]
     found = named(states)
     assert (found.cause, found.ranks) == ("network", ())
-    assert found.what.startswith(
-        "rank 1 on n0 (process 1001) waits in gloo:all_reduce number 36 (Float 4), which the others "
-    )
+    where = "rank 1 on n0 (process 1001) waits in gloo:all_reduce number 36 (Float 4)"
+    assert found.what.startswith(f"{where}, which the others ")
     states[0] = replace(states[0], finished=replace(lost, name="gloo:broadcast"))
     assert named(states).cause == "collectives"
-
-
-def test_of_two_ranks_that_wait_in_different_operations_the_one_that_is_less_far_is_named() -> None:
-    states = [waits(0, "counts"), waits(1, "step end", 7, "gloo:all_gather")]
-    for found in (named(states), named(states[::-1])):
-        assert (found.cause, found.ranks) == ("collectives", (1,))
 
 
 def test_where_all_wait_in_the_same_operation_nobody_is_named_but_what_lies_between() -> None:
@@ -137,20 +133,16 @@ def test_a_rank_whose_answer_was_lost_is_not_said_to_wait_elsewhere(silent: int)
     states[silent] = replace(states[silent], pending=None, waits="the others")
     found = named(states)
     assert (found.cause, found.ranks) == ("network", ())
-    assert found.what.startswith(
-        "ranks 0 and 1 on n0 wait in gloo:all_reduce number 37 (Float 4), in the backward pass"
-    )
+    where = "ranks 0 and 1 on n0 wait in gloo:all_reduce number 37 (Float 4)"
+    assert found.what.startswith(f"{where}, in the backward pass")
     states[silent] = replace(states[silent], finished=Collective("gloo:all_reduce", 36, "0", "Float 4"))
     assert named(states).cause == "collectives"
 
 
-def test_of_ranks_that_died_those_are_named_that_were_not_ended_for_it() -> None:
+def test_of_ranks_that_died_those_are_named_that_were_not_ended_for_it_and_a_run_at_its_end_has_no_diagnosis() -> None:
     states = [ended(0, -6), ended(1, -11), waits(2, "backward"), ended(3, -15)]
     found = named(states)
     assert found.ranks == (1,) and "(SIGSEGV)" in found.what
-
-
-def test_a_run_at_its_end_has_no_diagnosis_and_the_first_rank_writes_its_results_alone() -> None:
     done = [ended(one, 0, "done", reported=True) for one in range(3)]
     assert diagnose(done) is None
     assert named([rank(0, "final", still_s=1700), *done[1:]]).cause == "storage"
@@ -200,13 +192,10 @@ def test_docs_hangs_md_has_every_cause_in_the_words_that_are_printed() -> None:
         assert f"| {why} | {fix} |" in page
 
 
-def test_states_travel_as_json() -> None:
+def test_states_travel_as_json_and_the_main_thread_is_the_last_of_a_dump() -> None:
     state = rank(1, "data", stack=('File "a.py", line 3 in read',), finished=Collective("gloo:barrier", 4))
     for one in (state, waits(2, "backward"), RankState(3, "n0")):
         assert as_type(json.loads(json.dumps(asdict(one))), RankState) == one
-
-
-def test_the_main_thread_is_the_last_of_a_dump() -> None:
     dump = (
         'Thread 0x1 (most recent call first):\n  File "a.py", line 3 in helper\n\n'
         'Current thread 0x2 (most recent call first):\n  File "b c.py", line 7 in <module>\n  File "<frozen x>", line ??? in y\n'
@@ -306,9 +295,7 @@ def ranks(clock: Clock, tmp_path: Path) -> Ranks:
     ("phase", "cause", "after_s"),
     [("data", "data", 540), ("forward", "stuck", 540), ("checkpoint", "storage", 1620), ("prepare", "data", 1620)],
 )
-def test_the_rank_that_does_not_wait_is_named_at_the_deadline_of_its_phase(
-    phase: str, cause: str, after_s: int, ranks: Ranks
-) -> None:
+def test_the_rank_that_does_not_wait_is_named_at_the_deadline_of_its_phase(phase, cause, after_s, ranks):
     ranks.are(0, 1, 3, phase="counts", **WAITS)
     ranks.are(2, phase=phase, step=7)
     ranks.answers = {rank: answer() for rank in range(4)}
@@ -322,9 +309,7 @@ def test_the_rank_that_does_not_wait_is_named_at_the_deadline_of_its_phase(
     assert "in train" in stacks_of(ranks.logs, 2).read_text()
 
 
-def test_a_rank_that_tells_of_progress_or_whose_step_takes_long_is_never_named(
-    ranks: Ranks, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_tells_of_progress_or_whose_step_takes_long_is_never_named(ranks, capsys):
     ranks.are(0, 1, 3, phase="prepare", waits="the data")
     for _ in range(100):
         ranks.are(2, phase="prepare")
@@ -380,30 +365,24 @@ def test_a_rank_that_has_come_to_its_end_too_early_is_named(ranks: Ranks) -> Non
     assert ranks.watchdog.describe_waits(but=[3])[0].startswith("ranks 0 to 2 on n1 and n2 wait for the counts")
 
 
-def test_while_the_first_writes_the_results_nobody_has_ended_too_early(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("pending", "cause", "named"),
+    [
+        ([("all_reduce", 9)] * 4, "network", ()),
+        ([("all_reduce", 9), ("barrier", 9), ("all_reduce", 9), ("all_reduce", 9)], "collectives", (1,)),
+        ([None, ("all_reduce", 9), ("all_reduce", 9), ("all_reduce", 9)], "stuck", (0,)),
+    ],
+)
+def test_where_no_rank_says_that_it_waits_the_flight_recorder_tells(pending, cause, named, ranks):
+    ranks.answers = {rank: answer(one) for rank, one in enumerate(pending)}
+    found, after = ranks.until(600)
+    assert found is not None and (found.cause, found.ranks) == (cause, named) and 540 <= after <= 552
+
+
+def test_nobody_is_named_while_the_first_writes_the_results_or_where_the_watchdog_was_suspended(clock, ranks):
     ranks.are(1, 2, 3, phase="done")
     ranks.are(0, phase="final")
     assert ranks.until(100)[0] is None
-
-
-@pytest.mark.parametrize(
-    ("pending", "cause", "named", "after_s"),
-    [
-        ([("all_reduce", 9)] * 4, "network", (), 540),
-        ([("all_reduce", 9), ("barrier", 9), ("all_reduce", 9), ("all_reduce", 9)], "collectives", (1,), 540),
-        ([None, ("all_reduce", 9), ("all_reduce", 9), ("all_reduce", 9)], "stuck", (0,), 540),
-    ],
-)
-def test_where_no_rank_says_that_it_waits_the_flight_recorder_tells(
-    pending: list[tuple[str, int] | None], cause: str, named: tuple[int, ...], after_s: int, ranks: Ranks
-) -> None:
-    ranks.answers = {rank: answer(one) for rank, one in enumerate(pending)}
-    found, after = ranks.until(600)
-    assert found is not None and (found.cause, found.ranks) == (cause, named)
-    assert after_s <= after <= after_s + 12
-
-
-def test_a_watchdog_that_was_suspended_does_not_count_the_time(clock: Clock, ranks: Ranks) -> None:
     ranks.are(0, 1, 2, 3, phase="counts", **WAITS)
     assert ranks.until(100)[0] is None
     clock.now += 5000
@@ -421,10 +400,7 @@ def test_beats_go_over_the_channel_and_a_question_is_answered_with_stacks(tmp_pa
         shown = client.call("ranks", {"stacks": True}, timeout_s=30)
         (rank,) = shown["ranks"]
         assert (rank["phase"], rank["step"], rank["waits"]) == ("forward", 3, "the others")
-        assert any(
-            test_beats_go_over_the_channel_and_a_question_is_answered_with_stacks.__name__ in call
-            for call in rank["stack"]
-        )
+        assert any("test_beats_go_over_the_channel" in call for call in rank["stack"])
     assert heartbeat.message()["waits"] == ""
     ended: list[str] = []
     stopped = threading.Event()

@@ -40,16 +40,13 @@ ALONE: Any = SimpleNamespace(reduce=lambda values, **_: values, gather=lambda va
 SMOOTHED_WEIGHTED = PairOptions(label_smoothing=0.1, use_weighting=True, ld_alpha=0.5)
 
 
-def test_the_registries_are_the_losses_of_the_config_and_of_trl() -> None:
+def test_the_registries_and_options_are_those_of_the_config_and_of_trl(tmp_path: Path) -> None:
     for kind, ours, name in (
         (DPOTrainer, PAIR_LOSSES, "dpo"),
         (KTOTrainer, UNPAIRED_LOSSES, "kto"),
     ):
         theirs = re.findall(r'\bloss_type == "(\w+)"', inspect.getsource(kind._compute_loss))
         assert set(ours) == set(theirs) == set(OBJECTIVES[name].losses)
-
-
-def test_the_options_have_the_names_and_defaults_of_trl(tmp_path: Path) -> None:
     for options, arguments in ((PairOptions(), DPOConfig), (UnpairedOptions(), KTOConfig)):
         theirs = arguments(output_dir=str(tmp_path), use_cpu=True, bf16=False)
         assert asdict(options) == {one.name: getattr(theirs, one.name) for one in fields(options)}
@@ -127,12 +124,9 @@ def test_extremes_and_differences_are_figures() -> None:
         sums.plus({"low": torch.tensor(1.0)}, counted=True)
 
 
-def test_weights_by_wpo_need_their_output_of_the_head() -> None:
+def test_weights_by_wpo_need_their_output_of_the_head_and_an_alpha_divergence_stays_finite_in_float32() -> None:
     targets = Targets(torch.zeros(2), torch.ones(2).long())
     with pytest.raises(ValueError, match="log_sum_sq_probs"):
         make_pairs(targets, PairLogps(torch.zeros(1), torch.zeros(1)), PairOptions(use_weighting=True))
-
-
-def test_an_alpha_divergence_stays_finite_in_float32() -> None:
     options = PairOptions(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=2.0)
     assert torch.isfinite(score(torch.tensor([1e4, -1e4]), options)).all()

@@ -5,11 +5,11 @@ TRL's trainers compute theirs with the fused head, the functions get log-probabi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -43,7 +43,6 @@ SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 DIVERGING = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 SHAPES = ((4, 4, 2), (2, 1, 5), (6, 3, 3), (1, 2, 1), (3, 5, 4), (1, 1, 1), (5, 2, 4))
 """Tokens of the prompt, the chosen and the rejected answer of pairs."""
-SomeTrainer = TypeVar("SomeTrainer", bound=Trainer)
 Batch: TypeAlias = Mapping[str, torch.Tensor]
 Found: TypeAlias = tuple[torch.Tensor, dict[str, float]]
 """A loss and its figures."""
@@ -65,29 +64,12 @@ def tiny(seed: int, kind: type[PreTrainedModel] = LlamaForCausalLM) -> PreTraine
     return kind(LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.2, **sizes, **special)).train()
 
 
-def trainer_of(
-    folder: Path,
-    kind: Callable[..., SomeTrainer],
-    arguments: Callable[..., object],
-    columns: Mapping[str, Sequence[str | bool]],
-    models: Mapping[str, PreTrainedModel],
-    **given: object,
-) -> SomeTrainer:
+def trainer_of(folder: Path, kind: Any, arguments: Any, columns: Any, models: Any, **given: object) -> Any:
     """TRL's own trainer, of rows that are not used."""
     usual = {"use_cpu": True, "bf16": False, "activation_checkpointing": False, "report_to": "none"}
     options = arguments(output_dir=str(folder), max_length=None, disable_tqdm=True, **usual, **given)
     tokenizer = load_tokenizer(Model(tokenizer="quickstart"))
     return kind(**models, args=options, processing_class=tokenizer, train_dataset=Dataset.from_dict(dict(columns)))
-
-
-def model_of(trainer: Trainer) -> PreTrainedModel:
-    assert isinstance(trainer.model, PreTrainedModel)
-    return trainer.model
-
-
-def reference_of(trainer: DPOTrainer | KTOTrainer) -> PreTrainedModel:
-    assert isinstance(trainer.ref_model, PreTrainedModel)
-    return trainer.ref_model
 
 
 def tokens(generator: torch.Generator, length: int) -> list[int]:
@@ -139,9 +121,8 @@ def gradient(loss: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
 
 def gaps(trainer: Trainer, batch: Batch, ours: Found) -> dict[str, float]:
     """Relative differences to TRL: of the loss, the whole gradient and each figure."""
-    model = model_of(trainer)
+    model = trainer.model
     own, expected = gradient(ours[0], model), trainer.compute_loss(model, dict(batch))
-    assert isinstance(expected, torch.Tensor)
     metrics = vars(trainer)["_metrics"]["train"]
     unknown = metrics.keys() if isinstance(trainer, SFTTrainer) else {"num_tokens"}  # packtrain sft logs the loss alone
     of_trl = {name: values[-1] for name, values in metrics.items() if name not in unknown}
@@ -237,9 +218,9 @@ def pair_trainer(folder: Path, case: PairCase) -> DPOTrainer:
 
 def our_pairs(trainer: DPOTrainer, batch: Batch, case: PairCase) -> Found:
     inputs = (batch["input_ids"], batch["attention_mask"], batch["completion_mask"])
-    ours = scored(model_of(trainer), *inputs)
+    ours = scored(trainer.model, *inputs)
     with torch.no_grad():
-        reference = sum_answers(scored(reference_of(trainer), *inputs).targets, case.options.ld_alpha)
+        reference = sum_answers(scored(trainer.ref_model, *inputs).targets, case.options.ld_alpha)
     pairs = make_pairs(ours.targets, reference, case.options)
     counts = torch.tensor(case.pairs), pairs.chosen_tokens.sum()
     tokens = ours.tokens(torch.arange(2 * case.pairs) < case.pairs)
@@ -259,11 +240,11 @@ def test_a_weighted_hinge_has_the_loss_of_trl_and_a_gradient(tmp_path: Path) -> 
     case = alone("hinge", use_weighting=True)
     trainer = pair_trainer(tmp_path, case)
     batch = trainer.data_collator(pairs_of_tokens(case.pairs))
-    loss, expected = our_pairs(trainer, batch, case)[0], trainer.compute_loss(model_of(trainer), dict(batch))
+    loss, expected = our_pairs(trainer, batch, case)[0], trainer.compute_loss(trainer.model, dict(batch))
     assert relative(loss.item(), expected.item()) <= RELATIVE
     with pytest.raises(RuntimeError, match="inplace"):
         expected.backward()
-    assert gradient(loss, model_of(trainer)).norm() > 0
+    assert gradient(loss, trainer.model).norm() > 0
 
 
 # kto
@@ -319,12 +300,12 @@ def unpaired_batch(trainer: KTOTrainer, case: UnpairedCase) -> Batch:
 
 def our_answers(trainer: KTOTrainer, batch: Batch, case: UnpairedCase) -> Found:
     inputs = (batch["input_ids"], batch["attention_mask"], batch["completion_mask"])
-    kl, reference, policy = torch.zeros(()), reference_of(trainer), scored(model_of(trainer), *inputs)
+    kl, reference, policy = torch.zeros(()), trainer.ref_model, scored(trainer.model, *inputs)
     with torch.no_grad():
         ref_logps = scored(reference, *inputs).targets.logps
         if case.loss == "kto":
             mismatched = [batch[f"KL_{name}"] for name in ("input_ids", "attention_mask", "completion_mask")]
-            sides = [scored(model, *mismatched).targets.logps for model in (model_of(trainer), reference)]
+            sides = [scored(model, *mismatched).targets.logps for model in (trainer.model, reference)]
             kl = estimate_kl(Sum((sides[0] - sides[1]).sum(), torch.tensor(len(case.labels))))
     answers = LabelledAnswers(policy.targets.logps, ref_logps, batch["label"].bool())
     losses = UNPAIRED_LOSSES[case.loss](answers, kl, case.options)
@@ -345,49 +326,28 @@ def test_a_loss_of_answers_with_labels_equals_trl(case: UnpairedCase, tmp_path: 
 @pytest.mark.parametrize("coefficient", [None, 0.3])
 @pytest.mark.parametrize("margins", [False, True])
 def test_the_loss_of_rewards_equals_trl(margins: bool, coefficient: float | None, tmp_path: Path) -> None:
-    trainer, batch = reward_trainer(tmp_path, margins, coefficient)
-    assert_equal(trainer, batch, our_rewards(trainer, batch, coefficient))
-
-
-def reward_trainer(folder: Path, margins: bool, coefficient: float | None) -> tuple[Trainer, Batch]:
     columns, given = {"chosen": ["a"], "rejected": ["b"]}, {"center_rewards_coefficient": coefficient}
     models = {"model": tiny(1, LlamaForSequenceClassification)}
-    trainer = trainer_of(folder, RewardTrainer, RewardConfig, columns, models, **given)
-    rows = [
-        {"chosen_ids": one["prompt_ids"] + one["chosen_ids"], "rejected_ids": one["prompt_ids"] + one["rejected_ids"]}
-        | ({"margin": 0.5 * number - 0.2} if margins else {})
-        for number, one in enumerate(pairs_of_tokens(3))
-    ]
-    return trainer, trainer.data_collator(rows)
-
-
-def our_rewards(trainer: Trainer, batch: Batch, coefficient: float | None) -> Found:
-    model = model_of(trainer)
-    rewards = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits[:, 0]
-    chosen, rejected = rewards.chunk(2)
-    losses = bradley_terry(chosen, rejected, margin=batch.get("margin"), center_rewards_coefficient=coefficient)
-    return losses.sum() / len(losses), logged("reward", reward_figures(chosen, rejected))
+    trainer = trainer_of(tmp_path, RewardTrainer, RewardConfig, columns, models, **given)
+    rows: list[dict[str, Any]] = []
+    for number, one in enumerate(pairs_of_tokens(3)):
+        rows.append({name: one["prompt_ids"] + one[name] for name in ("chosen_ids", "rejected_ids")})
+        rows[-1] |= {"margin": 0.5 * number - 0.2} if margins else {}
+    batch = trainer.data_collator(rows)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    chosen, rejected = trainer.model(**inputs, use_cache=False).logits[:, 0].chunk(2)
+    losses = bradley_terry(chosen, rejected, margin=batch.get("margin"), **given)
+    assert_equal(trainer, batch, (losses.sum() / len(losses), logged("reward", reward_figures(chosen, rejected))))
 
 
 @pytest.mark.parametrize("loss", TOKEN_WEIGHTS)
 def test_a_loss_of_tokens_equals_trl(loss: str, tmp_path: Path) -> None:
-    trainer, batch = token_trainer(tmp_path, loss)
-    assert_equal(trainer, batch, our_tokens(trainer, batch, loss))
-
-
-def token_trainer(folder: Path, loss: str) -> tuple[Trainer, Batch]:
-    trainer = trainer_of(folder, SFTTrainer, SFTConfig, {"text": ["a"]}, {"model": tiny(1)}, loss_type=loss)
-    rows = [
-        {
-            "input_ids": one["prompt_ids"] + one["chosen_ids"],
-            "labels": [-100] * len(one["prompt_ids"]) + one["chosen_ids"],
-        }
-        for one in pairs_of_tokens(3)
-    ]
-    return trainer, trainer.data_collator(rows)
-
-
-def our_tokens(trainer: Trainer, batch: Batch, loss: str) -> Found:
-    ours = scored(model_of(trainer), batch["input_ids"], batch["attention_mask"], batch["labels"] != -100)
+    trainer = trainer_of(tmp_path, SFTTrainer, SFTConfig, {"text": ["a"]}, {"model": tiny(1)}, loss_type=loss)
+    rows = []
+    for one in pairs_of_tokens(3):
+        prompt, answer = one["prompt_ids"], one["chosen_ids"]
+        rows.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
+    batch = trainer.data_collator(rows)
+    ours = scored(trainer.model, batch["input_ids"], batch["attention_mask"], batch["labels"] != -100)
     log_probs = ours.targets.log_probs
-    return -(TOKEN_WEIGHTS[loss](log_probs) * log_probs).mean(), {}
+    assert_equal(trainer, batch, (-(TOKEN_WEIGHTS[loss](log_probs) * log_probs).mean(), {}))

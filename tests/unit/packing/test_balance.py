@@ -93,18 +93,18 @@ def test_micro_batches_are_as_few_as_the_limits_allow(step: dict):
         assert micro_batches == math.ceil(math.ceil(len(lengths) / min(limits.examples, 99)) / world_size)
     elif step["mode"] == "packed":
         fewest = math.ceil(max(int(lengths.sum()) / limits.tokens, min(len(lengths), 1)) / world_size)
-        assert (
-            fewest
-            <= micro_batches
-            <= math.ceil(len(best_fit(lengths, limits.tokens, np.random.default_rng(0))) / world_size)
-        )
+        fitted = len(best_fit(lengths, limits.tokens, np.random.default_rng(0)))
+        assert fewest <= micro_batches <= math.ceil(fitted / world_size)
 
 
-def test_rows_that_only_best_fit_can_fill_are_still_filled():
+def test_rows_that_only_best_fit_can_fill_are_filled_and_parts_of_similar_cost_dealt_side_by_side():
     """Longest-first by cost fails here; 4 rows of exactly 10 exist."""
     lengths = np.array([8, 7, 6, 5, 5, 4, 3, 2])
     layout = lay_out(lengths, mode="packed", world_size=2, limits=MicroBatchLimits(tokens=10), attention_cost=1.0)
     assert [[int(lengths[part].sum()) for part in parts] for parts in layout] == [[10, 10], [10, 10]]
+    parts = [np.array([part]) for part in range(6)]
+    layout = deal(parts, np.array([9.0, 5.0, 1.0, 4.0, 8.0, 2.0]), world_size=2)
+    assert [[int(part[0]) for part in rank] for rank in layout] == [[0, 3, 5], [4, 1, 2]]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -133,12 +133,6 @@ def test_ranks_with_many_lognormal_documents_work_equally_long(mode, world_size:
         assert work.max(axis=0).sum() / work.mean(axis=0).sum() - 1 < 0.03
 
 
-def test_deal_puts_parts_of_similar_cost_side_by_side_and_evens_out_the_ranks():
-    parts = [np.array([part]) for part in range(6)]
-    layout = deal(parts, np.array([9.0, 5.0, 1.0, 4.0, 8.0, 2.0]), world_size=2)
-    assert [[int(part[0]) for part in rank] for rank in layout] == [[0, 3, 5], [4, 1, 2]]
-
-
 def test_imbalance_is_the_excess_of_the_busiest_rank_over_the_mean():
     lengths = np.array([10, 20, 30])
     layout = [[np.array([0]), np.array([1])], [np.array([2]), np.array([], dtype=np.int64)]]
@@ -150,9 +144,7 @@ def test_imbalance_is_the_excess_of_the_busiest_rank_over_the_mean():
 
 @pytest.mark.parametrize("ranks_per_row", [2, 4])
 @pytest.mark.parametrize(("mode", "keep_order"), [("packed", False), ("padding_free", True)])
-def test_split_rows_have_every_document_once_and_even_the_work_out(
-    ranks_per_row: int, mode: PackingMode, keep_order: bool
-) -> None:
+def test_split_rows_have_every_document_once_and_even_the_work_out(ranks_per_row, mode, keep_order):
     rng, world, limits = np.random.default_rng(0), 64, MicroBatchLimits(16, 4096)
     how: Any = {"mode": mode, "world_size": world, "attention_cost": 2e-5, "keep_order": keep_order}
     lengths = np.clip(rng.lognormal(5.5, 1, 16 * world), 16, 4096).astype(int)
@@ -160,22 +152,18 @@ def test_split_rows_have_every_document_once_and_even_the_work_out(
     layout = lay_out(lengths, limits=limits, ranks_per_row=ranks_per_row, **how)
     assert isinstance(layout, SplitLayout) and sorted(np.concatenate([*chain(*layout)])) == [*range(len(lengths))]
     assert len({len(parts) for parts in layout}) == 1
-    groups = [
-        [parts_of_rank(layout, rank) for rank in range(first, first + ranks_per_row)]
-        for first in range(0, world, ranks_per_row)
-    ]
+    ranks = [parts_of_rank(layout, rank) for rank in range(world)]
+    groups = [ranks[first : first + ranks_per_row] for first in range(0, world, ranks_per_row)]
     for group in groups:
         for rows in zip(*group, strict=True):
             if rows[0][1]:  # all have the same row, of which each takes a part
                 assert all(is_split and row is rows[0][0] for row, is_split in rows)
                 assert lengths[rows[0][0]].sum() <= limits.tokens * ranks_per_row
             for row, is_split in rows:
-                assert is_split or (
-                    lengths[row].sum() <= limits.tokens and (mode == "packed" or len(row) <= limits.examples)
-                )
+                fits = lengths[row].sum() <= limits.tokens and (mode == "packed" or len(row) <= limits.examples)
+                assert is_split or fits
     assert imbalance(layout, lengths, 2e-5) < 0.01
-    assert {0, 1, 2} <= {
-        number for group in groups for row, is_split in group[0] if is_split for number in row.tolist()
-    }
+    split = [row for group in groups for row, is_split in group[0] if is_split]
+    assert {0, 1, 2} <= {*np.concatenate(split).tolist()}
     with pytest.raises(ValueError, match="ranks take"):
         lay_out(np.append(lengths, 4096 * ranks_per_row + 1), limits=limits, ranks_per_row=ranks_per_row, **how)

@@ -27,11 +27,7 @@ def test_labels_are_the_next_trained_token_and_never_cross_a_border(lengths: lis
     labels = collate_flat(items)["shift_labels"][0].tolist()
     expected = []
     for item in items:
-        following = [
-            int(token) if trained else IGNORE
-            for token, trained in zip(item.input_ids[1:], item.loss_mask[1:], strict=True)
-        ]
-        expected += [*following, IGNORE]
+        expected += [*np.where(item.loss_mask[1:], item.input_ids[1:], IGNORE).tolist(), IGNORE]
     assert labels == expected
 
 
@@ -47,15 +43,12 @@ def test_padded_and_flat_batches_hold_the_same_tokens_and_labels(lengths: list[i
     assert (padded["input_ids"][~real] == 0).all()
 
 
-def test_transformers_flash_path_gets_what_it_asks_for() -> None:
+def test_transformers_flash_path_gets_what_it_asks_for_and_an_empty_micro_batch_trains_nothing() -> None:
     batch = collate_flat(documents([3, 1, 5]))
     assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 4, 9]
     assert batch["max_length_q"] == batch["max_length_k"] == 5
     assert batch["seq_idx"].tolist() == [[0, 0, 0, 1, 2, 2, 2, 2, 2]]
     assert "attention_mask" not in batch
-
-
-def test_an_empty_micro_batch_is_a_row_that_trains_nothing() -> None:
     for batch in (collate_flat([]), collate_padded([], pad_token_id=0)):
         assert batch["input_ids"].numel() > 0
         assert (batch["shift_labels"] == IGNORE).all()

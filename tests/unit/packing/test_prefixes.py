@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,9 +73,7 @@ def test_short_beginnings_are_repeated(batch: list[list[int]], least: int) -> No
 
 @untimed
 @given(BATCHES, st.integers(1, 30), st.booleans(), st.integers(1, 3))
-def test_rows_hold_every_document_once_and_no_more_than_they_may(
-    batch: list[list[int]], most: int, share: bool, least: int
-) -> None:
+def test_rows_hold_every_document_once_and_no_more_than_they_may(batch, most, share, least):
     documents = arrays(batch)
     rows = rows_of(documents, most, share=share, least=least)
     assert sorted(number for row in rows for number in row.documents) == list(range(len(batch)))
@@ -117,12 +114,16 @@ def test_the_order_is_that_of_the_documents_and_not_of_their_tokens() -> None:
     assert [places[-1] for places in row.places] == [8, 18, 9, 19]
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
-def test_tokens_of_any_size_differ(dtype: type) -> None:
-    documents = [np.array(ids, dtype=dtype) for ids in ([255, 256, 1], [255, 256, 2], [0, 255, 256], [1])]
-    row = one_row(documents, least=1)
-    assert row.segments.tokens == 3 + 1 + 3 + 1
-    assert_laid_out(row, documents)
+def test_tokens_of_any_size_differ_and_an_index_is_planned_by_its_arrays_alone() -> None:
+    for dtype in (np.int32, np.int64, np.uint16):
+        documents = [np.array(ids, dtype=dtype) for ids in ([255, 256, 1], [255, 256, 2], [0, 255, 256], [1])]
+        row = one_row(documents, least=1)
+        assert row.segments.tokens == 3 + 1 + 3 + 1
+        assert_laid_out(row, documents)
+    index = index_prefixes(conversations(3, 2))
+    copy = PrefixIndex(index.lengths.copy(), index.order.copy(), index.common.copy())
+    numbers = np.array([5, 0, 3])
+    assert copy.forest(numbers) == index.forest(numbers) and copy.common[0] == 0
 
 
 FEW_LONGER = st.lists(st.integers(0, 2), min_size=1, max_size=12)
@@ -170,9 +171,8 @@ def test_a_row_of_any_documents_has_their_tokens_and_one_label_for_each_place(ba
     expected = []
     for document, places in zip(chosen, row.places, strict=True):
         assert ids[places].tolist() == document.input_ids.tolist()
-        assert all(
-            sorted(places[: at + 1]) == np.flatnonzero(visible[place]).tolist() for at, place in enumerate(places)
-        )
+        for at, place in enumerate(places):
+            assert sorted(places[: at + 1]) == np.flatnonzero(visible[place]).tolist()
         own = shifted_labels(document).numpy()
         trained = np.flatnonzero(own != IGNORE)
         assert labels[places[trained]].tolist() == own[trained].tolist()
@@ -216,9 +216,8 @@ def test_every_document_is_laid_out_once_within_the_limit_and_ranks_work_alike(w
     work = work_of_ranks(layout, lambda part: work_of(index, numbers[part], attention_cost=1e-3))
     assert work.max() / work.mean() < 1.1
     tokens = sum(index.forest(numbers[part])[0].tokens for part in parts if len(part))
-    assert (
-        tokens < 0.36 * documents.lengths.sum()
-    )  # a document for each of 6 turns has 3.5 times the tokens of the last
+    # a document for each of 6 turns has 3.5 times the tokens of the last
+    assert tokens < 0.36 * documents.lengths.sum()
 
 
 def test_many_questions_about_one_text_are_divided_where_ranks_would_wait() -> None:
@@ -254,14 +253,9 @@ def test_families_are_conversations_and_a_common_system_prompt_makes_none() -> N
 def test_families_are_drawn_into_a_step_anew_in_every_epoch() -> None:
     documents = conversations(24, 4)
     index = index_prefixes(documents)
-    schedule = make_schedule(
-        documents.lengths,
-        Packing(share_prefix=True),
-        Batch(examples_per_step=16, tokens_per_device=1024),
-        epochs=2,
-        shuffle="by_prefix",
-        prefixes=index,
-    )
+    packing, batch = Packing(share_prefix=True), Batch(examples_per_step=16, tokens_per_device=1024)
+    how = {"epochs": 2, "shuffle": "by_prefix", "prefixes": index}
+    schedule = make_schedule(documents.lengths, packing, batch, **how)
     families = index.families(16)
     steps = [schedule.documents(step) for step in range(schedule.total_steps)]
     assert [len(step) for step in steps] == [16] * 12
@@ -270,12 +264,3 @@ def test_families_are_drawn_into_a_step_anew_in_every_epoch() -> None:
         assert all(np.bincount(families[step])[np.unique(families[step])].tolist() == [4] * 4 for step in epoch)
     assert {frozenset(families[step]) for step in steps[:6]} != {frozenset(families[step]) for step in steps[6:]}
     assert schedule.summary(2).shared_fraction > 0.55
-
-
-def test_an_index_is_planned_by_its_arrays_alone() -> None:
-    documents = conversations(3, 2)
-    index = index_prefixes(documents)
-    copy = PrefixIndex(index.lengths.copy(), index.order.copy(), index.common.copy())
-    numbers = np.array([5, 0, 3])
-    assert copy.forest(numbers) == index.forest(numbers)
-    assert SimpleNamespace(**vars(copy)).common[0] == 0

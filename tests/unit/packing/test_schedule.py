@@ -70,21 +70,10 @@ def test_a_step_has_the_same_documents_in_all_modes_and_on_any_number_of_ranks(s
     shuffle=st.booleans(),
     seed=st.integers(0, 5),
 )
-def test_every_epoch_has_every_document_once(
-    lengths: list[int], size: int, mode: str, strategy: str, by_tokens: bool, shuffle: bool, seed: int
-):
-    plan = schedule(
-        np.array(lengths, dtype=np.int32),
-        examples_per_device=4,
-        tokens_per_device=40,
-        examples_per_step=None if by_tokens else size,
-        tokens_per_step=size * 40 if by_tokens else None,
-        mode=mode,
-        strategy=strategy,
-        shuffle=shuffle,
-        seed=seed,
-        epochs=3,
-    )
+def test_every_epoch_has_every_document_once(lengths, size, mode, strategy, by_tokens, shuffle, seed):
+    step = {"examples_per_step": None if by_tokens else size, "tokens_per_step": size * 40 if by_tokens else None}
+    how = {"mode": mode, "strategy": strategy, "shuffle": shuffle, "seed": seed, "epochs": 3}
+    plan = schedule(np.array(lengths, dtype=np.int32), examples_per_device=4, tokens_per_device=40, **step, **how)
     for epoch in range(3):
         assert sorted(epoch_documents(plan, epoch)) == list(range(len(lengths)))
     assert plan.epoch_of(plan.total_steps) == 3.0
@@ -103,13 +92,6 @@ def test_every_epoch_and_every_seed_has_other_neighbours(steps: str, strategy: s
     assert step != sorted(plan.documents(plan.steps_per_epoch(0)).tolist())
 
 
-def test_a_pickled_schedule_gives_the_same_steps():
-    plan = schedule(steps="tokens", strategy="in_order")
-    plan.documents(0)
-    copy = pickle.loads(pickle.dumps(plan))
-    assert [copy.documents(step).tolist() for step in range(3)] == [plan.documents(step).tolist() for step in range(3)]
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("steps", STEPS)
 def test_a_last_step_with_fewer_documents_than_ranks_leaves_ranks_with_nothing(mode: str, steps: str):
@@ -121,10 +103,14 @@ def test_a_last_step_with_fewer_documents_than_ranks_leaves_ranks_with_nothing(m
     assert sum(len(rank[0]) == 0 for rank in batches) == 7 - len(plan.documents(last)) > 0
 
 
-def test_tokens_per_step_takes_a_fixed_number_of_full_rows():
+def test_tokens_per_step_takes_full_rows_whose_number_is_counted_epoch_by_epoch():
     plan = schedule(steps="tokens", epochs=1)
     fill = [LENGTHS[plan.documents(step)].sum() / (5 * 2048) for step in range(plan.total_steps - 1)]
     assert max(fill) <= 1 and sum(share < 0.98 for share in fill) <= 1  # the last row of the epoch may be emptier
+    plan = schedule(steps="tokens", strategy="in_order", epochs=6, tokens_per_step=2048)
+    counts = [plan.steps_per_epoch(epoch) for epoch in range(6)]
+    assert len(set(counts)) > 1 and plan.total_steps == sum(counts)
+    assert [plan.epoch_of(sum(counts[:epoch])) for epoch in range(7)] == [0, 1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("steps", STEPS)
@@ -136,9 +122,13 @@ def test_without_shuffle_and_in_order_documents_come_in_the_order_of_the_data(st
     assert np.array_equal(np.concatenate(reading), plan.documents(0))
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [(1, 13), (1.5, 20), (0.5, 7), (0.01, 1), (3, 39), (2.0000001, 27)])
-def test_epochs_may_be_fractions_rounded_up_to_a_step(epochs: float, steps: int):
-    assert schedule(epochs=epochs).total_steps == steps
+def test_epochs_may_be_fractions_rounded_up_to_a_step_and_a_pickled_schedule_gives_the_same_steps():
+    for epochs, steps in {1: 13, 1.5: 20, 0.5: 7, 0.01: 1, 3: 39, 2.0000001: 27}.items():
+        assert schedule(epochs=epochs).total_steps == steps
+    plan = schedule(steps="tokens", strategy="in_order")
+    plan.documents(0)
+    copy = pickle.loads(pickle.dumps(plan))
+    assert [copy.documents(step).tolist() for step in range(3)] == [plan.documents(step).tolist() for step in range(3)]
 
 
 def test_max_steps_counts_before_epochs_and_runs_over_as_many_epochs_as_needed():
@@ -149,20 +139,6 @@ def test_max_steps_counts_before_epochs_and_runs_over_as_many_epochs_as_needed()
     assert plan.epoch_of(0) == 0.0 and plan.epoch_of(13) == 1.0 and plan.epoch_of(30) == pytest.approx(2 + 4 / 13)
     with pytest.raises(IndexError, match="step 30 of 30"):
         plan.documents(30)
-
-
-def test_epochs_whose_rows_differ_in_number_are_counted_one_by_one():
-    plan = schedule(steps="tokens", strategy="in_order", epochs=6, tokens_per_step=2048)
-    counts = [plan.steps_per_epoch(epoch) for epoch in range(6)]
-    assert len(set(counts)) > 1 and plan.total_steps == sum(counts)
-    assert [plan.epoch_of(sum(counts[:epoch])) for epoch in range(7)] == [0, 1, 2, 3, 4, 5, 6]
-
-
-def test_a_document_longer_than_a_row_is_refused_with_the_key_and_a_fix():
-    with pytest.raises(UserError) as refused:
-        schedule(tokens_per_device=1000)
-    (problem,) = refused.value.problems
-    assert problem.where == "batch.tokens_per_device" and problem.fix
 
 
 def test_the_summary_adds_up_over_an_epoch_that_is_looked_at_in_full():
@@ -218,12 +194,16 @@ def test_without_shuffling_sources_keep_their_order_and_another_seed_has_another
     assert staged(seed=1).documents(0).tolist() != staged().documents(0).tolist()
 
 
-def test_a_stage_over_a_source_without_examples_is_refused() -> None:
+def test_a_stage_over_a_source_without_examples_is_refused_and_steps_beyond_the_last_are_none() -> None:
     plan = make_schedule(STAGED_LENGTHS[:50], Packing(), Batch(examples_per_step=5), max_steps=3)
     with pytest.raises(UserError, match="nothing to train on in b"):
         stage(plan, Mixture((0,), ((0.5, 0.5),), 0), SOURCE_OF[:50], ("a", "b"))
-
-
-def test_steps_beyond_the_last_are_none() -> None:
     with pytest.raises(IndexError):
         staged().documents(12)
+
+
+def test_a_document_longer_than_a_row_is_refused_with_the_key_and_a_fix():
+    with pytest.raises(UserError) as refused:
+        schedule(tokens_per_device=1000)
+    (problem,) = refused.value.problems
+    assert problem.where == "batch.tokens_per_device" and problem.fix

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-import pytest
-
 from packtrain.config.schema import Optim, RunConfig, Topology
 from packtrain.launch.rendezvous import Member, compare_members
 from packtrain.plan.origin import shared_values
@@ -18,23 +16,17 @@ def member(node: int, nodes: int = 2, **changes: Any) -> Member:
     return Member(node=node, nodes=nodes, **values)
 
 
-@pytest.mark.parametrize(
-    ("change", "where", "said"),
-    [
-        ({"gpus": 1}, "topology.gpus_per_node", "(n2: 1)"),
-        ({"gpus": 8}, "GPUs", "n2 has some; n1 has none"),
-        ({"per_node": 3}, "topology.gpus_per_node", "n2 has 3; n1 has 2"),
-        ({"nodes": 3}, "topology.nodes", "n2 has 3; n1 has 2"),
-    ],
-)
-def test_counts_that_do_not_fit_are_named_by_machine(change: dict, where: str, said: str) -> None:
-    error = compare_members([member(0), replace(member(1), **change)])
-    assert error is not None and [problem.where for problem in error.problems] == [where]
-    assert said in str(error)
+def test_counts_that_do_not_fit_and_of_many_machines_those_that_differ_are_named() -> None:
+    for where, said, change in (
+        ("topology.gpus_per_node", "(n2: 1)", {"gpus": 1}),
+        ("GPUs", "n2 has some; n1 has none", {"gpus": 8}),
+        ("topology.gpus_per_node", "n2 has 3; n1 has 2", {"per_node": 3}),
+        ("topology.nodes", "n2 has 3; n1 has 2", {"nodes": 3}),
+    ):
+        error = compare_members([member(0), replace(member(1), **change)])
+        assert error is not None and [problem.where for problem in error.problems] == [where]
+        assert said in str(error)
     assert compare_members([member(0), member(1)]) is None
-
-
-def test_of_many_machines_those_that_differ_are_named() -> None:
     members = [member(node, 64, host=f"n{node}") for node in range(64)]
     members[17] = replace(members[17], versions={"torch": "2.12.0"})
     assert "n17 has 2.12.0; n0, n1, n2, n3, n4, n5 and 57 more have 2.13.0" in str(compare_members(members))

@@ -15,14 +15,8 @@ from packtrain.plan.launch_plan import LaunchPlan, plan_batch, plan_launch
 from packtrain.plan.surroundings import Surroundings, visible_gpus
 from packtrain.strategies.spec import STRATEGIES
 
-TORCHRUN = {
-    "RANK": "1",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "4",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "a",
-    "MASTER_PORT": "1",
-}
+TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+TORCHRUN |= {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
 
 
 def plan(
@@ -59,9 +53,7 @@ def plan(
         ({"kind": "single"}, {"env": {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}}, 1, True),
     ],
 )
-def test_the_topology_decides_the_processes(
-    topology: dict[str, Any], surroundings: dict[str, Any], processes: int, in_process: bool
-) -> None:
+def test_the_topology_decides_the_processes(topology, surroundings, processes, in_process):
     made = plan(topology, **surroundings)
     assert (made.num_processes, made.nodes, made.gpus_per_node) == (processes, 1, processes)
     assert made.in_process == in_process
@@ -70,11 +62,9 @@ def test_the_topology_decides_the_processes(
 
 def test_a_run_that_may_be_started_again_is_launched_and_planned_anew_for_the_machines_that_are_left() -> None:
     four = {"kind": "manual", "nodes": 4, "gpus_per_node": 2, "main_address": "n1", "node_rank": 3, "min_nodes": 2}
-    config = RunConfig(
-        topology=Topology(**four),
-        batch=Batch(examples_per_step=32, examples_per_device=2),
-        trainer=Trainer(output_dir="runs/x", restarts=1, checkpoint_every=5),
-    )
+    trainer = Trainer(output_dir="runs/x", restarts=1, checkpoint_every=5)
+    batch = Batch(examples_per_step=32, examples_per_device=2)
+    config = RunConfig(topology=Topology(**four), batch=batch, trainer=trainer)
     around = Surroundings(cpus=16, free_port=4321)
     whole, fewer = plan_launch(config, around), plan_launch(config, around, machines=(0, 3))
     assert (fewer.nodes, fewer.node, fewer.num_processes, fewer.least_nodes) == (2, 1, 4, 2)
@@ -92,25 +82,19 @@ def test_a_run_that_may_be_started_again_is_launched_and_planned_anew_for_the_ma
     [
         ({"kind": "env"}, {}, "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR"),
         ({}, {"env": {"WORLD_SIZE": "4"}}, "RANK, LOCAL_RANK, MASTER_ADDR"),
-        (
-            {},
-            {"env": {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}},
-            "LOCAL_RANK, MASTER_PORT",
-        ),
+        ({}, {"env": {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}}, "LOCAL_RANK, MASTER_PORT"),
         ({"kind": "local", "gpus_per_node": 2}, {"env": TORCHRUN}, "one of 4 of a running launch"),
         ({"kind": "single"}, {"env": TORCHRUN}, "one of 4 of a running launch"),
         ({}, {"env": {**TORCHRUN, "RANK": "4"}}, "rank 4 of 4"),
         ({}, {"env": {**TORCHRUN, "RANK": "x"}}, "variable RANK"),
     ],
 )
-def test_what_the_machine_cannot_give_is_refused(
-    topology: dict[str, Any], surroundings: dict[str, Any], said: str
-) -> None:
+def test_what_the_machine_cannot_give_is_refused(topology, surroundings, said):
     with pytest.raises(UserError, match=said):
         plan(topology, **surroundings)
 
 
-ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+SHOWN, ALLOCATOR = "CUDA_VISIBLE_DEVICES", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 SHORTLY = {"GOMP_SPINCOUNT": "1000"}  # what libgomp itself takes where threads outnumber cores
 
 
@@ -124,28 +108,24 @@ SHORTLY = {"GOMP_SPINCOUNT": "1000"}  # what libgomp itself takes where threads 
         ({}, {"cpus": 4, "load": 2.5, "env": {"GOMP_SPINCOUNT": "7"}}, {}),
         ({"environment": {"KMP_BLOCKTIME": "1"}}, {}, {"KMP_BLOCKTIME": "1"}),
         ({}, {"env": TORCHRUN}, SHORTLY),
-        ({"kind": "single"}, {"gpus": 4}, {**ALLOCATOR, "CUDA_VISIBLE_DEVICES": "0"}),
-        (
-            {"kind": "single"},
-            {"gpus": 2, "env": {"CUDA_VISIBLE_DEVICES": "5,6"}},
-            {**ALLOCATOR, "CUDA_VISIBLE_DEVICES": "5"},
-        ),
+        ({"kind": "single"}, {"gpus": 4}, {**ALLOCATOR, SHOWN: "0"}),
+        ({"kind": "single"}, {"gpus": 2, "env": {SHOWN: "5,6"}}, {**ALLOCATOR, SHOWN: "5"}),
         ({}, {"gpus": 4, "env": TORCHRUN}, ALLOCATOR),
         ({"environment": {"PYTORCH_ALLOC_CONF": ""}}, {"gpus": 1}, {"PYTORCH_ALLOC_CONF": ""}),
         ({}, {"cpus": 4, "load": 2.5}, {"OMP_WAIT_POLICY": "passive"}),
     ],
 )
-def test_processes_get_their_share_of_the_machine(
-    topology: dict[str, Any], surroundings: dict[str, Any], environment: dict[str, str]
-) -> None:
+def test_processes_get_their_share_of_the_machine(topology, surroundings, environment):
     assert dict(plan(topology, **surroundings).commands[0].env) == environment
 
 
-def test_the_json_has_the_promised_keys_and_survives_json() -> None:
+def test_the_json_has_the_promised_keys_and_rows_that_do_not_divide_over_the_processes_are_refused() -> None:
     document = json.loads(json.dumps(plan({"gpus_per_node": 2}).to_json()))
     assert list(document) == ["num_processes", "nodes", "gpus_per_node", "commands", "accelerate", "deepspeed", "batch"]
     assert list(document["commands"][0]) == ["node", "argv", "env"]
     assert document["deepspeed"] is None
+    with pytest.raises(UserError, match="49152 or 73728"):
+        plan({"gpus_per_node": 3}, {"tokens_per_step": 65536})
 
 
 @pytest.mark.parametrize(
@@ -161,9 +141,7 @@ def test_the_json_has_the_promised_keys_and_survives_json() -> None:
         ({"tokens_per_step": 8192, "tokens_per_device": 2048}, "padding", 2, 4, None),
     ],
 )
-def test_batch_arithmetic_is_exact_where_it_can_be(
-    batch: dict[str, int], mode: str, processes: int, rows: int | None, micro_batches: int | None
-) -> None:
+def test_batch_arithmetic_is_exact_where_it_can_be(batch, mode, processes, rows, micro_batches):
     made = plan({"gpus_per_node": processes}, batch, mode).batch
     assert (made.rows_per_step, made.micro_batches_per_device) == (rows, micro_batches)
     assert ("as many micro-batches as" in made.sentence()) == (micro_batches is None)
@@ -171,25 +149,16 @@ def test_batch_arithmetic_is_exact_where_it_can_be(
 
 @pytest.mark.parametrize(("examples", "per_device", "processes"), [(33, 8, 2), (5, 2, 4), (64, 5, 3)])
 @pytest.mark.parametrize("mode", ["padding", "padding_free"])
-def test_the_predicted_accumulation_is_the_one_that_the_batches_get(
-    mode: Any, examples: int, per_device: int, processes: int
-) -> None:
+def test_the_predicted_accumulation_is_the_one_that_the_batches_get(mode, examples, per_device, processes):
     import numpy as np
 
     from packtrain.packing.balance import MicroBatchLimits, lay_out
 
-    predicted = plan(
-        {"gpus_per_node": processes}, {"examples_per_step": examples, "examples_per_device": per_device}, mode
-    ).batch.micro_batches_per_device
+    batch = {"examples_per_step": examples, "examples_per_device": per_device}
+    predicted = plan({"gpus_per_node": processes}, batch, mode).batch.micro_batches_per_device
     lengths = np.random.default_rng(examples).integers(1, 500, examples)
-    layout = lay_out(
-        lengths,
-        mode=mode,
-        world_size=processes,
-        limits=MicroBatchLimits(per_device),
-        attention_cost=1e-3,
-        keep_order=False,
-    )
+    how = {"mode": mode, "attention_cost": 1e-3, "keep_order": False}
+    layout = lay_out(lengths, world_size=processes, limits=MicroBatchLimits(per_device), **how)
     assert {len(micro_batches) for micro_batches in layout} == {predicted}
 
 
@@ -231,46 +200,24 @@ def test_accelerate_is_told_the_same_in_its_yaml_and_on_its_command_line(name: s
         assert "--multi_gpu" in flags
 
 
-def test_rows_that_do_not_divide_over_the_processes_are_refused_with_the_nearest_that_do() -> None:
-    with pytest.raises(UserError, match="49152 or 73728"):
-        plan({"gpus_per_node": 3}, {"tokens_per_step": 65536})
-
-
-@pytest.mark.parametrize(
-    ("processes", "mode", "said"),
-    [
-        (1, "packed", None),
+def test_a_step_that_a_loss_has_to_see_as_a_whole_is_not_planned_in_parts() -> None:
+    step, dpo = Batch(examples_per_step=32), Objective(kind="dpo", loss=["sigmoid", "aot"])
+    assert plan_batch(step, "packed", dpo, Trainer(), processes=1).examples_per_step == 32
+    for processes, mode, said in (
         (2, "packed", "2 processes"),
         (1, "padding", "4 micro-batches"),
         (1, "padding_free", "4 micro"),
-    ],
-)
-def test_a_step_that_a_loss_has_to_see_as_a_whole_is_not_planned_in_parts(
-    processes: int, mode: Any, said: str | None
-) -> None:
-    groups = Batch(examples_per_step=32), mode, Objective(kind="dpo", loss=["sigmoid", "aot"]), Trainer()
-    if said is None:
-        assert plan_batch(*groups, processes=processes).examples_per_step == 32
-        return
-    with pytest.raises(UserError, match=f"aot sorts all pairs of a step, which here are spread over {said}"):
-        plan_batch(*groups, processes=processes)
+    ):
+        with pytest.raises(UserError, match=f"aot sorts all pairs of a step, which here are spread over {said}"):
+            plan_batch(step, mode, dpo, Trainer(), processes=processes)
 
 
-@pytest.mark.parametrize(
-    ("machine", "variable", "visible"),
-    [
-        (8, None, 8),
-        (8, "", 0),
-        (8, "-1", 0),
-        (8, "0,1", 2),
-        (8, "0,-1,1", 1),
-        (2, "0,5", 1),
-        (2, "GPU-a,GPU-b", 2),
-        (0, "0", 0),
-    ],
-)
-def test_visible_gpus_are_counted_as_cuda_does(machine: int, variable: str | None, visible: int) -> None:
-    assert visible_gpus(machine, variable) == visible
+def test_visible_gpus_are_counted_as_cuda_does() -> None:
+    assert visible_gpus(0, "0") == 0 and visible_gpus(8, None) == 8
+    for shown, visible in {"": 0, "-1": 0, "0,1": 2, "0,-1,1": 1}.items():
+        assert visible_gpus(8, shown) == visible
+    for shown, visible in {"0,5": 1, "GPU-a,GPU-b": 2}.items():
+        assert visible_gpus(2, shown) == visible
 
 
 @pytest.mark.parametrize(
@@ -281,9 +228,7 @@ def test_visible_gpus_are_counted_as_cuda_does(machine: int, variable: str | Non
         ({"examples_per_step": 32}, None, (None, None, None)),
     ],
 )
-def test_steps_and_tokens_of_the_run_are_in_the_json_where_they_need_no_data(
-    batch: dict[str, int], max_steps: int | None, known: tuple[int | None, ...]
-) -> None:
+def test_steps_and_tokens_of_the_run_are_in_the_json_where_they_need_no_data(batch, max_steps, known):
     config = RunConfig(batch=Batch(**batch), trainer=Trainer(output_dir="runs/x", max_steps=max_steps))
     document = plan_launch(config, Surroundings()).batch.to_json()
     assert tuple(document[name] for name in ("steps", "examples", "tokens")) == known

@@ -22,12 +22,8 @@ def variables(text: str) -> dict[str, str]:
 
 JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_CPUS_ON_NODE": "64"}
 BATCH_SCRIPT = {**JOB, "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_GPUS_ON_NODE": "8"}
-TASK = {
-    **BATCH_SCRIPT,
-    **variables(
-        "SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[1-3] SLURM_STEP_TASKS_PER_NODE=1(x3) SLURM_NODEID=2 SLURM_PROCID=2 SLURM_LOCALID=0"
-    ),
-}
+STEP = "SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[1-3] SLURM_STEP_TASKS_PER_NODE=1(x3)"
+TASK = BATCH_SCRIPT | variables(f"{STEP} SLURM_NODEID=2 SLURM_PROCID=2 SLURM_LOCALID=0")
 TASK_PER_GPU = {**TASK, "SLURM_STEP_TASKS_PER_NODE": "8(x3)", "SLURM_PROCID": "17", "SLURM_LOCALID": "1"}
 MPI = variables(
     "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2"
@@ -35,12 +31,8 @@ MPI = variables(
 HYDRA = variables("PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2")  # MPICH, Intel MPI
 POD = variables("KUBERNETES_SERVICE_HOST=10.0.0.1 RANK=1 WORLD_SIZE=4 MASTER_ADDR=job-master-0 MASTER_PORT=23456")
 ELASTIC = variables("PET_NNODES=4 PET_NODE_RANK=3 PET_NPROC_PER_NODE=2 PET_MASTER_ADDR=job-0 PET_MASTER_PORT=999")
-SKYPILOT = {
-    "SKYPILOT_NODE_RANK": "3",
-    "SKYPILOT_NUM_NODES": "4",
-    "SKYPILOT_NUM_GPUS_PER_NODE": "2",
-    "SKYPILOT_NODE_IPS": "job-0\njob-1\njob-2\njob-3",
-}
+SKYPILOT = variables("SKYPILOT_NODE_RANK=3 SKYPILOT_NUM_NODES=4 SKYPILOT_NUM_GPUS_PER_NODE=2")
+SKYPILOT["SKYPILOT_NODE_IPS"] = "job-0\njob-1\njob-2\njob-3"
 DSTACK = variables("DSTACK_NODE_RANK=3 DSTACK_NODES_NUM=4 DSTACK_GPUS_PER_NODE=2 DSTACK_MASTER_NODE_IP=job-0")
 TORCHRUN = variables("RANK=1 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=1")
 
@@ -63,12 +55,8 @@ def test_every_machine_is_told_the_total_and_only_its_own_number_differs(nodes: 
     assert (made.num_processes, made.nodes, made.gpus_per_node) == (nodes * per_node, nodes, per_node)
     assert [command.node for command in made.commands] == list(range(nodes))
     assert [said_by(command, "--machine_rank") for command in made.commands] == [str(node) for node in range(nodes)]
-    for flag, value in (
-        ("--num_machines", nodes),
-        ("--num_processes", nodes * per_node),
-        ("--main_process_ip", "n1"),
-        ("--main_process_port", 29500),
-    ):
+    same = {"--num_machines": nodes, "--num_processes": nodes * per_node}
+    for flag, value in (same | {"--main_process_ip": "n1", "--main_process_port": 29500}).items():
         assert {said_by(command, flag) for command in made.commands} == {str(value)}
     assert made.accelerate["num_processes"] == nodes * per_node
     assert made.accelerate["machine_rank"] == 1 and made.command.node == 1
@@ -93,15 +81,13 @@ def test_every_machine_is_told_the_total_and_only_its_own_number_differs(nodes: 
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["auto", "slurm"])
-def test_in_a_slurm_job_its_machines_train(
-    kind: str, env: dict[str, str], role: str, node: int, processes: tuple[int, int, int]
-) -> None:
+def test_in_a_slurm_job_its_machines_train(kind, env, role, node, processes):
     made = plan({"kind": kind}, env)
     assert (made.role, made.node) == (role, node)
     assert (made.num_processes, made.nodes, made.gpus_per_node) == processes
 
 
-def test_the_batch_script_starts_one_task_on_each_machine_which_has_all_its_cores() -> None:
+def test_the_batch_script_starts_one_task_on_each_machine_and_every_task_of_a_step_has_the_same_port() -> None:
     made = plan(env=BATCH_SCRIPT, python="python3")
     assert " ".join(made.srun) == (
         "srun --nodes 3 --ntasks 3 --ntasks-per-node 1 --cpus-per-task 64 --kill-on-bad-exit=0 --wait=0 "
@@ -113,20 +99,12 @@ def test_the_batch_script_starts_one_task_on_each_machine_which_has_all_its_core
     assert said_by(tasks[0].command, "--main_process_ip") == "n1"
     assert not any(task.srun for task in tasks)
 
-
-def test_steps_and_jobs_use_different_ports_and_every_task_of_a_step_the_same() -> None:
     def port(**env: str) -> str:
         return said_by(plan(env={**TASK, **env}).command, "--main_process_port")
 
     ports = {port(), port(SLURM_STEP_ID="1"), port(SLURM_JOB_ID="18"), port(SLURM_JOB_ID="18_4")}
     assert len(ports) == 4 and all(15000 <= int(item) < 25000 for item in ports)
     assert port(SLURM_NODEID="0") == port(SLURM_NODEID="1")
-
-
-def test_a_task_per_gpu_gets_torch_s_variables() -> None:
-    made = plan(env=TASK_PER_GPU).command.env
-    named = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    assert [made[name] for name in named] == ["17", "24", "1", "8", "n1"]
 
 
 @pytest.mark.parametrize(("engine", "env"), [("SkyPilot", SKYPILOT), ("dstack", DSTACK)])
@@ -147,8 +125,10 @@ def test_machines_that_an_engine_has_started_know_which_they_are(engine: str, en
 
 
 @pytest.mark.parametrize(("gpus", "local_rank"), [(0, "1"), (1, "0"), (8, "1")])
-def test_a_task_that_sees_one_gpu_only_takes_it(gpus: int, local_rank: str) -> None:
-    assert plan(env=TASK_PER_GPU, gpus=gpus).command.env["LOCAL_RANK"] == local_rank
+def test_a_task_per_gpu_gets_torch_s_variables_and_takes_the_only_gpu_that_it_sees(gpus: int, local_rank: str) -> None:
+    made = plan(env=TASK_PER_GPU, gpus=gpus).command.env
+    named = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    assert [made[name] for name in named] == ["17", "24", local_rank, "8", "n1"]
 
 
 @pytest.mark.parametrize(
@@ -177,9 +157,7 @@ def test_a_task_that_sees_one_gpu_only_takes_it(gpus: int, local_rank: str) -> N
         ({"kind": "slurm"}, {}, {}, "topology.gpus_per_node"),
     ],
 )  # fmt: skip
-def test_a_contradiction_is_an_error_that_names_both_sources(
-    topology: dict[str, Any], env: dict[str, str], surroundings: dict[str, Any], said: str
-) -> None:
+def test_a_contradiction_is_an_error_that_names_both_sources(topology, env, surroundings, said):
     with pytest.raises(UserError, match=said):
         plan(topology, env, **surroundings)
 
@@ -195,9 +173,7 @@ def test_a_contradiction_is_an_error_that_names_both_sources(
         ({}, {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "MASTER_ADDR": "a"}, {}, "4 processes in all, 3 of them"),
     ],
 )  # fmt: skip
-def test_fewer_gpus_or_processes_than_promised_are_never_trained_with(
-    topology: dict[str, Any], env: dict[str, str], surroundings: dict[str, Any], said: str
-) -> None:
+def test_fewer_gpus_or_processes_than_promised_are_never_trained_with(topology, env, surroundings, said):
     with pytest.raises(CheckFailed, match=said):
         plan(topology, env, **surroundings)
 
@@ -233,14 +209,7 @@ def test_a_plan_for_machines_elsewhere_is_shown_and_not_carried_out(topology: di
         ({**ELASTIC, "PET_NPROC_PER_NODE": "auto"}, {"gpus_per_node": 3}, "job-0", "999", (12, 4, 3), 3),
     ],
 )
-def test_a_pod_starts_the_processes_of_its_machine(
-    env: dict[str, str],
-    topology: dict[str, Any],
-    address: str,
-    port: str,
-    processes: tuple[int, int, int],
-    node: int,
-) -> None:
+def test_a_pod_starts_the_processes_of_its_machine(env, topology, address, port, processes, node):
     made = plan(topology, env)
     assert (made.num_processes, made.nodes, made.gpus_per_node) == processes
     assert (made.role, made.node) == ("launch", node)
@@ -265,10 +234,16 @@ def test_mpirun_s_processes_join_each_other(env: dict[str, str], topology: dict[
     assert made.command.env["MASTER_ADDR"] == address
 
 
-def test_deepspeed_s_launcher_is_joined_on_as_many_machines_as_it_has() -> None:
+def test_deepspeed_s_launcher_is_joined_and_a_task_that_lacks_some_of_slurm_s_variables_does_not_train_alone() -> None:
     env = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}
     made = plan({"nodes": 2, "gpus_per_node": 1}, {**env, "LOCAL_SIZE": "1", "CROSS_RANK": "1", "CROSS_SIZE": "2"})
     assert (made.num_processes, made.nodes, made.gpus_per_node) == (2, 2, 1)
+    env = {"SLURM_JOB_ID": "3", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    with pytest.raises(UserError, match="SLURM_JOB_NODELIST must be set too"):
+        plan(env=env)
+    assert plan({"kind": "local"}, env).num_processes == 1
+    # a service of Kubernetes called "master" is no launch
+    assert plan(env={"KUBERNETES_SERVICE_HOST": "10.0.0.1", "MASTER_PORT": "tcp://10.0.0.1:80"}).num_processes == 1
 
 
 @pytest.mark.parametrize(
@@ -281,40 +256,21 @@ def test_deepspeed_s_launcher_is_joined_on_as_many_machines_as_it_has() -> None:
         ("0,1", {"CUDA_VISIBLE_DEVICES": ""}, 0, 1),  # a machine without GPUs
     ],
 )
-def test_the_gpus_that_the_config_shows_are_those_that_are_counted(
-    asked: str | int, exported: dict[str, str], gpus: int, processes: int
-) -> None:
+def test_the_gpus_that_the_config_shows_are_those_that_are_counted(asked, exported, gpus, processes):
     made = plan({"environment": {"CUDA_VISIBLE_DEVICES": asked}}, exported, gpus=gpus, driver=gpus > 0)
     assert (made.num_processes, made.command.env["CUDA_VISIBLE_DEVICES"]) == (processes, str(asked))
     one = plan({"kind": "single", "environment": {"CUDA_VISIBLE_DEVICES": "2,3"}}, gpus=8, driver=True)
     assert one.command.env["CUDA_VISIBLE_DEVICES"] == "2"
 
 
-@pytest.mark.parametrize(
-    ("listed", "hosts"),
-    [
-        ("n1", ["n1"]),
-        ("n[1-3]", ["n1", "n2", "n3"]),
-        ("n[08-11,20],login", ["n08", "n09", "n10", "n11", "n20", "login"]),
-        ("r[1-2]n[3-4]-ib", ["r1n3-ib", "r1n4-ib", "r2n3-ib", "r2n4-ib"]),
-        ("a-b[1],c", ["a-b1", "c"]),
-    ],
-)
-def test_slurm_s_lists_of_hosts(listed: str, hosts: list[str]) -> None:
-    assert list(expand(listed)) == hosts
-
-
-def test_a_list_of_hosts_that_cannot_be_read_is_refused() -> None:
+def test_slurm_s_lists_of_hosts() -> None:
+    for listed, hosts in {
+        "n1": "n1",
+        "n[1-3]": "n1 n2 n3",
+        "n[08-11,20],login": "n08 n09 n10 n11 n20 login",
+        "r[1-2]n[3-4]-ib": "r1n3-ib r1n4-ib r2n3-ib r2n4-ib",
+        "a-b[1],c": "a-b1 c",
+    }.items():
+        assert list(expand(listed)) == hosts.split()
     with pytest.raises(UserError, match="cannot read"):
         expand("n[b]")
-
-
-def test_a_task_of_several_that_lacks_some_of_slurm_s_variables_does_not_train_alone() -> None:
-    env = {"SLURM_JOB_ID": "3", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
-    with pytest.raises(UserError, match="SLURM_JOB_NODELIST must be set too"):
-        plan(env=env)
-    assert plan({"kind": "local"}, env).num_processes == 1
-
-
-def test_a_service_of_kubernetes_called_master_is_no_launch() -> None:
-    assert plan(env={"KUBERNETES_SERVICE_HOST": "10.0.0.1", "MASTER_PORT": "tcp://10.0.0.1:80"}).num_processes == 1

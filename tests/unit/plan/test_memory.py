@@ -26,15 +26,8 @@ def sized(kind: str, **more: object) -> list[str]:
     return [f"model.config.{name}={str(value).lower()}" for name, value in sizes.items()]
 
 
-QWEN3_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
+QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936}
+QWEN3_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 FULL, OFFLOAD = "trainer.gradient_checkpointing=full", "strategy=zero3_offload"
 NONE, AUTO = "trainer.gradient_checkpointing=none", "trainer.gradient_checkpointing=auto"
 SMALLER = "smaller micro-batches (batch.tokens_per_device, examples_per_device)"
@@ -47,6 +40,13 @@ def known(overrides: list[str], processes: int = 1, device: int | None = None, s
     return found
 
 
+def write_weights(folder: Path, *shape: int) -> None:
+    """A safetensors file of one float32 tensor, without its numbers."""
+    size = 4 * math.prod(shape)
+    header = json.dumps({"a.proj.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
@@ -57,9 +57,7 @@ def known(overrides: list[str], processes: int = 1, device: int | None = None, s
         ("qwen3", {}),
     ],
 )
-def test_parameters_from_sizes_are_those_of_the_model_that_transformers_makes(
-    kind: str, more: dict[str, bool], tmp_path: Path
-) -> None:
+def test_parameters_from_sizes_are_those_of_the_model_that_transformers_makes(kind, more, tmp_path):
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -80,9 +78,7 @@ def test_parameters_from_sizes_are_those_of_the_model_that_transformers_makes(
 
 
 @pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}], ids=["a head", "tied"])
-def test_a_reward_model_has_a_score_for_its_output_head_which_is_trained_beside_adapters(
-    more: dict[str, bool], tmp_path: Path
-) -> None:
+def test_a_reward_model_has_a_score_for_its_output_head_which_is_trained_beside_adapters(more, tmp_path):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -112,9 +108,7 @@ def test_a_reward_model_has_a_score_for_its_output_head_which_is_trained_beside_
         ([*sized("llama"), "peft=lora", "peft.target_modules=[nope]"], "peft.target_modules"),
     ],
 )
-def test_what_is_missing_for_an_estimate_is_said(
-    overrides: list[str], missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_missing_for_an_estimate_is_said(overrides, missing, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     found = estimate(load_config(None, [*MADE, *overrides]), 1)
     assert isinstance(found, str) and missing in found
@@ -136,8 +130,7 @@ def test_a_model_in_the_cache_of_the_hub_is_found(monkeypatch: pytest.MonkeyPatc
     snapshot.mkdir(parents=True)
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text("abc")
-    header = json.dumps({"a.weight": {"dtype": "F32", "shape": [3, 5], "data_offsets": [0, 60]}}).encode()
-    (snapshot / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    write_weights(snapshot, 3, 5)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     assert known(["model.init=pretrained", "model.path=owner/model"]).parameters == 15
 
@@ -210,36 +203,28 @@ def test_a_plan_to_train_weights_that_stay_quantised_is_refused(method: str, tra
         assert expected or f"weights quantised by {method} cannot be trained" in done.stderr
 
 
-def test_bits_in_an_unknown_layout_are_not_guessed(tmp_path: Path) -> None:
-    quantised(tmp_path / "few", "gptq")
-    settings = {"model_type": "llama", "quantization_config": {"quant_method": "aqlm"}}
-    (tmp_path / "few/config.json").write_text(json.dumps(settings))
-    config = load_config(None, [*MADE, "model.init=pretrained", f"model.path={tmp_path / 'few'}", "peft=lora"])
-    assert "quantised by aqlm" in str(estimate(config, 1))
+UNFIT = [{"quant_method": "aqlm"}, {"quant_method": "gptq"}, {"quant_method": "gptq", "bits": 0}]
 
 
-@pytest.mark.parametrize("settings", [{"quant_method": "gptq"}, {"quant_method": "gptq", "bits": 0}])
-def test_files_that_do_not_fit_their_quantization_are_not_counted(settings: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", UNFIT)
+def test_bits_in_an_unknown_layout_and_files_that_do_not_fit_their_quantization_are_not_guessed(settings, tmp_path):
     quantised(tmp_path / "few", "gptq")
     (tmp_path / "few/config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
     config = load_config(None, [*MADE, "model.init=pretrained", f"model.path={tmp_path / 'few'}", "peft=lora"])
-    assert "of their quantization" in str(estimate(config, 1))
+    said = "quantised by aqlm" if settings["quant_method"] == "aqlm" else "of their quantization"
+    assert said in str(estimate(config, 1))
 
 
-def test_a_reference_model_is_counted_where_one_is_kept() -> None:
+def test_a_reference_model_and_the_first_check_of_pairs_are_counted_where_there_is_one() -> None:
     llama = [*sized("llama"), "objective.kind=dpo"]
     assert known(llama).reference == known(llama).weights > 0
     for kept_elsewhere in (["peft=lora"], ["objective.reference=precomputed"], ["objective.kind=sft"]):
         assert known([*llama, *kept_elsewhere]).reference == 0
-
-
-def test_the_first_check_of_pairs_is_counted_where_training_takes_less() -> None:
     few = [*sized("llama", vocab_size=100_000), "peft=lora", "data.max_length=64", "batch.tokens_per_device=128"]
     pairs = [*few, "objective.kind=dpo"]
     checked = known(pairs)
-    assert (
-        checked.total - checked.weights == 12 * 2 * 64 * 100_000
-    )  # the pair of a micro-batch: as made, in float32, normalised
+    # the pair of a micro-batch: as made, in float32, normalised
+    assert checked.total - checked.weights == 12 * 2 * 64 * 100_000
     assert checked.buffers > 0
     assert all(known([*one, "verify.preflight=false"]).buffers == 0 for one in (pairs, few))
     longer = known([*pairs, "data.max_length=10000", "batch.tokens_per_device=20000"])
@@ -252,9 +237,8 @@ def test_adapters_are_counted_on_their_base_and_as_what_they_are_to_the_run(tmp_
         folder.mkdir()
         if of is not None:
             (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(of)}))
-    header = json.dumps({"a.proj.weight": {"dtype": "F32", "shape": [30, 50], "data_offsets": [0, 6000]}}).encode()
     (base / "config.json").write_text("{}")
-    (base / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    write_weights(base, 30, 50)
     dpo = ["model.init=pretrained", "objective.kind=dpo", "peft=lora"]
     for path, reference, strategy, expected in (
         (earlier, "auto", "ddp", "adapters"),
@@ -292,21 +276,22 @@ def test_adapters_are_counted_on_their_base_and_as_what_they_are_to_the_run(tmp_
     ],
 )
 @pytest.mark.parametrize("processes", [1, 2, 64])
-def test_each_strategy_holds_what_its_framework_keeps(
-    strategy: str, dtype: str, bytes_each: tuple[int | str, ...], processes: int
-) -> None:
+def test_each_strategy_holds_what_its_framework_keeps(strategy, dtype, bytes_each, processes):
     found = known([*sized("llama"), *f"model.dtype={dtype}".split()], processes, strategy=strategy)
     for part, each in zip((found.weights, found.gradients, found.optimizer), bytes_each, strict=True):
         whole, _, spread = str(each).partition("/")
         assert part == -(-int(whole) * found.parameters // (processes if spread else 1))
 
 
-def test_a_step_in_float32_takes_memory_for_a_part_of_the_weights_at_a_time() -> None:
+def test_a_step_in_float32_takes_memory_for_a_part_of_the_weights_and_processes_on_a_cpu_are_told_of_all() -> None:
     large = [*sized("qwen3", **QWEN3_8B), "model.dtype=bfloat16", "batch.examples_per_step=1", "data.max_length=2"]
     head = QWEN3_8B["vocab_size"] * QWEN3_8B["hidden_size"]  # the largest tensor is stepped by itself
     for how, each in (("", 4), ("optim.bf16_rounding=stochastic", 20)):
         found = known([*large, *how.split(), "trainer.gradient_checkpointing=full"])
         assert found.buffers == max(each * head - (found.activations or 0), 0), how
+    one = Memory(parameters=1, trained=1, weights=GIB, gradients=GIB, optimizer=0, buffers=0, activations=0)
+    assert "(8.00 GiB for all 4 processes" in replace(one, processes=4).sentence() and "for all" not in one.sentence()
+    assert "for all" not in replace(one, processes=4, device=80 * GIB).sentence()
 
 
 def test_offloading_moves_everything_that_lasts_to_the_machines_own_memory() -> None:
@@ -333,15 +318,20 @@ def test_copies_on_every_machine_take_more_memory_and_less_of_the_network() -> N
     assert "leave each machine" in copies.sentence()
 
 
-def test_ddp_has_a_copy_of_the_gradients_and_autocast_one_of_the_weights() -> None:
+def test_ddp_copies_gradients_autocast_weights_and_adapters_are_in_the_models_format_under_deepspeed() -> None:
     alone, two = known([*sized("llama"), UNCHECKED]), known([*sized("llama"), UNCHECKED], 2)
     assert (alone.buffers, two.buffers) == (0, two.gradients)
     linear = alone.parameters - 2 * 97 * 64 - 7 * 64  # without the embeddings, the output head and the norms
     assert known([*sized("llama"), UNCHECKED, "trainer.mixed_precision=bf16"]).buffers == 2 * linear
     assert known([*sized("llama"), UNCHECKED, "trainer.mixed_precision=bf16", "model.dtype=bfloat16"]).buffers == 0
+    lora = [*sized("llama"), "model.dtype=bfloat16", "peft=lora"]
+    ddp, zero2 = known(lora), known(lora, strategy="zero2")
+    assert (ddp.gradients, ddp.optimizer) == (4 * ddp.trained, 8 * ddp.trained)
+    assert (zero2.gradients, zero2.optimizer) == (4 * ddp.trained, 12 * ddp.trained)
+    assert ddp.weights == 2 * ddp.parameters + 4 * ddp.trained
 
 
-def test_fsdp2_gathers_layers_beside_what_is_in_no_layer() -> None:
+def test_fsdp2_gathers_layers_beside_what_is_in_no_layer_in_the_precision_that_is_asked_for() -> None:
     found = known([*sized("llama"), UNCHECKED], 64, strategy="fsdp2")
     rest = 2 * 97 * 64 + 64
     layer = (found.parameters - rest) // 3
@@ -349,12 +339,7 @@ def test_fsdp2_gathers_layers_beside_what_is_in_no_layer() -> None:
     assert found.buffers == 4 * (3 * layer + gathered) + 4 * (2 * layer + rest)  # weights, and gradients
     tied = known([*sized("llama"), UNCHECKED, "model.config.tie_word_embeddings=true"], 64, strategy="fsdp2")
     assert tied.buffers == 4 * (3 * layer + gathered) + 4 * (2 * layer + gathered)
-
-
-def test_fsdp2_in_mixed_precision_gathers_bfloat16_and_reduces_float32() -> None:
     found = known([*sized("llama"), UNCHECKED, "trainer.mixed_precision=bf16"], 64, strategy="fsdp2")
-    rest = 2 * 97 * 64 + 64
-    layer = (found.parameters - rest) // 3
     assert found.buffers == 2 * (3 * layer + rest - 97 * 64) + 2 * (layer + rest) + 4 * layer
 
 
@@ -362,15 +347,8 @@ def test_seventy_billion_weights_in_four_bits_fit_one_gpu_and_are_gathered_as_th
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     sizes |= {"num_key_value_heads": 8, "vocab_size": 128256, "model_type": "llama"}
     model = [f"model.config.{name}={value}" for name, value in sizes.items()]
-    how = [
-        "model.path=some/model",
-        "model.init=pretrained",
-        "model.dtype=bfloat16",
-        "model.quantize=nf4",
-        "peft=lora",
-        "data.max_length=2048",
-    ]
-    size = ["batch.examples_per_step=8", "batch.tokens_per_device=4096"]
+    how = ["model.path=some/model", "model.init=pretrained", "model.dtype=bfloat16", "model.quantize=nf4", "peft=lora"]
+    size = ["data.max_length=2048", "batch.examples_per_step=8", "batch.tokens_per_device=4096"]
     found = known([*model, *how, *size], device=80 * GIB)
     linear = 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
     others = found.parameters - linear  # embeddings, output head, norms
@@ -407,14 +385,6 @@ def test_mixed_precision_auto_is_bfloat16_where_the_plan_knows_of_a_gpu() -> Non
     for asked in ("auto", "fast"):
         assert planned(asked, 40 * GIB) == planned("bf16", 40 * GIB) != planned("no", 40 * GIB)
         assert planned(asked) == planned("no") != planned("bf16")
-
-
-def test_adapters_are_float32_under_ddp_and_in_the_models_format_under_deepspeed() -> None:
-    lora = [*sized("llama"), "model.dtype=bfloat16", "peft=lora"]
-    ddp, zero2 = known(lora), known(lora, strategy="zero2")
-    assert (ddp.gradients, ddp.optimizer) == (4 * ddp.trained, 8 * ddp.trained)
-    assert (zero2.gradients, zero2.optimizer) == (4 * ddp.trained, 12 * ddp.trained)
-    assert ddp.weights == 2 * ddp.parameters + 4 * ddp.trained
 
 
 def test_activations_grow_with_a_micro_batch_and_shrink_by_checkpointing() -> None:
@@ -469,8 +439,7 @@ def test_auto_keeps_all_where_nothing_is_known_to_be_too_much() -> None:
     ],
 )
 def test_where_activations_are_not_known_the_rest_is_counted(overrides: list[str], why: str, tmp_path: Path) -> None:
-    header = json.dumps({"a.weight": {"dtype": "F32", "shape": [3, 5], "data_offsets": [0, 60]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    write_weights(tmp_path, 3, 5)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     given = [] if "model.init=pretrained" in overrides else sized("llama")
     found = known([*given, *(one.format(folder=tmp_path) for one in overrides)], device=80 * GIB)
@@ -490,9 +459,7 @@ def test_where_activations_are_not_known_the_rest_is_counted(overrides: list[str
         (1, ["objective.kind=dpo", "objective.loss=aot"], "zero3_offload", "peft=lora, larger GPUs"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_flagged_with_what_to_try(
-    processes: int, overrides: list[str], strategy: str, tries: str
-) -> None:
+def test_what_does_not_fit_is_flagged_with_what_to_try(processes, overrides, strategy, tries):
     model = [*sized("qwen3", **QWEN3_8B), "model.dtype=bfloat16", "batch.examples_per_step=64"]
     found = known([*model, *overrides], processes, GIB, strategy)
     assert found.fits is False and found.total + found.outside > GIB
@@ -502,25 +469,18 @@ def test_what_does_not_fit_is_flagged_with_what_to_try(
     assert known([*model, *overrides], processes, 500 * GIB, strategy).fits
 
 
-@pytest.mark.parametrize(
-    ("processes", "strategy", "communicators"),
-    [
-        (1, "ddp", 0),
-        (1, "zero2", 0),
-        (2, "ddp", 1),
-        (8, "fsdp2", 1),
-        (128, "fsdp2", 1),
-        (8, "zero1", 2),
-        (8, "zero3", 2),
-    ],
-)
-def test_what_nccl_keeps_for_several_processes_counts_beside_what_cuda_does(
-    processes: int, strategy: str, communicators: int
-) -> None:
-    found = known(sized("llama"), processes, 80 * GIB, strategy)
-    assert found.to_json()["outside"] == found.outside == OUTSIDE + communicators * NCCL
-    needed = found.total + found.outside
-    assert replace(found, device=needed).fits and not replace(found, device=needed - 1).fits
+def test_what_nccl_keeps_for_several_processes_counts_beside_what_cuda_does() -> None:
+    alone, shared, twice = (
+        ((1, "ddp"), (1, "zero2")),
+        ((2, "ddp"), (8, "fsdp2"), (128, "fsdp2")),
+        ((8, "zero1"), (8, "zero3")),
+    )
+    for communicators, runs in enumerate((alone, shared, twice)):
+        for processes, strategy in runs:
+            found = known(sized("llama"), processes, 80 * GIB, strategy)
+            assert found.to_json()["outside"] == found.outside == OUTSIDE + communicators * NCCL
+            needed = found.total + found.outside
+            assert replace(found, device=needed).fits and not replace(found, device=needed - 1).fits
 
 
 def test_documents_that_fit_no_device_are_split_over_as_few_as_are_enough() -> None:
@@ -535,9 +495,3 @@ def test_documents_that_fit_no_device_are_split_over_as_few_as_are_enough() -> N
     assert advice == f"try {over}, which splits documents of 262,144 tokens over 4 processes"
     assert planned(65536, 8).fits and planned(131072, 8).fits is False  # what it advises fits, and no fewer do
     assert "sequence_parallel" not in planned(262144, 1).advice
-
-
-def test_processes_on_a_cpu_are_told_what_all_of_them_take() -> None:
-    one = Memory(parameters=1, trained=1, weights=GIB, gradients=GIB, optimizer=0, buffers=0, activations=0)
-    assert "(8.00 GiB for all 4 processes" in replace(one, processes=4).sentence() and "for all" not in one.sentence()
-    assert "for all" not in replace(one, processes=4, device=80 * GIB).sentence()

@@ -26,27 +26,19 @@ MADE += ["batch.examples_per_step=4"]
         ("bf16", "bfloat16", {}, "bf16", "asked for"),
     ],
 )
-def test_mixed_precision_is_decided_by_weights_and_device(
-    asked: str, weights: str, given: dict, expected: str, why: str
-) -> None:
+def test_mixed_precision_is_decided_by_weights_and_device(asked, weights, given, expected, why):
     speed = given.pop("speed", 0.0)
     known = {"adapters": False, "gpu": False, "has_bf16": True, **given}
     value, because = choose_precision(asked, weights=weights, speed=lambda: speed, **known)
     assert value == expected and why in because
 
 
-@pytest.mark.parametrize(
-    ("overrides", "gpu", "said"),
-    [
+def test_a_plan_says_what_it_depends_on() -> None:
+    fast = ["trainer.mixed_precision=fast"]
+    for overrides, gpu, said in (
         ([], True, "float32 weights, computed in bfloat16 (on GPUs that have it; on a CPU no)"),
         ([], False, "float32 weights, no mixed precision (on a CPU; "),
-        (
-            ["trainer.mixed_precision=fast"],
-            False,
-            "no mixed precision (unless the start finds bfloat16 1.5 times as fast",
-        ),
+        (fast, False, "no mixed precision (unless the start finds bfloat16 1.5 times as fast"),
         (["model.dtype=auto"], True, "if they are float32, computed in bfloat16 (on GPUs that have it; on a CPU no)"),
-    ],
-)
-def test_a_plan_says_what_it_depends_on(overrides: list[str], gpu: bool, said: str) -> None:
-    assert said in precision_in_words(load_config(None, [*MADE, *overrides]), gpu=gpu)
+    ):
+        assert said in precision_in_words(load_config(None, [*MADE, *overrides]), gpu=gpu)

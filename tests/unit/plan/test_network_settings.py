@@ -55,9 +55,7 @@ def sockets(name: str | None) -> dict[str, str | None]:
         ((ETH0,), "::1", "localhost", None),
     ],
 )
-def test_processes_talk_over_the_interface_that_leads_to_the_first_machine(
-    interfaces: tuple[Interface, ...], own: str | None, main: str | None, expected: str | None
-) -> None:
+def test_processes_talk_over_the_interface_that_leads_to_the_first_machine(interfaces, own, main, expected):
     assert chosen(interfaces, own, main) == sockets(expected)
 
 
@@ -65,56 +63,36 @@ def test_what_the_user_has_set_wins_and_is_shown_with_where_it_comes_from() -> N
     network = HostNetwork((LO, ETH0, ETH1), (), "10.0.0.5")
     asked = {"GLOO_SOCKET_IFNAME": "eth1"}
     settings = choose_network(network, {"NCCL_SOCKET_IFNAME": "eth"}, main_address="n1", asked=asked)
-    assert [(item.name, item.value, item.reason) for item in settings] == [
-        ("NCCL_SOCKET_IFNAME", None, "eth, by environment variable NCCL_SOCKET_IFNAME"),
-        ("GLOO_SOCKET_IFNAME", None, "eth1, by topology.environment.GLOO_SOCKET_IFNAME"),
-    ]
+    assert {item.name: (item.value, item.reason) for item in settings} == {
+        "NCCL_SOCKET_IFNAME": (None, "eth, by environment variable NCCL_SOCKET_IFNAME"),
+        "GLOO_SOCKET_IFNAME": (None, "eth1, by topology.environment.GLOO_SOCKET_IFNAME"),
+    }
     assert chosen((ETH0,), "10.0.0.5", env={"GLOO_SOCKET_IFNAME": ""}) == sockets("eth0")
     assert chosen((ETH0,), "10.0.0.5", gpus=False) == {"GLOO_SOCKET_IFNAME": "eth0"}
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("GLOO_SOCKET_IFNAME", "ib0"),
-        ("GLOO_SOCKET_IFNAME", "eth"),  # gloo takes whole names
-        ("GLOO_SOCKET_IFNAME", "eth9"),  # which is down
-        ("GLOO_SOCKET_IFNAME", "eth8"),  # which has no address
-        ("NCCL_SOCKET_IFNAME", "=eth"),
-        ("NCCL_SOCKET_IFNAME", "^eth,lo"),
-    ],
-)
-def test_a_value_that_names_what_is_not_there_is_refused_before_anything_starts(variable: str, value: str) -> None:
+def test_a_value_that_names_what_is_not_there_is_refused_before_anything_starts() -> None:
     network = HostNetwork((LO, ETH0, DOWN, NO_ADDRESS), (), "10.0.0.5")
-    with pytest.raises(CheckFailed) as refused:
-        choose_network(network, {variable: value}, main_address="n1")
-    (problem,) = refused.value.problems
-    assert variable in problem.where and value in problem.what and "eth0 (10.0.0.5)" in problem.what
-
-
-def write(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
+    # gloo takes whole names; eth9 is down and eth8 has no address
+    for library, values in {"GLOO": ("ib0", "eth", "eth9", "eth8"), "NCCL": ("=eth", "^eth,lo")}.items():
+        for variable, value in ((f"{library}_SOCKET_IFNAME", value) for value in values):
+            with pytest.raises(CheckFailed) as refused:
+                choose_network(network, {variable: value}, main_address="n1")
+            (problem,) = refused.value.problems
+            assert variable in problem.where and value in problem.what and "eth0 (10.0.0.5)" in problem.what
 
 
 def test_rdma_ports_are_read_from_the_kernels_files(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {
-            "sys/class/infiniband/mlx5_10/ports/1/state": "1: DOWN",
-            "sys/class/infiniband/mlx5_10/ports/1/rate": "10 Gb/sec (4X SDR)",
-            "sys/class/infiniband/mlx5_10/ports/1/link_layer": "Ethernet",
-            "sys/class/infiniband/mlx5_2/ports/1/state": "4: ACTIVE",
-            "sys/class/infiniband/mlx5_2/ports/1/rate": "400 Gb/sec (4X NDR)",
-            "sys/class/infiniband/mlx5_2/ports/1/link_layer": "InfiniBand",
-        },
-    )
-    assert read_network(None, root=tmp_path).ports == (
-        Port("mlx5_10", active=False, rate=10, layer="Ethernet"),
-        Port("mlx5_2", rate=400),
-    )
+    ports = {
+        "mlx5_10": {"state": "1: DOWN", "rate": "10 Gb/sec (4X SDR)", "link_layer": "Ethernet"},
+        "mlx5_2": {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"},
+    }
+    for device, files in ports.items():
+        (folder := tmp_path / f"sys/class/infiniband/{device}/ports/1").mkdir(parents=True)
+        for name, text in files.items():
+            (folder / name).write_text(f"{text}\n")
+    down, up = Port("mlx5_10", active=False, rate=10, layer="Ethernet"), Port("mlx5_2", rate=400)
+    assert read_network(None, root=tmp_path).ports == (down, up)
 
 
 def test_the_interface_that_leads_far_away_has_the_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +114,7 @@ def by_hand(**keys: Any) -> Topology:
     return Topology(kind="manual", nodes=2, gpus_per_node=2, main_address="n1", **keys)
 
 
-def test_the_plan_tells_this_machines_processes_and_shows_the_reason() -> None:
+def test_the_plan_tells_this_machines_processes_the_reason_and_a_process_of_another_launch_too() -> None:
     plan = planned(by_hand(node_rank=1))
     assert "GLOO_SOCKET_IFNAME" not in plan.commands[0].env  # it looks at its own network
     assert plan.command.env["GLOO_SOCKET_IFNAME"] == "eth0"
@@ -145,6 +123,9 @@ def test_the_plan_tells_this_machines_processes_and_shows_the_reason() -> None:
     ]
     with_gpus = planned(by_hand(node_rank=0), gpus=2)
     assert with_gpus.command.env["NCCL_SOCKET_IFNAME"] == "=eth0"
+    env = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    plan = planned(Topology(), {**env, "MASTER_ADDR": "n1"})
+    assert plan.in_process and plan.command.env["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 def test_the_plan_leaves_the_network_alone_where_the_user_has_set_it_or_nothing_starts_here() -> None:
@@ -156,9 +137,3 @@ def test_the_plan_leaves_the_network_alone_where_the_user_has_set_it_or_nothing_
     assert planned(Topology(gpus_per_node=2)).network == ()
     with pytest.raises(CheckFailed, match="ib0 is not there"):
         planned(by_hand(node_rank=0), {"GLOO_SOCKET_IFNAME": "ib0"})
-
-
-def test_a_process_of_another_launch_over_several_machines_gets_them_too() -> None:
-    env = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
-    plan = planned(Topology(), {**env, "MASTER_ADDR": "n1"})
-    assert plan.in_process and plan.command.env["GLOO_SOCKET_IFNAME"] == "eth0"

@@ -8,8 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from packtrain.config.compose import load_config
 from packtrain.config.keys import check_resume_despite, is_fixed, is_free, keys
 from packtrain.config.rules.paths_and_packages import resume_folder
@@ -91,18 +89,15 @@ def test_options_of_the_schedule_are_one_fact(tmp_path: Path) -> None:
         assert not refused(folder, schedule, changed, "trainer.resume_despite=[optim.schedule_options]")
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "same"),
-    [
+def test_a_fact_is_the_same_however_it_is_written() -> None:
+    for before, now, same in (
         (("model.config.attention_dropout=0",), ("model.config.attention_dropout=0.0",), True),
         (("optim.name=adamw_torch",), ("optim.name=adamw_torch_fused",), True),
         (LORA, ("peft.kind=lora", "peft.target_modules=[v_proj,q_proj]"), True),
         (LORA, ("peft.kind=lora", "peft.target_modules=[v_proj,k_proj]"), False),
         (LORA, (*LORA, "peft.dropout=0.1"), False),
-    ],
-)
-def test_a_fact_is_the_same_however_it_is_written(before: tuple[str], now: tuple[str], same: bool) -> None:
-    assert same_course(facts(*before), facts(*now)) == same
+    ):
+        assert same_course(facts(*before), facts(*now)) == same
 
 
 FREE = (
@@ -116,28 +111,23 @@ DECISIVE = (
 FIXED = "model peft.r peft.kind optim.name optim.groups objective.kind"
 
 
-def test_keys_are_free_decisive_or_fixed() -> None:
+def test_keys_are_free_decisive_or_fixed_and_none_of_the_loss_the_optimizer_or_the_adapters_is_free_by_omission():
     assert all(map(is_free, FREE.split()))
     assert not any(is_free(name) or is_fixed(name) for name in DECISIVE.split())
     assert all(is_fixed(name) and not is_free(name) for name in FIXED.split())
-
-
-def test_a_key_of_the_loss_the_optimizer_or_the_adapters_is_not_free_by_omission() -> None:
     groups = ("objective.", "optim.", "peft.")
     assert [name for name in keys() if name.startswith(groups) and is_free(name)] == ["peft.merge"]
 
 
-@pytest.mark.parametrize(
-    ("name", "what", "fix"),
-    [
+def test_what_changes_the_course_can_be_listed_and_nothing_else() -> None:
+    assert not list(check_resume_despite(["trainer.epochs", "data.train", "model.config.rope_theta"]))
+    for name, what, fix in (
         ("optim.learnin_rate", "there is no key 'optim.learnin_rate'", "Did you mean optim.learning_rate?"),
         ("zzz", "there is no key 'zzz'", "Name keys as the refusal does."),
         ("peft.r", "peft.r cannot change", "Start over with trainer.resume=never."),
-    ],
-)
-def test_what_cannot_be_listed_is_refused(name: str, what: str, fix: str) -> None:
-    (fault,) = check_resume_despite(["optim.beta1", "model.weights", name])
-    assert fault.what.startswith(what) and fault.fix == fix
+    ):
+        (fault,) = check_resume_despite(["optim.beta1", "model.weights", name])
+        assert fault.what.startswith(what) and fault.fix == fix
 
 
 def test_a_run_folder_in_place_of_a_checkpoint_names_one_in_it(tmp_path: Path) -> None:
@@ -149,7 +139,3 @@ def test_a_run_folder_in_place_of_a_checkpoint_names_one_in_it(tmp_path: Path) -
         assert fault.keys == ("trainer.resume",) and newest in fault.fix
     Path(newest, "manifest.json").touch()
     assert not list(resume_folder(newest))
-
-
-def test_what_changes_the_course_can_be_listed() -> None:
-    assert not list(check_resume_despite(["trainer.epochs", "data.train", "model.config.rope_theta"]))

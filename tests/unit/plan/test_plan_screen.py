@@ -12,18 +12,9 @@ from command_line import packtrain
 
 LLAMA = [f"model.config.{name}" for name in ("vocab_size=600", "num_key_value_heads=5")]
 QUICKSTART = ["recipes/quickstart-sft.yaml", *LLAMA]
-LARGE = [
-    "recipes/sft-16x8.yaml",
-    *("--gpu-memory", "80"),
-    "model.config.model_type=qwen3",
-    "model.config.hidden_size=5120",
-    "model.config.intermediate_size=25600",
-    "model.config.num_hidden_layers=64",
-    "model.config.num_attention_heads=64",
-    "model.config.num_key_value_heads=8",
-    "model.config.head_dim=128",
-    "model.config.vocab_size=151936",
-]
+SIZES = "hidden_size=5120 intermediate_size=25600 num_hidden_layers=64 num_attention_heads=64 num_key_value_heads=8"
+SIZES = f"model_type=qwen3 {SIZES} head_dim=128 vocab_size=151936".split()
+LARGE = ["recipes/sft-16x8.yaml", "--gpu-memory", "80", *(f"model.config.{size}" for size in SIZES)]
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-16]", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "8"}
 HUGE = ["model.config.hidden_size=1000000000", "model.config.num_hidden_layers=9000", "--gpu-memory", "0.001"]
 
@@ -97,9 +88,7 @@ QLORA = ["model.quantize=nf4", "peft=lora", "model.path=a/b", "model.init=pretra
         ([*QUICKSTART, "tracking=wandb"], 0, None),
     ],
 )
-def test_packages_are_needed_there_where_a_run_would_not_start_here(
-    arguments: list[str], gpus: int, needed: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_are_needed_there_where_a_run_would_not_start_here(arguments, gpus, needed, tmp_path, monkeypatch):
     find, missing = importlib.util.find_spec, ("bitsandbytes", "deepspeed", "wandb")
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name in missing else find(name, *more))
     monkeypatch.setattr("packtrain.plan.surroundings._gpus_of_machine", lambda: [80 * 2**30] * gpus)

@@ -161,14 +161,7 @@ def test_the_command_writes_into_the_run_folder_or_where_it_is_asked_to(tmp_path
     assert not [*tmp_path.rglob("*.partial")]
 
 
-REFUSED = (
-    "none",
-    "empty",
-    "a -o notes.html",
-    "a -o nowhere/x.html",
-    "a -o empty",
-    "a -o /dev/null",
-)
+REFUSED = ("none", "empty", "a -o notes.html", "a -o nowhere/x.html", "a -o empty", "a -o /dev/null")
 
 
 @pytest.mark.parametrize("arguments", REFUSED)

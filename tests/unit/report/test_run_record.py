@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import UserError
-from packtrain.launch.execute import locked
+from packtrain.launch.execute import RunLock
 from packtrain.report.page import page
 from packtrain.report.run_record import read_metrics, read_run
 from packtrain.run_folder import RunFolder
@@ -37,7 +37,8 @@ def test_a_failed_run_has_the_words_of_its_diagnosis(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_is_running_and_over_when_its_own_process_says_so(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "run", status="stopped")
-    with locked(folder.root):
+    with RunLock() as lock:
+        lock.take(folder.root)
         assert read_run(folder).status == "running"
         assert read_run(folder, over=True).status == "stopped"
 
@@ -99,16 +100,8 @@ def written(folder: Path, *lines: str | dict, end: str = "\n") -> Path:
 
 
 def test_what_is_no_line_of_a_run_is_skipped_and_counted(tmp_path: Path) -> None:
-    bad = [
-        '{"step": 2, "loss": 1.',
-        "",
-        "[1]",
-        "nonsense",
-        '{"loss": 3}',
-        '{"step": null}',
-        '{"step": -1}',
-        '{"step": "7"}',
-    ]
+    bad = ['{"step": 2, "loss": 1.', "", "[1]", "nonsense", '{"loss": 3}']
+    bad += ['{"step": null}', '{"step": -1}', '{"step": "7"}']
     good = [{"step": 3, "loss": "high"}, {"step": 4, "loss": 2, "deep": {"a": [1]}}, {"step": 5, "loss": float("nan")}]
     good += [{"step": 6, "loss": float("inf")}, {"step": 7, "loss": True}, {"step": 8, "loss": 10**400}]
     file = written(tmp_path, {"step": 1, "loss": 4.0}, *bad, *good, end="")
