@@ -1,7 +1,7 @@
 """Runs that are killed at every kind of moment, and started again: do all come to the weights of the run that nobody killed?
 
     python benchmarks/crash.py                          # the table of RESULTS.md; half an hour on two idle cores
-    python benchmarks/crash.py --short                  # a fixed sample of all kinds, as tests/train/test_crash.py has it
+    python benchmarks/crash.py --short                  # a fixed sample of all kinds, as tests/train/test_resume.py has it
     python benchmarks/crash.py --setups "sft full 1" --kinds checkpoint --points 40
 
 Each setup (objective, full or LoRA, processes, strategy) is first run undisturbed, and resumed once, while crash_points.c, which is

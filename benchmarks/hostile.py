@@ -40,7 +40,7 @@ from packtrain.config.yaml_files import options  # noqa: E402
 from tests.corpus import test_corpus_configs, test_corpus_data, test_corpus_stages  # noqa: E402
 from tests.corpus.case import Case, carry_out, environment_of, explained, faults, placed  # noqa: E402
 
-WARM = ("packtrain.cli", "packtrain.plan.screen", "packtrain.launch.slurm_jobs", "packtrain.config.compose")
+WARM = ("packtrain.cli", "packtrain.plan.screen", "packtrain.launch.jobs", "packtrain.config.compose")
 EVERY = 100
 SECRET = "hunter2hunter2"
 PLANTED = (f"https://joe:{SECRET}@host/x.jsonl", f"https://host/x?token={SECRET}", f"password={SECRET}")

@@ -3,11 +3,8 @@
 `__all__` is the library (docs/library.md). It is imported lazily, because it needs torch, which takes seconds.
 """
 
-import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from packtrain.library.attach import attach
@@ -34,36 +31,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
-
-
-@contextmanager
-def fast_imports() -> Iterator[None]:
-    """Import torch and the libraries on it (3,500 modules) with Python's garbage collector off.
-
-    That is a quarter faster. Later full collections save 0.4 s each, and the end of the process 2 s. Libraries print into the log.
-    """
-    from packtrain.system import kept_from_terminal, quiet_at_exit
-
-    quiet_at_exit()  # frozen objects are never freed, and C++ libraries (triton's nanobind) complain about theirs
-    gc.disable()
-    try:
-        with kept_from_terminal():
-            yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-def work(verb: str, config: Any) -> int:
-    """Do one process's work under a training or measuring verb; return its exit code."""
-    with fast_imports():
-        from packtrain.train.run import train
-    if verb == "bench":
-        from packtrain.bench.measured_run import measure_in
-
-        return train(verb, config, measure_in)
-    if verb == "eval":
-        from packtrain.train.run import evaluate_in
-
-        return train(verb, config, evaluate_in)
-    return train(verb, config)

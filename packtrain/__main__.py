@@ -6,7 +6,7 @@ import sys
 
 
 def _work() -> int:
-    from packtrain import work
+    from packtrain.cli import work
     from packtrain.config.compose import load_config
 
     verb, config = sys.argv[-2:]

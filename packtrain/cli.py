@@ -21,10 +21,10 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperCommand
 
-from packtrain import __version__, fast_imports, work
+from packtrain import __version__
 from packtrain.errors import UserError, exit_code_of, report_error
 from packtrain.objectives.spec import OBJECTIVES
-from packtrain.system import open_streams, outlive_terminal
+from packtrain.system import fast_imports, open_streams, outlive_terminal
 from packtrain.wording import CleanStream, clean, learn
 
 try:
@@ -33,7 +33,7 @@ except UserError as error:  # another package's objective
     sys.exit(report_error(error))
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
-    from packtrain.launch.slurm_jobs import Job
+    from packtrain.launch.jobs import Job
     from packtrain.plan.launch_plan import LaunchPlan
     from packtrain.run_folder import RunFolder
 
@@ -224,8 +224,7 @@ def verify(
     run, _ = _config_and_plan(arguments)
     if collator is None:
         return run_verification(run, partial(_execute, "verify"), as_json=as_json)
-    how = {"attention": attention, "attached": attached, "as_json": as_json}
-    return run_on_collator(run.model, run.peft, run.trainer, collator, **how)
+    return run_on_collator(run, collator, attention=attention, attached=attached, as_json=as_json)
 
 
 def _measure(launch: LaunchPlan, short: RunConfig) -> int:
@@ -279,7 +278,7 @@ def sbatch(
     as_json: AsJson = False,
 ) -> int:
     """Write a Slurm script for a run or a sweep of runs, or submit it."""
-    from packtrain.launch.slurm_jobs import submit_or_write
+    from packtrain.launch.jobs import submit_or_write
 
     job = _job(verb, arguments, sweep)
     return submit_or_write(job, submit=submit, file=output, as_json=as_json)
@@ -301,12 +300,12 @@ def deploy(
     output: OutputFile = None,
 ) -> int:
     """Write a run as a job of Kubeflow, or a task of SkyPilot or dstack, or submit it."""
-    from packtrain.launch.deploy import Machines, submit_or_write
+    from packtrain.launch.jobs import Machines, deploy_or_write
 
     said = [word for name, value in (("--image", image), ("--gpu", gpu)) if value for word in (name, value)]
     said = ["packtrain", "deploy", "--on", on, *said, *(["--spot"] if spot else []), verb, *(arguments or [])]
     job = replace(_job(verb, arguments, False, packages=False), invoked_as=tuple(said))
-    return submit_or_write(on, job, Machines(image, gpu, spot), submit=submit, file=output)
+    return deploy_or_write(on, job, Machines(image, gpu, spot), submit=submit, file=output)
 
 
 @_verb()
@@ -384,11 +383,8 @@ def merge(
 ) -> int:
     """Make a whole model of adapters and their base model, which from_pretrained loads."""
     from packtrain.serve.export import merge
-    from packtrain.train.verify.command import stdout_on_stderr
 
-    with stdout_on_stderr():
-        place = merge(adapters, output, dtype)
-    print(place)
+    print(merge(adapters, output, dtype))
     return 0
 
 
@@ -408,10 +404,8 @@ def export(
 ) -> int:
     """Take a trained model to the hub (with a model card), llama.cpp or Ollama, or merge its adapters."""
     from packtrain.serve.export import export
-    from packtrain.train.verify.command import stdout_on_stderr
 
-    with stdout_on_stderr():
-        lines = export(named, to, name=name, public=public, output=output, converter=converter, dtype=dtype)
+    lines = export(named, to, name=name, public=public, output=output, converter=converter, dtype=dtype)
     print("\n".join(lines))
     return 0
 
@@ -426,10 +420,8 @@ def chat(
 ) -> int:
     """Talk to a model in the terminal; each line of a pipe is answered by itself."""
     from packtrain.serve.chat import converse, load_speaker
-    from packtrain.train.verify.command import stdout_on_stderr
 
-    with stdout_on_stderr():
-        speakers = [load_speaker(name) for name in (named, second) if name]
+    speakers = [load_speaker(name) for name in (named, second) if name]
     return converse(speakers, system, temperature, max_tokens)
 
 
@@ -445,6 +437,21 @@ def _execute(verb: str, launch: LaunchPlan, run: RunConfig, *more: Any) -> int:
     from packtrain.launch.execute import execute
 
     return execute(launch, run, partial(work, verb, run), *more)
+
+
+def work(verb: str, config: RunConfig) -> int:
+    """Do one process's work under a training or measuring verb; return its exit code."""
+    with fast_imports():
+        from packtrain.train.run import train
+    if verb == "bench":
+        from packtrain.bench.measured_run import measure_in
+
+        return train(verb, config, measure_in)
+    if verb == "eval":
+        from packtrain.train.run import evaluate_in
+
+        return train(verb, config, evaluate_in)
+    return train(verb, config)
 
 
 def _report(folder: RunFolder) -> None:
@@ -494,7 +501,7 @@ def _config_and_plan(
 def _job(verb: str, arguments: list[str] | None, sweep: bool, *, packages: bool = True) -> Job:
     """Return the run, or the runs of a sweep, as a Slurm job. It starts in this folder."""
     from packtrain.config.compose import Point, load_config, load_points
-    from packtrain.launch.slurm_jobs import Job
+    from packtrain.launch.jobs import Job
     from packtrain.plan.surroundings import command_of
 
     path, changes = split_arguments(arguments)

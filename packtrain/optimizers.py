@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -11,11 +11,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _NEEDS_WHOLE = "keeps a state for a whole weight"
-_EPS = 1e-8
-
-
-def _no_arguments(beta1: float, beta2: float) -> Mapping[str, object]:
-    return {}
+_EPS = {"eps": 1e-8}
+STEPPED = 2**26
+"""Numbers in float32 at a time while 16-bit weights take their step in float32 (train/optim/float32_step.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +22,8 @@ class OptimizerSpec:
 
     made_by: str
     """Its class, as MODULE:NAME."""
-    betas: Callable[[float, float], Mapping[str, object]] = _no_arguments
-    """Return the arguments that depend on optim.beta1 and optim.beta2."""
+    betas: int = 0
+    """How many of these it takes: optim.beta1, optim.beta2 and 0.9999."""
     options: Mapping[str, object] = field(default_factory=dict[str, object])
     """All other arguments except the learning rate."""
     states: int
@@ -49,46 +47,38 @@ class OptimizerSpec:
         works = f"{self.package} is installed, but does not work here: see python -c 'import {self.package}'."
         return f"{works} optim=adamw needs no extra package." if self.package else ""
 
+    def arguments(self, beta1: float, beta2: float) -> dict[str, object]:
+        """Return all arguments of its class, except the weights and the learning rate."""
+        betas = {"betas": (beta1, beta2, 0.9999)[: self.betas]} if self.betas else {}
+        return {**betas, **self.options}
+
     def load(self) -> type[Optimizer]:
         """Import the optimizer's class."""
         module, _, name = self.made_by.partition(":")
         return getattr(import_module(module), name)
 
 
-def _adam(beta1: float, beta2: float) -> Mapping[str, object]:
-    return {"betas": (beta1, beta2), "eps": _EPS}
-
-
-def _lion(beta1: float, beta2: float) -> Mapping[str, object]:
-    return {"betas": (beta1, beta2)}
-
-
-def _ademamix(beta1: float, beta2: float) -> Mapping[str, object]:
-    return {"betas": (beta1, beta2, 0.9999), "alpha": 5.0, "eps": _EPS}
-
-
 def _bitsandbytes(base: OptimizerSpec, bits: int, **options: object) -> OptimizerSpec:
-    return replace(base, state_bytes=1 if bits == 8 else None, options={"optim_bits": bits, **options})
+    return replace(base, state_bytes=1 if bits == 8 else None, options={**base.options, "optim_bits": bits, **options})
 
 
 def _torchao(bits: int) -> OptimizerSpec:
-    options = {"block_size": 256, "bf16_stochastic_round": False}
+    options = {**_EPS, "block_size": 256, "bf16_stochastic_round": False}
     made_by = f"torchao.optim:AdamW{bits}bit"
     return replace(_TORCHAO, made_by=made_by, options=options, state_bytes=bits / 8)
 
 
-_ADAMW = OptimizerSpec(made_by="torch.optim:AdamW", betas=_adam, states=2, on_host=True)
-_TORCHAO = OptimizerSpec(made_by="", betas=_adam, states=2, package="torchao", whole=_NEEDS_WHOLE)
-_BNB_ADAMW = OptimizerSpec(
-    made_by="bitsandbytes.optim:AdamW", betas=_adam, states=2, package="bitsandbytes", whole=_NEEDS_WHOLE
-)
-_ADEMAMIX = replace(_BNB_ADAMW, made_by="bitsandbytes.optim:AdEMAMix", betas=_ademamix, states=3)
-_LION = replace(_BNB_ADAMW, made_by="bitsandbytes.optim:Lion", betas=_lion, states=1)
-_RMSPROP = replace(_LION, made_by="bitsandbytes.optim:RMSprop", betas=_no_arguments)
+_ADAMW = OptimizerSpec(made_by="torch.optim:AdamW", betas=2, options=_EPS, states=2, on_host=True)
+_TORCHAO = OptimizerSpec(made_by="", betas=2, states=2, package="torchao", whole=_NEEDS_WHOLE)
+_BNB = OptimizerSpec(made_by="", betas=2, states=1, package="bitsandbytes", whole=_NEEDS_WHOLE)
+_BNB_ADAMW = replace(_BNB, made_by="bitsandbytes.optim:AdamW", options=_EPS, states=2)
+_ADEMAMIX = replace(_BNB, made_by="bitsandbytes.optim:AdEMAMix", betas=3, options={"alpha": 5.0, **_EPS}, states=3)
+_LION = replace(_BNB, made_by="bitsandbytes.optim:Lion")
+_RMSPROP = replace(_BNB, made_by="bitsandbytes.optim:RMSprop", betas=0)
 
 OPTIMIZERS = {
     "adamw_torch": replace(_ADAMW, lists_weights=True),
-    "adamw_torch_fused": replace(_ADAMW, options={"fused": True}),
+    "adamw_torch_fused": replace(_ADAMW, options={**_EPS, "fused": True}),
     "adafactor": OptimizerSpec(
         made_by="transformers.optimization:Adafactor",
         options={"scale_parameter": False, "relative_step": False},
@@ -102,7 +92,8 @@ OPTIMIZERS = {
     "rmsprop": OptimizerSpec(made_by="torch.optim:RMSprop", states=1),
     "muon": OptimizerSpec(
         made_by="packtrain.train.optim.weight_groups:MuonAndAdamW",
-        betas=_adam,
+        betas=2,
+        options=_EPS,
         states=1,
         by_matrices=True,
         whole="needs whole matrices, to make them orthogonal",

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from packtrain.config.schema import Trainer
-from packtrain.errors import Problem, UserError
+from packtrain.errors import Json, Problem, UserError
 from packtrain.strategies.spec import packages_of_strategies
 from packtrain.system import sync, write_text
 
@@ -109,9 +109,9 @@ class RunFolder:
         """Return the log file of a rank."""
         return self.logs / f"rank-{rank:05d}.log"
 
-    def restarts(self) -> list[dict[str, Any]]:
+    def restarts(self) -> list[Json]:
         """Return the restarts so far (launch/coordinator.py::Restarts), in summary.json's form."""
-        return [restart for restart in object_of(self.restarted, list) if isinstance(restart, dict)]
+        return [restart for restart in _content_of(self.restarted, list) if isinstance(restart, dict)]
 
     def status(self) -> str | None:
         """Return `status` of summary.json; None if no run has ended here."""
@@ -267,15 +267,19 @@ def text_of(file: Path) -> str:
     return ""
 
 
-def object_of(file: Path, kind: type = dict) -> Any:
-    """Return the JSON object (or another `kind`) in a run folder's file. Empty if it is missing or invalid."""
+def object_of(file: Path) -> Json:
+    """Return the JSON object in a run folder's file. Empty if it is missing or invalid."""
+    return _content_of(file, dict)
+
+
+def _content_of(file: Path, kind: type[_Kind]) -> _Kind:
     with suppress(ValueError, RecursionError):
         if isinstance(content := json.loads(text_of(file)), kind):
             return content
     return kind()
 
 
-def losses_of_sets(line: Mapping[str, Any]) -> dict[str, Any]:
+def losses_of_sets(line: Mapping[str, _Kind]) -> dict[str, _Kind]:
     """Return the loss of each named set of data.eval (`eval_NAME_loss`) in a line of metrics.jsonl."""
     return {named[1]: value for key, value in line.items() if (named := re.fullmatch(r"eval_(.+)_loss", key))}
 
@@ -293,7 +297,7 @@ def write_json(path: Path, content: object) -> None:
     write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
-def environment() -> dict[str, Any]:
+def environment() -> Json:
     """Return versions of the packages that results depend on. They have no host name, path or environment variable."""
     versions = {name: installed_version(name) for name in (*DECISIVE_PACKAGES, *packages_of_strategies())}
     return {"python": platform.python_version(), "platform": platform.platform(), "versions": versions}

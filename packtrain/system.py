@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import gc
 import hashlib
 import io
 import os
@@ -174,6 +175,36 @@ def quiet_at_exit() -> None:
     C++ libraries complain about objects that are still there.
     """
     atexit.register(lambda: _point_outputs_at(os.open(os.devnull, os.O_WRONLY)))
+
+
+@contextmanager
+def fast_imports() -> Iterator[None]:
+    """Import torch and the libraries on it (3,500 modules) with Python's garbage collector off.
+
+    That is a quarter faster. Later full collections save 0.4 s each, and the end of the process 2 s. Libraries print into the log.
+    """
+    quiet_at_exit()  # frozen objects are never freed, and C++ libraries (triton's nanobind) complain about theirs
+    gc.disable()
+    try:
+        with kept_from_terminal():
+            yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@contextmanager
+def stdout_on_stderr() -> Iterator[None]:
+    """Send everything that this process and its children print inside the block to stderr."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 class _LastingFile(io.FileIO):

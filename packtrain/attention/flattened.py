@@ -129,30 +129,19 @@ def local_segments(
     """
     if sliding_window is not None:
         return segments, sliding_window
-    config = getattr(module, "config", None)
-    kind = _layer_kind(config, getattr(module, "layer_idx", None))
-    window, chunk = (_positive(config, name) for name in ("sliding_window", "attention_chunk_size"))
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[layer] if kinds and layer is not None and layer < len(kinds) else None
+    sizes = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    window, chunk = (size if isinstance(size, int) and size > 0 else None for size in sizes)
     if kind == "sliding_attention" and window:
         return segments, window
     if kind == "chunked_attention" and chunk:
         return chunks(segments, chunk), None
     if kind is None and (window or chunk):
-        raise CheckFailed(
-            f"{type(module).__name__} may see only {window or chunk} tokens back by its config, but does not say so",
-            fix=_UNSURE,
-            code="window-unknown",
-        )
+        what = f"{type(module).__name__} may see only {window or chunk} tokens back by its config, but does not say so"
+        raise CheckFailed(what, fix=_UNSURE, code="window-unknown")
     return segments, None
-
-
-def _layer_kind(config: object, layer: int | None) -> str | None:
-    kinds = getattr(config, "layer_types", None)
-    return kinds[layer] if kinds and layer is not None and layer < len(kinds) else None
-
-
-def _positive(config: object, name: str) -> int | None:
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) and value > 0 else None
 
 
 @lru_cache(maxsize=64)

@@ -71,15 +71,12 @@ def attend_over_ranks(
     each = heads // (key.shape[1] * repeat)  # query heads of a key/value head
     key, value = (tensor.repeat_interleave(repeat, dim=1) if repeat > 1 else tensor for tensor in (key, value))
     counts = [end - first for first, end in pairwise(borders)]
+    query_counts = [each * count for count in counts]
     first, end = borders[segments.part] * each, borders[segments.part + 1] * each
 
-    q, k, v = _heads_for_tokens(
-        [query, key, value], [[each * count for count in counts], counts, counts], tokens, segments.part, group
-    )
+    q, k, v = _heads_for_tokens([query, key, value], [query_counts, counts, counts], tokens, segments.part, group)
     if first == end:  # nothing to attend to, but all ranks exchange gradients together
-        return _outputs_for_heads(
-            v[0].transpose(0, 1), tokens, [each * count for count in counts], segments.part, group
-        )
+        return _outputs_for_heads(v[0].transpose(0, 1), tokens, query_counts, segments.part, group)
     own: Any = copy.copy(module)
     own.num_key_value_groups = each
     if sinks is not None:
@@ -88,7 +85,7 @@ def attend_over_ranks(
             own._parameters = {name: weight for name, weight in own._parameters.items() if name != "sinks"}
             own.__dict__["sinks"] = sinks
     output = attend(own, q, k, v, sinks)[0]  # [T, own heads, d_v]
-    return _outputs_for_heads(output, tokens, [each * count for count in counts], segments.part, group)
+    return _outputs_for_heads(output, tokens, query_counts, segments.part, group)
 
 
 def _outputs_for_heads(

@@ -25,33 +25,6 @@ _KERNEL_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 _ROW_KEYS = ("segments", "position_ids", "label_places", *_KERNEL_KEYS)
 
 
-def run_one_document_at_a_time(model: PreTrainedModel) -> Undo:
-    """Make calls of `model` with `segments` run per document. Returns the undo function.
-
-    The result is as for a flattened row: per-token outputs [1, T, …], and sums of scalars. Other calls are unchanged.
-    """
-    inner = model.forward
-
-    @functools.wraps(type(model).forward)
-    def forward(self: PreTrainedModel, *args: object, segments: Segments | None = None, **kwargs: object) -> object:
-        if segments is None:
-            return inner(*args, **kwargs)
-        row = segments.unrolled()
-        tokens = np.split(row.tokens, row.segments.starts[1:])
-        groups = [np.stack([tokens[number] for number in numbers]) for numbers in row.segments.same_shape]
-        # for each token of the row its first place in all groups: only this one counts
-        sources = np.unique(np.concatenate([group.ravel() for group in groups]), return_index=True)[1]
-        counts = np.zeros(row.segments.tokens, dtype=bool)
-        counts[sources] = True
-        counted = np.split(counts, np.cumsum([group.size for group in groups])[:-1])
-        outputs = [
-            inner(**_batch(group, own.reshape(group.shape), kwargs)) for group, own in zip(groups, counted, strict=True)
-        ]
-        return _joined(outputs, torch.from_numpy(sources))
-
-    return replace_forward(model, forward)
-
-
 def _batch(group: np.ndarray, counts: np.ndarray, row: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments for documents of equal length. `group` int64 [count, length] are the numbers of their tokens in the row;
     `counts` bool [count, length] says which of them count."""
@@ -83,8 +56,31 @@ class PerDocument(Attention):
     """The backend, which changes calls with `segments` only."""
 
     def install(self, model: PreTrainedModel) -> Undo:
-        """See Attention."""
-        return run_one_document_at_a_time(model)
+        """Make calls of `model` with `segments` run per document.
+
+        The result is as for a flattened row: per-token outputs [1, T, …], and sums of scalars.
+        """
+        inner = model.forward
+
+        @functools.wraps(type(model).forward)
+        def forward(self: PreTrainedModel, *args: object, segments: Segments | None = None, **kwargs: object) -> object:
+            if segments is None:
+                return inner(*args, **kwargs)
+            row = segments.unrolled()
+            tokens = np.split(row.tokens, row.segments.starts[1:])
+            groups = [np.stack([tokens[number] for number in numbers]) for numbers in row.segments.same_shape]
+            # for each token of the row its first place in all groups: only this one counts
+            sources = np.unique(np.concatenate([group.ravel() for group in groups]), return_index=True)[1]
+            counts = np.zeros(row.segments.tokens, dtype=bool)
+            counts[sources] = True
+            counted = np.split(counts, np.cumsum([group.size for group in groups])[:-1])
+            outputs = [
+                inner(**_batch(group, own.reshape(group.shape), kwargs))
+                for group, own in zip(groups, counted, strict=True)
+            ]
+            return _joined(outputs, torch.from_numpy(sources))
+
+        return replace_forward(model, forward)
 
 
 ATTENTION = PerDocument()

@@ -18,21 +18,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from packtrain import fast_imports
 from packtrain.bench.search import Candidate, Failure, RunFigures, Trial, fastest_of, is_clear, search, trial_json
 from packtrain.config.rules import check_combinations
 from packtrain.config.schema import Batch, RunConfig, Tracking
 from packtrain.errors import CheckFailed, Json, UserError
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder, object_of
-from packtrain.system import redirect_output
+from packtrain.system import fast_imports, redirect_output
 from packtrain.train.verify.command import on_this_machine
 
 MIN_S, MAX_S = 5, 86_400
@@ -164,7 +162,8 @@ class ShortRuns:
         except UserError as error:
             return Failure(error.problems[0].what, text=f"error: {error}")
         root.mkdir()
-        context: Any = multiprocessing.get_context("spawn" if launch.gpus else "fork")  # CUDA does not survive a fork
+        get = multiprocessing.get_context
+        context = get("spawn") if launch.gpus else get("fork")  # CUDA does not survive a fork
         process = context.Process(target=_run, args=(self.execute, launch, config, root / "output"))
         process.start()
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import resource
 import time
-from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -32,19 +31,10 @@ _ROUNDS = 3  # the first one warms up
 _FEWEST = 256  # tokens; shorter rows show nothing
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionCost:
-    """Measured cost of attention, and the planned one."""
-
-    token_seconds: float
-    attention_cost: float
-    planned: float
-
-
-def measure_attention_cost(trainer: StepTrainer) -> AttentionCost | None:
+def measure_attention_cost(trainer: StepTrainer) -> dict[str, float] | None:
     """Measure forward and backward passes of flat rows of 1, 4 and 16 documents. All ranks call it together.
 
-    The rows are as long as the fullest micro-batch of the run. The gradients are dropped. None if rows are too short, if times do not fit
+    Return `token_seconds` and `attention_cost` as measured, and the `planned` attention_cost. The rows are as long as the fullest micro-batch of the run. The gradients are dropped. None if rows are too short, if times do not fit
     the formula (a busy machine), and under DeepSpeed: its engine counts passes.
     """
     schedule, model, engine = trainer.steps.schedule, base_model(trainer.loss.model), trainer.engine
@@ -77,7 +67,8 @@ def measure_attention_cost(trainer: StepTrainer) -> AttentionCost | None:
     slope, rest = np.polyfit(squares, taken, 1)
     if rest <= 0:
         return None
-    return AttentionCost(float(rest / tokens), max(float(slope * tokens / rest), 0.0), schedule.attention_cost)
+    measured = {"token_seconds": float(rest / tokens), "attention_cost": max(float(slope * tokens / rest), 0.0)}
+    return {**measured, "planned": schedule.attention_cost}
 
 
 def _wait(device: torch.device) -> None:
@@ -125,7 +116,7 @@ def _write_figures(run: Run, trainer: StepTrainer, summary: Summary) -> None:
     weights, computed = (str(dtype).removeprefix("torch.") for dtype in (precision.weights, precision.autocast))
     report = {
         "figures": figures,
-        "attention_cost": cost and asdict(cost),
+        "attention_cost": cost,
         "step_seconds": seconds / len(measured),
         "documents": len(data),
         "mean_tokens": float(data.lengths.mean()),

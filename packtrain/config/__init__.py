@@ -1,9 +1,39 @@
-"""The config of a run: its keys, composition, checks and rules."""
+"""The config of a run: its keys, composition, checks and rules. Here: faults in values, and options passed on to other libraries."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeGuard
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault `what` in the values of `keys` (paths such as "optim.learning_rate"), its `fix` and `code` (errors.py).
+
+    If the first of `keys` only has nothing to act on, `because` is the key that causes this: see compose.py.
+    """
+
+    keys: tuple[str, ...]
+    what: str
+    fix: str
+    because: str = ""
+    code: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An argument of another library: its `default`, its `allowed` values in words, and their test."""
+
+    default: object
+    allowed: str
+    accepts: Callable[[object], bool]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether `value` is a finite number and no boolean."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:

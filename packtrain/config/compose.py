@@ -22,13 +22,11 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config import is_list, is_mapping
-from packtrain.config.dataset_names import name_files
-from packtrain.config.fault import Fault
+from packtrain.config import Fault, is_list, is_mapping
 from packtrain.config.keys import keys
 from packtrain.config.overrides import COMMAND_LINE, Argument, assignment, carry_out, no_choice, parse, values_of_sweep
 from packtrain.config.rules import check_combinations
-from packtrain.config.rules.paths_and_packages import check_packages, check_paths, model_of
+from packtrain.config.rules.paths_and_packages import check_packages, check_paths, model_of, name_files
 from packtrain.config.rules.slurm import note_secrets
 from packtrain.config.schema import RunConfig, groups
 from packtrain.config.validate import build, plain_values
@@ -134,8 +132,8 @@ def load_points(
 
 def faults_of(values: Mapping[str, object]) -> list[Fault]:
     """Return the faults of plain values (group → key → value). Files and packages on this machine do not matter."""
-    made, faults = build(values)
-    return faults + _not_yet_reported(_impossible(RunConfig(**made)), faults, [])
+    config, faults = build(values)
+    return faults + _not_yet_reported(_impossible(config), faults, [])
 
 
 def changes(config: RunConfig) -> dict[str, dict[str, object]]:
@@ -289,8 +287,7 @@ def _entries(file: ConfigFile, group: str) -> list[tuple[str, str, str]]:
 def _check(composed: DictConfig, invalid_groups: list[str], *, packages: bool) -> tuple[RunConfig, list[Fault]]:
     """Return the typed config and all its faults. Each key is named once, and `invalid_groups` are not named again."""
     values, faults = plain_values(composed)
-    made, wrong_values = build(values)
-    config = RunConfig(**made)
+    config, wrong_values = build(values)
     faults += _not_yet_reported(wrong_values, faults, invalid_groups)
     here = [*check_paths(config), *(check_packages(config) if packages else ())]
     return config, faults + _not_yet_reported([*_impossible(config), *here], faults, invalid_groups)

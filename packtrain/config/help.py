@@ -10,7 +10,6 @@ import glob
 import os
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from packtrain.config.keys import Key, choices, describe, keys, keys_of
 from packtrain.config.schema import DataSource, Stage, WeightGroup, groups
@@ -103,7 +102,7 @@ def _sections() -> Iterator[tuple[str, str, list[str], list[Key]]]:
     yield "group of weights", "An entry of `optim.groups`.", [], list(keys_of(WeightGroup).values())
 
 
-def _default(value: Any) -> str:
+def _default(value: object) -> str:
     if value is None or value == "":
         return "null" if value is None else '""'
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

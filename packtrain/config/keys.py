@@ -14,7 +14,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
-from packtrain.config.fault import Fault
+from packtrain.config import Fault
 from packtrain.config.objective import Resume
 from packtrain.config.schema import DataSource, Stage, groups
 from packtrain.objectives.spec import OBJECTIVES
@@ -204,7 +204,7 @@ def check_resume_despite(names: list[str]) -> Iterator[Fault]:
             yield Fault(where, what, suggest(name, known, "Name keys as the refusal does."), code="no-such-key")
 
 
-def _key(item: Field[Any], kind: Kind, path: str) -> Key:
+def _key(item: Field[object], kind: Kind, path: str) -> Key:
     default = item.default_factory() if item.default_factory is not MISSING else item.default
     declared = dict(item.metadata)
     of, among, doc = declared.pop("of"), declared.pop("among"), declared.pop("doc")

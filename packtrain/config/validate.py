@@ -17,8 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config import is_list, is_mapping
-from packtrain.config.fault import Fault
+from packtrain.config import Fault, is_list, is_mapping
 from packtrain.config.keys import (
     OTHER_VALUES,
     Key,
@@ -31,7 +30,7 @@ from packtrain.config.keys import (
     suggest,
     words,
 )
-from packtrain.config.schema import DataSource, groups
+from packtrain.config.schema import DataSource, RunConfig, groups
 from packtrain.wording import shortened
 
 _REFUSED = object()
@@ -56,8 +55,8 @@ def plain_values(composed: DictConfig) -> tuple[dict[str, object], list[Fault]]:
     return {str(name): _resolved(composed, name, str(name), faults) for name in composed}, faults
 
 
-def build(values: Mapping[str, object]) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the groups' dataclasses made from `values`, and the faults of the values.
+def build(values: Mapping[str, object]) -> tuple[RunConfig, list[Fault]]:
+    """Return the config made from `values`, and the faults of the values.
 
     `values` are group → key → value. A wrong key gets its default there, so that the others can still be checked against each other.
     """
@@ -72,7 +71,7 @@ def build(values: Mapping[str, object]) -> tuple[dict[str, Any], list[Fault]]:
             faults.append(Fault((name,), f"{_in_words(value)} where a group of keys belongs", fix, code="not-a-group"))
         elif value:
             made[name] = _build(groups()[name], f"{name}.", value, faults)
-    return made, faults
+    return RunConfig(**made), faults
 
 
 def _resolved(parent: DictConfig | ListConfig, key: Any, path: str, faults: list[Fault]) -> object:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -34,7 +34,7 @@ class ConfigFile:
     """A file as read: its `values` without `defaults`. `lines` has the line (from 1) of each key, such as "data.train[1].path"."""
 
     path: Path
-    defaults: Any
+    defaults: object
     values: DictConfig
     lines: dict[str, int]
 

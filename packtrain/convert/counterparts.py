@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from packtrain.config.place import Tracker
 from packtrain.config.rules.paths_and_packages import as_name, template_names
+from packtrain.config.schema import Tracker
 from packtrain.convert.foreign_file import Foreign, Value
 from packtrain.errors import UserError
 from packtrain.objectives.spec import OBJECTIVES

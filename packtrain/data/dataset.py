@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain, starmap
-from typing import Any
 
 import numpy as np
 
@@ -65,28 +64,28 @@ class DataReport:
     tokenising time (0 if all was cached), `remarks` are decisions about a source, `unread` has the sources' columns from Row.unread.
     """
 
-    rows: int
-    kept: int
     dropped: dict[str, int]
-    truncated: int
-    split: int
-    dropped_chunks: int
-    cut_tokens: int
-    apart: int
-    retold: int
-    tools_in_system: int
-    two_bos: int
+    rows: int = 0
+    kept: int = 0
+    truncated: int = 0
+    split: int = 0
+    dropped_chunks: int = 0
+    cut_tokens: int = 0
+    apart: int = 0
+    retold: int = 0
+    tools_in_system: int = 0
+    two_bos: int = 0
     documents: int
     tokens: int
     trained_tokens: int
-    held_out: int
+    held_out: int = 0
     format: str
     sources: tuple[str, ...]
     seconds: float
     pairs: PairFigures | None = None
     labels: LabelFigures | None = None
     remarks: tuple[str, ...] = ()
-    unread: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    unread: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
 
     def decisions(self) -> list[str]:
         """Return `remarks`, decisions about single rows, and unread columns."""
@@ -134,7 +133,7 @@ class TokenDataset:
     def __getitem__(self, index: int) -> Document:
         """Return document number `index`, 0 to len - 1."""
         row = self.rows[index]
-        store = int(np.searchsorted(self.first, row, side="right")) - 1
+        store = int(np.searchsorted(self.first, [row], side="right")[0]) - 1
         return self.stores[store][int(row - self.first[store])]
 
 
@@ -162,10 +161,10 @@ class PairDataset:
     def __init__(self, documents: TokenDataset, *, with_margins: bool = False) -> None:
         """Pair up `documents`: chosen, rejected, chosen, rejected, …"""
         self.documents, self.fingerprint = documents, documents.fingerprint
-        lengths, trained = (part.reshape(-1, 2) for part in (documents.lengths, documents.trained))
-        before = (lengths - trained)[:, 0]
-        self.lengths: np.ndarray = lengths.sum(1, dtype=np.int32)
-        self.trained: np.ndarray = trained.sum(1, dtype=np.int32)
+        lengths, trained = documents.lengths, documents.trained
+        before = (lengths - trained)[::2]
+        self.lengths: np.ndarray = lengths[::2] + lengths[1::2]
+        self.trained: np.ndarray = trained[::2] + trained[1::2]
         self.prompts: np.ndarray = np.where(before >= MIN_PROMPT, before, 0)
         self.shared_lengths: np.ndarray = self.lengths - np.maximum(self.prompts - 1, 0)
         share = 2 * int(before.sum(dtype=np.int64)) / int(lengths.sum(dtype=np.int64))
@@ -203,6 +202,10 @@ class UnpairedDataset(TokenDataset):
         self.fingerprint = _hash(documents.fingerprint.encode(), self.labels)
         desirable = int(np.count_nonzero(self.labels))
         self.report = replace(documents.report, labels=LabelFigures(desirable, len(self.labels) - desirable))
+
+
+Dataset = TokenDataset | PairDataset
+"""The training data of an objective."""
 
 
 def _hash(fingerprint: bytes, values: np.ndarray) -> str:
@@ -253,7 +256,7 @@ def mix_sources(
     """
     stores = [part.store for part in parts]
     kept = [np.ones(len(store.fates), bool) for store in stores] if kept is None else kept
-    rows, sums, dropped, first = [], Counter[str](), Counter[str](), 0
+    rows, sums, dropped, first = list[np.ndarray](), Counter[str](), Counter[str](), 0
     for number, (part, here) in enumerate(zip(parts, kept, strict=True)):
         store, weight, samples = part.store, part.source.weight, part.source.samples
         own = first + np.flatnonzero(np.repeat(here, store.fates["documents"]))
@@ -268,10 +271,8 @@ def mix_sources(
         fates = fates[fates["dropped"] == 0]
         sums.update(kept=len(fates), **{name: int(fates[name].sum(dtype=np.int64)) for name in SUMMED})
     all_rows = np.concatenate(rows)
-    figures: dict[str, Any] = dict(sums)
     names = name_sources([part.source for part in parts])
     report = DataReport(
-        **figures,
         rows=sums["kept"] + dropped.total(),
         dropped=dict(dropped),
         documents=len(all_rows),
@@ -283,7 +284,7 @@ def mix_sources(
         remarks=tuple(part.remark for part in parts if part.remark),
         unread={name: store.unread for name, store in zip(names, stores, strict=True) if store.unread},
     )
-    return TokenDataset(stores, all_rows, report)
+    return TokenDataset(stores, all_rows, replace(report, **sums))
 
 
 def _repeat_by_weight(
@@ -316,7 +317,7 @@ class Mixture:
 
     def sources(self, first: int, end: int) -> np.ndarray:
         """Return the source of each example from `first` to before `end`: int16 [end - first]."""
-        parts = []
+        parts = list[np.ndarray]()
         while first < end:
             stage = self.stage_of(first)
             block, within = divmod(first - self.first[stage], BLOCK)

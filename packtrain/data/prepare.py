@@ -25,16 +25,16 @@ from functools import partial
 from itertools import chain, islice, pairwise
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from packtrain.config.schema import Data, DataSource, Format, Split, sources
-from packtrain.data.dataset import PairDataset, TokenDataset, Tokenised, UnpairedDataset, hold_out, mix_sources
+from packtrain.data.dataset import Dataset, PairDataset, TokenDataset, Tokenised, UnpairedDataset, hold_out, mix_sources
 from packtrain.data.formats.columns import detect_format
-from packtrain.data.sources.chunks import BadRow, Chunk
+from packtrain.data.sources.chunks import BadRow, Chunk, is_object
 from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import EncodedChunk, StoreWriter, cache_folder, hash_file, open_or_build
 from packtrain.data.tokens.chat_template import choose_template
@@ -47,6 +47,8 @@ from packtrain.wording import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from packtrain.data.streaming import Stream
 
 VERSION = 21
 """Increase it whenever the same rows would give other tokens or masks, so that old caches are not used."""
@@ -62,15 +64,15 @@ END_S = 30
 class PreparedData:
     """Training data set of an objective (see dataset_of), and an optional held-out one."""
 
-    train: Any
-    eval: Any
-    sets: Mapping[str, object] = field(default_factory=dict)
+    train: Dataset
+    eval: Dataset | None
+    sets: Mapping[str, object] = field(default_factory=dict[str, object])
     """The parts of `eval` by the names of data.eval; {"": eval} without names."""
-    stream: Any = None
+    stream: Stream | None = None
     """The stream of training data with data.streaming (streaming.py); `train` then has the first rows."""
 
 
-def dataset_of(objective: Spec, documents: TokenDataset) -> Any:
+def dataset_of(objective: Spec, documents: TokenDataset) -> Dataset:
     """Return the data set of an objective, made from its documents."""
     if objective.pairs:
         return PairDataset(documents, with_margins=objective.margins)
@@ -85,11 +87,13 @@ def prepare(
     seed: int,
     progress: bool = False,
     day: str = "",
+    first_rows: TokenDataset | None = None,
 ) -> PreparedData:
     """Tokenise the sources of `data` for the objective, or find them in the cache.
 
-    With data.streaming, only data.eval is tokenised. `progress` shows a bar on stderr; `day` is the date in templates. UserError names file,
-    line and field of unusable rows, or says why no document remains. Every process of a launch may call it: one works, the others wait.
+    A stream's `first_rows` stand for data.train: only data.eval is tokenised then. `progress` shows a bar on stderr; `day` is the date in
+    templates. UserError names file, line and field of unusable rows, or says why no document remains. Every process of a launch may call it:
+    one works, the others wait.
     """
     encoder = make_encoder(data, tokenizer, objective, day)
     mix = partial(mix_sources, seed=seed, together=OBJECTIVES[objective].documents)
@@ -97,7 +101,7 @@ def prepare(
     with ExitStack() as stack:
         console = Console(stderr=True, quiet=not progress)
         tokeniser = Tokeniser(encoder, cache_folder(data.cache_dir), seed, console, stack)
-        trained = [] if data.streaming else sources(data.train, "train")
+        trained = [] if first_rows else sources(data.train, "train")
         parts = [tokeniser.tokenise(source, "train") for source in trained]
         if isinstance(data.eval, (int, float)) and data.eval:
             held = hold_out(parts, data.eval)
@@ -109,9 +113,9 @@ def prepare(
                 held_out = mix(eval_parts, "data.eval")
                 if parts and (remark := _remark_overlap(parts, eval_parts)):
                     held_out.report = replace(held_out.report, remarks=(*held_out.report.remarks, remark))
-            train = mix(parts, "data.train", weigh=not data.stages) if parts else None
+            train = first_rows or mix(parts, "data.train", weigh=not data.stages)
     made = partial(dataset_of, OBJECTIVES[objective])
-    prepared = PreparedData(None if train is None else made(train), None if held_out is None else made(held_out))
+    prepared = PreparedData(made(train), None if held_out is None else made(held_out))
     if held_out is None or not isinstance(data.eval, dict):
         return replace(prepared, sets={"": prepared.eval} if prepared.eval else {})
     ends = np.cumsum([len(sources(item)) for item in data.eval.values()])
@@ -201,12 +205,12 @@ class Tokeniser:
     def detect(self, source: Source, chunks: Iterator[Chunk]) -> tuple[Format, list[Chunk]]:
         """Detect the format from the columns of the first chunk with a readable row. Return it and the chunks read."""
         seen: list[Chunk] = []
-        problems = []
+        problems = list[Problem]()
         for chunk in chunks:
             seen.append(chunk)
             rows = list(chunk.rows())
             problems += [row.problem(where) for where, row in rows if isinstance(row, BadRow)]
-            columns = [list(row) for _, row in rows if isinstance(row, dict) and row]
+            columns = [list(row) for _, row in rows if is_object(row) and row]
             if columns:
                 names = list(dict.fromkeys(name for row in columns for name in row))
                 data, objective = self.encoder.data, self.encoder.objective
@@ -261,7 +265,7 @@ class Tokeniser:
 
 def _end(pool: ProcessPoolExecutor) -> None:
     """End the workers after their current chunks. A worker killed in the middle of a result would leave the pool waiting for the rest."""
-    manager: Any = pool._executor_manager_thread
+    manager = cast("threading.Thread | None", pool._executor_manager_thread)
     workers, limit = [*(pool._processes or {})], time.monotonic() + END_S
     pool.shutdown(wait=False, cancel_futures=True)
     while manager is not None and manager.is_alive():

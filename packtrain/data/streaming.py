@@ -23,23 +23,35 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
 
 from packtrain.config.schema import Data, DataSource, Format, name_sources, sources
-from packtrain.data.dataset import SUMMED, DataReport, Mixture, TokenDataset, Tokenised, make_mixture, mix_sources
+from packtrain.data.dataset import (
+    SUMMED,
+    DataReport,
+    Dataset,
+    Mixture,
+    TokenDataset,
+    Tokenised,
+    make_mixture,
+    mix_sources,
+)
 from packtrain.data.formats.columns import merge_uses
 from packtrain.data.prepare import PreparedData, Tokeniser, dataset_of, make_encoder, prepare, refuse_rows
 from packtrain.data.sources.chunks import Chunk
 from packtrain.data.sources.files import read_patiently
 from packtrain.data.sources.locate import Source, locate
-from packtrain.data.tokens.cache import Document, EncodedChunk, MemoryStore, cache_folder
-from packtrain.errors import UserError
+from packtrain.data.tokens.cache import FATES, Document, EncodedChunk, MemoryStore, cache_folder
+from packtrain.errors import Json, UserError
 from packtrain.objectives.spec import OBJECTIVES
 
-Place = dict[str, Any]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Place = Json
 """Position in a source, as JSON: where the block begins (file, its name, chunk), the numbers of block and pass, and how many of its examples
 were `taken`. Also the figures of the rows `before` the block and including it; and `ended`, once the source has ended."""
 _START: Place = {"file": 0, "name": "", "chunk": 0, "block": 0, "pass": 0, "taken": 0, "before": {}, "figures": {}}
@@ -61,7 +73,7 @@ class Window:
     `place` is the stream's position after this step. `mark` is a 16-bit hash of its tokens. `last`: the stream ends here.
     """
 
-    data: Any
+    data: Dataset
     rows: list[str]
     place: Place
     mark: int
@@ -73,8 +85,8 @@ class _Block:
     """Examples of consecutive rows, with the first row's place and the figures of all rows."""
 
     start: tuple[int, str, int] | None = None
-    examples: list[Example] = field(default_factory=list)
-    figures: Counter[str] = field(default_factory=Counter)
+    examples: list[Example] = field(default_factory=list[Example])
+    figures: Counter[str] = field(default_factory=Counter[str])
 
     def add(self, chunk: Chunk, encoded: EncodedChunk, together: int) -> None:
         """Add the outcome of a chunk."""
@@ -83,12 +95,12 @@ class _Block:
         self.figures.update(f"dropped: {fate.dropped}" for fate in fates if fate.dropped)
         for fate in (fate for fate in fates if not fate.dropped):
             self.figures.update(kept=1, **{name: int(getattr(fate, name)) for name in SUMMED})
-        at, desirable = np.repeat(np.arange(len(fates)), store.fates["documents"]), store.labels()
-        for first in range(0, len(store), together):
-            documents = [store[number] for number in range(first, first + together)]
-            fate = store.fates[at[first]].copy()
-            fate["documents"], fate["desirable"] = together, desirable[first]
-            row = f"{chunk.origin}{':' if chunk.by_line else ', row '}{chunk.numbers[at[first]]}"
+        at = np.repeat(np.arange(len(fates)), store.fates["documents"])[::together]
+        of_examples = store.fates[at]
+        of_examples["documents"], of_examples["desirable"] = together, store.labels()[::together]
+        for number, fate in enumerate(of_examples):
+            documents = [store[together * number + side] for side in range(together)]
+            row = f"{chunk.origin}{':' if chunk.by_line else ', row '}{chunk.numbers[at[number]]}"
             self.examples.append(Example(documents, fate, row))
 
 
@@ -104,14 +116,14 @@ class SourceStream:
     tokeniser: Tokeniser
     place: Place = field(default_factory=lambda: dict(_START))
     chunks_read: int = 0
-    unread: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict[str, str])
 
     def examples(self) -> Iterator[Example]:
         """Yield the examples from `place` on. Raises UserError for unusable rows, or if another file is at this place."""
         data, taken = self.tokeniser.encoder.data, self.place["taken"]
         while True:
             first, found, encoded = self.place, False, self._encode()
-            number, before = first["block"], Counter(first["before"])
+            number, before = first["block"], Counter[str](first["before"])
             block = self._fill(_Block(), encoded, 1)
             while block.start is not None:
                 order, following = np.arange(len(block.examples)), _Block()
@@ -147,7 +159,8 @@ class SourceStream:
         """Yield the chunks from `place` on, with their places, tokenised ahead."""
         places: deque[tuple[int, str, int]] = deque()
         file, skip, parts = self.place["file"], self.place["chunk"], self.source.files
-        if (came := self.place["name"]) and Path(came).name != Path(parts[file][0] if file < len(parts) else "").name:
+        here = "".join(name for name, _ in parts[file : file + 1])
+        if (came := self.place["name"]) and Path(came).name != Path(here).name:
             what = f"the run had come to {came}, and other files are there now"
             fix = "Put the files back, or start over with trainer.resume=never."
             raise UserError(what, where="data.train", fix=fix, code="files-changed")
@@ -215,7 +228,9 @@ class Stream:
         ids = np.concatenate([document.input_ids for document in documents])
         mask = np.concatenate([document.loss_mask for document in documents])
         lengths = np.array([len(document.input_ids) for document in documents], np.int32)
-        store = MemoryStore(ids, mask, lengths, np.array([example.fate for _, example in taken]), self.report.format)
+        store = MemoryStore(
+            ids, mask, lengths, np.array([example.fate for _, example in taken], FATES), self.report.format
+        )
         data = TokenDataset([store], np.arange(len(store)), self.report)
         data.source_of = np.repeat(np.array([source for source, _ in taken], np.int16), len(documents) // len(taken))
         mark = zlib.crc32(mask.data, zlib.crc32(ids.data)) & 0xFFFF
@@ -223,8 +238,8 @@ class Stream:
 
     def report_at(self, place: Place, **trained: int) -> DataReport:
         """Report on the rows read up to this place; `trained` gives the figures of training."""
-        figures = sum((Counter(own["figures"]) for own in place["sources"].values()), Counter[str]())
-        known: Any = {name: figures[name] for name in ("rows", "kept", *SUMMED)}
+        figures = sum((Counter[str](own["figures"]) for own in place["sources"].values()), Counter[str]())
+        known = {name: figures[name] for name in ("rows", "kept", *SUMMED)}
         dropped = {name.removeprefix("dropped: "): n for name, n in figures.items() if name.startswith("dropped: ")}
         remarks = (*self.report.remarks[:-1], "data.streaming: the rows are those that were read")
         unread = {name: stream.unread for name, stream in zip(self.report.sources, self.streams, strict=True)}
@@ -232,7 +247,7 @@ class Stream:
 
 
 def open_stream(
-    data: Data, tokenizer: Any, objective: str, examples_per_step: int, *, seed: int, day: str = ""
+    data: Data, tokenizer: PreTrainedTokenizerBase, objective: str, examples_per_step: int, *, seed: int, day: str = ""
 ) -> PreparedData:
     """Open `data.train` as a stream, with its first rows as data set `train`. Code that asks what rows are like uses these.
 
@@ -240,7 +255,7 @@ def open_stream(
     """
     encoder, stack, given = make_encoder(data, tokenizer, objective, day), ExitStack(), sources(data.train, "train")
     console, together = Console(stderr=True, quiet=True), OBJECTIVES[objective].documents
-    streams, first_rows, identity = [], [], []
+    streams, first_rows, identity = list[SourceStream](), list[Tokenised](), list[list[object]]()
     tokeniser = Tokeniser(encoder, cache_folder(data.cache_dir), seed, console, stack)
     for number, named in enumerate(given):
         source = locate(named, "train", seed, objective, data.split_text, streaming=True)
@@ -273,8 +288,4 @@ def open_stream(
     weights = {name: source.weight for name, source in zip(name_sources(given), given, strict=True)}
     mixture = make_mixture(data.stages, weights, examples_per_step, seed)
     stream = Stream(streams, mixture, objective, examples_per_step, sample.report, stack)
-    return replace(
-        prepare(data, tokenizer, objective, seed=seed, day=day),
-        train=dataset_of(OBJECTIVES[objective], sample),
-        stream=stream,
-    )
+    return replace(prepare(data, tokenizer, objective, seed=seed, day=day, first_rows=sample), stream=stream)

@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 
 from packtrain.diagnose.machine import ask_python
 from packtrain.errors import Json
 from packtrain.wording import first_line, listed
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 TOGETHER_S = 40.0  # for all machines to import torch; a busy one takes half of them
 PAIRS_S = 30.0  # after it no further pair begins
@@ -154,7 +157,7 @@ def _measure(order: Json, report: Callable[..., None]) -> None:
         result(f"end {other}")
 
 
-def _measure_pair(store: Any, backend: str, pair: tuple[int, int], rank: int) -> Json:
+def _measure_pair(store: Store, backend: str, pair: tuple[int, int], rank: int) -> Json:
     """Measure a pair from this end; `found` is the reason if it fails."""
     import torch.distributed as dist
 
@@ -168,7 +171,7 @@ def _measure_pair(store: Any, backend: str, pair: tuple[int, int], rank: int) ->
 
 
 @contextmanager
-def _group(backend: str, store: Any, rank: int, world: int, limit_s: float) -> Iterator[None]:
+def _group(backend: str, store: Store, rank: int, world: int, limit_s: float) -> Iterator[None]:
     """Open torch's default process group inside the block; no operation takes longer than `limit_s`."""
     import torch.distributed as dist
 
@@ -204,7 +207,7 @@ def _milliseconds(backend: str, size: int, times: int) -> float:
 if __name__ == "__main__":
     known: Json = {}
 
-    def report(**facts: Any) -> None:
+    def report(**facts: object) -> None:
         known.update(facts)
         print(json.dumps(known), flush=True)
 

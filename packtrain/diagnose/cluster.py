@@ -25,13 +25,12 @@ from packtrain.diagnose.all_reduce import check_all_reduce, describe_pair, summa
 from packtrain.diagnose.env import check_all, gather, print_check, report_json
 from packtrain.diagnose.machine import Facts, Load, PlannedRun, Status, reported_variables
 from packtrain.errors import CheckFailed, Json, PeerFailed, UserError
-from packtrain.launch.rendezvous import Group, MeetingPoint, meet, own_addresses
-from packtrain.launch.slurm_jobs import run_srun
+from packtrain.launch.jobs import run_srun
+from packtrain.launch.rendezvous import Group, MeetingPoint, Member, meet, own_addresses
 from packtrain.monitor.channel import Client, Rejected
-from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.launch_plan import plan_launch
-from packtrain.plan.launchers import DEFAULT_PORT
-from packtrain.plan.surroundings import detect_surroundings
+from packtrain.plan.origin import shared_values, shared_versions
+from packtrain.plan.surroundings import DEFAULT_PORT, detect_surroundings
 from packtrain.plan.topology import GPUS_PER_NODE, choose_processes
 from packtrain.run_folder import environment
 from packtrain.system import start

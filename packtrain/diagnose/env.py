@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import yaml
 from huggingface_hub import constants
@@ -31,6 +31,7 @@ from packtrain.plan.surroundings import Surroundings, detect_surroundings
 from packtrain.system import start
 from packtrain.wording import Redactor, size
 
+_Fact = TypeVar("_Fact")
 TORCH_S, DRIVER_S, FOLDER_S = 8.0, 5.0, 5.0
 """Seconds for the answers, from the start on."""
 _TRL_BLOCK = (
@@ -76,7 +77,7 @@ def gather(load: Load) -> tuple[Facts, PlannedRun]:
     disks = {name: start(partial(machine.read_folder, name, path)) for name, path in paths.items()}
     nvidia, begun = start(partial(machine.ask_driver, DRIVER_S)), time.monotonic()
 
-    def answer(future: Future[Any], limit_s: float, otherwise: Callable[[str], Any]) -> Any:
+    def answer(future: Future[_Fact], limit_s: float, otherwise: Callable[[str], _Fact]) -> _Fact:
         try:
             return future.result(max(0.0, begun + limit_s - time.monotonic()))
         except (OSError, RuntimeError) as error:  # TimeoutError, too; or no home folder
@@ -167,7 +168,7 @@ def _width(console: Console) -> int:
     return console.width if console.is_terminal or "COLUMNS" in os.environ else 10_000
 
 
-def _drop_unknown(value: Any) -> Any:
+def _drop_unknown(value: object) -> object:
     """Drop unknown values from plain containers, and write large numbers as sizes."""
     if isinstance(value, dict):
         known = {name: _drop_unknown(inner) for name, inner in value.items()}

@@ -22,17 +22,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module, metadata
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 from huggingface_hub import constants
 
 from packtrain.attention.spec import BACKENDS, Backend, tried_by_auto
 from packtrain.config.schema import RunConfig
-from packtrain.errors import Problem
+from packtrain.errors import Json, Problem
 from packtrain.monitor.heartbeat import free_memory
 from packtrain.plan.known_model import plan_precision
 from packtrain.plan.network_settings import FIX, LOOPBACK, HostNetwork, NetworkSetting, silence_for
@@ -57,7 +58,7 @@ class Torch:
     available: bool | None = None
     devices: Sequence[str] = ()  # names of GPUs
     accelerators: Sequence[str] = ()  # names as `trl env` prints them, other makers' devices included
-    accelerate: Mapping[str, Any] | None = None  # written by `accelerate config`
+    accelerate: Json | None = None  # written by `accelerate config`
     warning: str = ""
     kernels: Mapping[str, Mapping[str, str]] | None = None  # backend → tried kernel → its fault ("": it works)
 
@@ -166,8 +167,8 @@ def ask_python(module: str, *arguments: str, limit_s: float, env: Mapping[str, s
     command = [sys.executable, "-m", module, *arguments]
     # files, not pipes: a grandchild that inherits one blocks nothing
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        files: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors}
-        process = subprocess.Popen(command, **files, env={**os.environ, **(env or {})}, start_new_session=True)
+        run = partial(subprocess.Popen, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True)
+        process = run(command, env={**os.environ, **(env or {})})
         why = ""
         try:
             if code := process.wait(limit_s):
@@ -356,7 +357,7 @@ def ask_torch(limit_s: float, dtype: str, env: Mapping[str, str]) -> Torch:
 
 def read_torch(output: str, error: str = "") -> Torch:
     """Read the facts in the output of torch's process; `error` is why it is incomplete."""
-    facts: dict[str, Any] = {"error": error}
+    facts: Json = {"error": error}
     for line in output.splitlines():
         with suppress(ValueError):  # the last line may be incomplete
             facts |= json.loads(line)
@@ -367,7 +368,7 @@ def _print_torch(dtype: str) -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # all other output goes to stderr
 
-    def report(**facts: Any) -> None:
+    def report(**facts: object) -> None:
         print(json.dumps(facts, default=str), file=out, flush=True)
 
     try:
@@ -401,7 +402,7 @@ def accelerators(gpus: list[str]) -> list[str]:
     return [torch.xpu.get_device_name(index) for index in range(torch.xpu.device_count())]
 
 
-def accelerate_config() -> dict[str, Any] | None:
+def accelerate_config() -> Json | None:
     """Return the config that `accelerate config` wrote, as `trl env` prints it.
 
     accelerate is imported only if there is such a config.

@@ -11,16 +11,19 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from packtrain.data.dataset import PairDataset, TokenDataset
+from packtrain.data.dataset import Dataset, PairDataset
 from packtrain.data.tokens.cache import Store
 from packtrain.data.tokens.encode import SAME, UNTRAINED
 from packtrain.inspect.corpus import Corpus
 from packtrain.inspect.rendering import Shown
 from packtrain.wording import visible
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Severity = Literal["bad", "warn", "note"]
 EXAMPLES = 3
@@ -170,7 +173,7 @@ def _find_repeats(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
 
 
 def sample_answers(
-    data: TokenDataset | PairDataset, tokenizer: Any, max_length: int | None
+    data: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None
 ) -> tuple[list[str], list[int]]:
     """Return remarks on pointless training, and the control tokens that end trained answers.
 
@@ -197,7 +200,7 @@ def sample_answers(
         ]  # every other part is trained
         for number, ids in enumerate(map(np.ndarray.tolist, answers), start=1):
             places = [at for at, token in enumerate(ids) if token in control]
-            if places and not tokenizer.decode(ids[places[-1] + 1 :]).strip():
+            if places and not str(tokenizer.decode(ids[places[-1] + 1 :])).strip():
                 (last if number == len(answers) else earlier).add(ids[places.pop()])
             inside |= {ids[at] for at in places}
     if whole and endless >= POINTLESS * len(whole):

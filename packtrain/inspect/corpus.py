@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 from transformers import AutoConfig
@@ -27,6 +27,9 @@ from packtrain.packing.balance import choose_ranks_per_row, cost_of_attention
 from packtrain.packing.prefixes import PrefixIndex, index_prefixes
 from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.plan.known_model import adapter_shapes, weights_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +134,11 @@ class Corpus:
 
 
 def open_corpus(
-    config: RunConfig, *, tokenizer: Any = None, prepared: PreparedData | None = None, progress: bool = False
+    config: RunConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    prepared: PreparedData | None = None,
+    progress: bool = False,
 ) -> Corpus:
     """Open the data of `config`. A run passes its `prepared` data and `tokenizer`; else it is tokenised, or read from the cache."""
     kind, seed = config.objective.kind, config.trainer.seed
@@ -143,17 +150,17 @@ def open_corpus(
         prepared = prepare(config.data, tokenizer, kind, seed=seed, progress=progress)
     plain, template = plain_tokenizer(tokenizer), choose_template(config.data.chat_template, tokenizer)
     ends = ChatEncoder(plain, template).end_ids if template else {plain.eos_id}
-    unknown, control = tokenizer.unk_token_id, {plain.eos_id, plain.bos_id, tokenizer.pad_token_id}
-    sides: Any = (prepared.train, prepared.eval)
-    train, held_out = (getattr(side, "documents", side) for side in sides)
+    unknown: int | None = getattr(tokenizer, "unk_token_id", None)
+    control: set[int | None] = {plain.eos_id, plain.bos_id, getattr(tokenizer, "pad_token_id", None)}
+    train, held_out = prepared.train, prepared.eval
     return Corpus(
         config,
         plain,
         end_ids=sorted(end for end in ends if end is not None),
         unknown_id=None if unknown in control else unknown,  # GPT-2's <|endoftext|> is all of them
-        train=train,
-        eval=held_out,
-        pairs=prepared.train if isinstance(prepared.train, PairDataset) else None,
+        train=train.documents if isinstance(train, PairDataset) else train,
+        eval=held_out.documents if isinstance(held_out, PairDataset) else held_out,
+        pairs=train if isinstance(train, PairDataset) else None,
     )
 
 

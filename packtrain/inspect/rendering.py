@@ -1,17 +1,17 @@
 """Rendering of data on a terminal (rich) and as HTML (jinja2): examples and summary.
 
 Examples are coloured text, the summary is in tables. Texts of the data become rich's `Text`, never markup, and are escaped in HTML;
-control characters are symbols already (examples.py). On a terminal without colours, trained text stands in ⟦ ⟧. The HTML has no script.
+control characters are symbols already (summary.py). On a terminal without colours, trained text stands in ⟦ ⟧. The HTML has no script.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import dropwhile, groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -20,13 +20,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from packtrain.errors import Json
 from packtrain.wording import count_dropped, counted, visible
 
 _HERE = Path(__file__).parent
 DATA_CSS = (_HERE / "data_section.css").read_text(encoding="utf-8")
 """The section's style sheet. The page defines its colours: --ink, --soft, --paper, --panel, --line, --accent, --trained, --untrained,
 --special, --warn, --bad and --good."""
-Shown = dict[str, Any]
+Shown = Json
 """Something to show as plain containers: a summary, an example, a step, a span of text."""
 _BAR = 32
 _WIDTH = 100
@@ -86,10 +87,11 @@ def remark_on_modes(data: Shown) -> list[str]:
     return remarks
 
 
-def templates_in(folder: Path, **how: Any) -> Environment:
-    """Return jinja2's environment for the pages of a folder, with escaping. `how` are further arguments of it."""
-    strict: Any = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    return Environment(loader=FileSystemLoader(folder), **strict, **how)
+def templates_in(folder: Path, finalize: Callable[[object], object] | None = None) -> Environment:
+    """Return jinja2's environment for the pages of a folder, with escaping. `finalize` changes each value."""
+    made = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, finalize=finalize)
+    made.trim_blocks = made.lstrip_blocks = True
+    return made
 
 
 @cache

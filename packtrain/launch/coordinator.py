@@ -30,7 +30,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
-from typing import Any
 
 from packtrain.errors import BUG, Json, PeerFailed
 from packtrain.monitor.channel import CALL_S, Client, NoAnswer, Rejected
@@ -428,13 +427,13 @@ class Reporter:
             self.report = MachineReport(self.report.node, ended=True, lost=lost)
             self.send_report()
 
-    def update(self, **facts: Any) -> None:
+    def update(self, **facts: object) -> None:
         """Put `facts` into the report, and send it at once."""
         for name, value in facts.items():
             setattr(self.report, name, value)
         self._wake.set()
 
-    def finish(self, host: str, per_node: int, **facts: Any) -> Verdict:
+    def finish(self, host: str, per_node: int, **facts: object) -> Verdict:
         """Report the ends of this machine's processes (`facts`), and return the verdict on all machines.
         Waits for the others without limit while they report and nothing has failed, ENDING_S seconds after a failure."""
         self.update(**facts, ended=True)

@@ -20,12 +20,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
@@ -34,7 +33,7 @@ from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig, sources
 from packtrain.errors import Json, UserError
 from packtrain.launch.coordinator import Coordinator, Reporter, Restarts, Verdict
-from packtrain.launch.rendezvous import Group, MeetingPoint, meet, own_addresses
+from packtrain.launch.rendezvous import Group, MeetingPoint, Member, meet, own_addresses
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, errors_copied_to
 from packtrain.mirror import Mirror
@@ -42,10 +41,9 @@ from packtrain.monitor.channel import ADDRESS, PUBLISHED, SECRET, Server, publis
 from packtrain.monitor.foreign_launch import watched
 from packtrain.monitor.heartbeat import STACKS, TimeLimits
 from packtrain.monitor.watchdog import Watchdog
-from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.known_model import base_of
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
-from packtrain.plan.origin import check_config
+from packtrain.plan.origin import check_config, shared_values, shared_versions
 from packtrain.plan.surroundings import detect_surroundings
 from packtrain.run_folder import RunFolder, environment, object_of, write_json
 from packtrain.system import write_text
@@ -53,21 +51,6 @@ from packtrain.wording import Redactor, clean
 
 LOCK = "lock"
 _LOCK_WAIT_S = 1  # a process that only checks the lock holds it for a moment
-
-
-@contextmanager
-def locked(folder: Path, wait_s: float = 0) -> Iterator[None]:
-    """Hold the lock of `folder`, whose logs/ exists. Raises UserError if another run holds it after `wait_s` seconds."""
-    lock = FileLock(folder / "logs" / LOCK, mode=0o666)
-    held: AbstractContextManager[Any] = nullcontext()
-    try:
-        held = lock.acquire(timeout=wait_s)
-    except Timeout as error:
-        raise _in_use_error(folder) from error
-    except (OSError, NotImplementedError):  # a read-only folder, or a file system without locks
-        pass
-    with held:
-        yield
 
 
 def _in_use_error(folder: Path) -> UserError:
@@ -111,7 +94,12 @@ class RunLock(ExitStack):
     def take(self, folder: Path) -> None:
         """Lock `folder`, whose logs/ exists. Raises UserError if another run has locked it."""
         self.close()
-        self.enter_context(locked(folder, _LOCK_WAIT_S))
+        try:
+            self.enter_context(FileLock(folder / "logs" / LOCK, mode=0o666).acquire(timeout=_LOCK_WAIT_S))
+        except Timeout as error:
+            raise _in_use_error(folder) from error
+        except (OSError, NotImplementedError):  # a read-only folder, or a file system without locks
+            pass
         self.held = True
 
 
@@ -198,7 +186,7 @@ def execute(
         raise UserError(list(plan.obstacles))
     folder = RunFolder.of(config.trainer)
     if plan.role == "srun":
-        from packtrain.launch.slurm_jobs import run_srun
+        from packtrain.launch.jobs import run_srun
 
         begun = time.time()
         code = run_srun(plan.srun)
@@ -308,7 +296,10 @@ def _writes_run_folder(plan: LaunchPlan) -> bool:
 
 
 def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: Group, restarts: Restarts) -> Verdict:
-    """Run this machine's workers; return the verdict when the workers of all machines have ended."""
+    """Run this machine's workers; return the verdict when the workers of all machines have ended.
+
+    Machine 0 also serves the coordinator, which has the watchdog over all ranks.
+    """
     limits = _limits(config)
     silence_s = min(MAX_SILENCE_S, limits.step_s / 2)  # silence that makes a machine lost
     with writing():
@@ -318,9 +309,14 @@ def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: 
     with TemporaryDirectory(prefix="packtrain-launch-", ignore_cleanup_errors=True) as temporary, ExitStack() as stack:
         scratch = Path(temporary)
         machine_0 = group.channel
-        if isinstance(machine_0, Server):
-            serving = _serving_coordinator(plan, folder, group.names, machine_0, limits, silence_s, restarts)
-            machine_0 = stack.enter_context(serving)
+        if isinstance(server := machine_0, Server):
+            per_node, names = plan.gpus_per_node, sorted(group.names.items())
+            ranks = [(name, range(node * per_node, (node + 1) * per_node)) for node, name in names]
+            watchdog = stack.enter_context(closing(Watchdog(ranks, limits, folder.logs)))
+            watchdog.attach(server)
+            stack.enter_context(published(folder.logs, server, _main_address(plan)))
+            machine_0 = Coordinator(group.names, per_node, silence_s, watchdog, restarts)
+            server.serve("machine", machine_0.answer)
         argv = _argv_with_copies(plan, config, folder, scratch, group.store_port)
         # worker.py runs `accelerate launch …` and writes torchrun's messages to the log
         torchrun = [sys.executable, "-m", "packtrain.launch.worker", str(log), *argv[2:]]
@@ -335,27 +331,6 @@ def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: 
                 machine_0.wait_until_all_informed()
             # a signal may have arrived after the verdict
             return verdict if reporter.report.signal is None else replace(verdict, restart=())
-
-
-@contextmanager
-def _serving_coordinator(
-    plan: LaunchPlan,
-    folder: RunFolder,
-    names: Mapping[int, str],
-    server: Server,
-    limits: TimeLimits,
-    silence_s: float,
-    restarts: Restarts,
-) -> Iterator[Coordinator]:
-    """Serve machine 0's part of the control channel. Its coordinator has the watchdog over all ranks."""
-    per_node = plan.gpus_per_node
-    ranks = [(name, range(node * per_node, (node + 1) * per_node)) for node, name in sorted(names.items())]
-    watchdog = Watchdog(ranks, limits, folder.logs)
-    watchdog.attach(server)
-    coordinator = Coordinator(names, per_node, silence_s, watchdog, restarts)
-    server.serve("machine", coordinator.answer)
-    with closing(watchdog), published(folder.logs, server, _main_address(plan)):
-        yield coordinator
 
 
 def _environment(

@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import IO, Any
 
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
@@ -109,7 +110,7 @@ class Machine:
         lines = [self._lines.popleft() for _ in range(len(self._lines))]  # a reader may add one meanwhile
         return lines, code if code is None or code >= 0 else 128 - code
 
-    def _read(self, number: int, stream: Any) -> None:
+    def _read(self, number: int, stream: IO[bytes]) -> None:
         for raw in stream:
             print(line := raw.decode(errors="replace"), end="", flush=True)  # into Ray's log
             self._lines.append((number, line))
@@ -150,7 +151,7 @@ def run_on_ray(config: RunConfig, folder: RunFolder, plan: LaunchPlan) -> int:
         ray.shutdown()
 
 
-def _connect(ray: Any) -> None:
+def _connect(ray: ModuleType) -> None:
     """Connect to the cluster. Raises UserError if none is found."""
     address = os.environ.get("RAY_ADDRESS") or "auto"
     host, _, port = address.rpartition(":")
@@ -167,7 +168,7 @@ def _connect(ray: Any) -> None:
 
 
 def _launch(
-    ray: Any, given: Given, plan: LaunchPlan, limit_s: float, received: list[int], *, again: bool
+    ray: ModuleType, given: Given, plan: LaunchPlan, limit_s: float, received: list[int], *, again: bool
 ) -> int | None:
     """Run packtrain on all machines once; return the exit code. None if a signal was `received` before they were reserved."""
     groups, nodes, units = import_module("ray.util.placement_group"), plan.nodes, plan.gpus_per_node
@@ -202,7 +203,7 @@ def _launch(
         groups.remove_placement_group(group)  # ends the actors in it
 
 
-def _answers(ray: Any) -> bool:
+def _answers(ray: ModuleType) -> bool:
     """Return whether the head of the cluster answers."""
     try:
         return bool(start(ray.nodes).result(_ANSWER_S))
@@ -210,7 +211,7 @@ def _answers(ray: Any) -> bool:
         return False
 
 
-def _is_reserved(ray: Any, group: Any, wanted: str, limit_s: float, received: list[int]) -> bool:
+def _is_reserved(ray: ModuleType, group: Any, wanted: str, limit_s: float, received: list[int]) -> bool:
     """Wait until Ray has reserved the machines. Return False if a signal was `received` before. Raises PeerFailed after `limit_s`."""
     begun = reported = time.monotonic()
     while not group.wait(_POLL_S):
@@ -228,7 +229,7 @@ def _is_reserved(ray: Any, group: Any, wanted: str, limit_s: float, received: li
     return True
 
 
-def _follow(ray: Any, machines: Sequence[Any], received: Sequence[int]) -> int:
+def _follow(ray: ModuleType, machines: Sequence[Any], received: Sequence[int]) -> int:
     """Print machine 0's output and pass signals on until all machines have ended. Return the run's exit code.
 
     packtrain gives all machines one exit code. If another machine ends with its own code, print its last lines.

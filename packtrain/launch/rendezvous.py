@@ -15,14 +15,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 from packtrain.errors import CheckFailed, Json, PacktrainError, PeerFailed, error_from_json
 from packtrain.monitor.channel import SECRET, Client, NoAnswer, Server, free_port, new_secret
-from packtrain.plan.agreement import Member, compare_counts, compare_members, names_of, same_number_error
 from packtrain.plan.network_settings import addresses_by_interface, is_loopback
+from packtrain.plan.origin import SAME_CONFIG, SAME_VERSIONS, list_differences
+from packtrain.plan.topology import GPUS_PER_NODE
 from packtrain.run_folder import as_type
 from packtrain.wording import listed, ranks_in_words
 
@@ -32,6 +33,7 @@ POLL_S = 0.3
 ABSENT_S = 5  # a machine that is silent this long counts as not joined
 _FAREWELL_S = 3  # machine 0 keeps answering this long after a failure, so that the others get the reason
 _LINK_LOCAL = ("169.254.", "fe80:")
+_CHECK_GPUS = "look at nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,3 +309,73 @@ def _too_late(place: MeetingPoint) -> Json:
         code="run-has-started",
     )
     return {"stop": error.to_json()}
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One machine as its launcher describes it: machine `node` of `nodes`, with `per_node` processes.
+
+    `versions` has packages and Python. `config` has the text of every value that all machines must share.
+    """
+
+    node: int
+    nodes: int
+    per_node: int
+    gpus: int
+    host: str
+    addresses: tuple[str, ...]
+    versions: Mapping[str, str]
+    config: Mapping[str, str]
+
+
+def names_of(members: Sequence[Member]) -> dict[int, str]:
+    """Return node → host name. Machines with equal host names also get their number."""
+    hosts = [member.host for member in members]
+    return {
+        member.node: member.host if hosts.count(member.host) == 1 else f"{member.host} (machine {member.node})"
+        for member in members
+    }
+
+
+def same_number_error(item: Member, other: Member) -> CheckFailed:
+    """Return the error that two machines have the same number."""
+    places = " and ".join(f"{member.host} ({', '.join(member.addresses) or '?'})" for member in (item, other))
+    what = f"two machines are number {item.node}: {places}"
+    fix = f"Give each machine its own, from 0 (topology.main_address) to {max(item.nodes - 1, 1)}."
+    return CheckFailed(what, where="topology.node_rank", fix=fix, code="same-number")
+
+
+def compare_counts(members: Sequence[Member]) -> CheckFailed | None:
+    """Return the error if machines differ in process counts or lack GPUs; else None."""
+    if short := [item for item in members if 0 < item.gpus < item.per_node]:
+        here = ", ".join(f"{names_of(members)[item.node]}: {item.gpus}" for item in short)
+        what = f"{short[0].per_node} GPUs on each machine are needed, but some have fewer ({here})"
+        fix = f"Set {GPUS_PER_NODE}={min(item.gpus for item in short)} on every machine, and {_CHECK_GPUS}."
+        return CheckFailed(what, where=GPUS_PER_NODE, fix=fix, code="machines-lack-gpus")
+    gpus = {item.node: "some" if item.gpus else "none" for item in members}
+    facts_of = {
+        item.node: {"topology.nodes": str(item.nodes), GPUS_PER_NODE: str(item.per_node), "GPUs": gpus[item.node]}
+        for item in members
+    }
+    fixes = {
+        "topology.nodes": "Start every machine with the same topology.nodes.",
+        GPUS_PER_NODE: f"Set it to the smallest of them on every machine, and {_CHECK_GPUS}.",
+        "GPUs": f"{_CHECK_GPUS} there",
+    }
+    return _compare(members, facts_of, fixes)
+
+
+def compare_members(members: Sequence[Member]) -> CheckFailed | None:
+    """Return one error about all facts that machines must share but do not; else None."""
+    facts_of = {item.node: {**item.config, **item.versions} for item in members}
+    fixes = {key: SAME_CONFIG for item in members for key in item.config}
+    fixes |= {key: SAME_VERSIONS for item in members for key in item.versions}
+    return compare_counts(members) or _compare(members, facts_of, fixes)
+
+
+def _compare(
+    members: Sequence[Member], facts_of: Mapping[int, Mapping[str, str]], fixes: Mapping[str, str]
+) -> CheckFailed | None:
+    names = names_of(members)
+    problems = list_differences(facts_of, fixes, lambda nodes: listed([names[node] for node in nodes]))
+    return CheckFailed(problems) if problems else None

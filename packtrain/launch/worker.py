@@ -17,10 +17,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from packtrain import fast_imports
 from packtrain.errors import LostPeers, PacktrainError, exit_code_of
 from packtrain.monitor.heartbeat import own_heartbeat, write_exit
-from packtrain.system import outlive_terminal, redirect_output
+from packtrain.system import fast_imports, outlive_terminal, redirect_output
 from packtrain.wording import clean
 
 EXIT_DIR = "PACKTRAIN_EXIT_DIR"

@@ -80,18 +80,24 @@ class Layout:
         return {"input_ids": ids, **on_device(row_arguments(segments), input_ids.device)}
 
 
-def layout_of_call(
-    call: Call,
-    *,
-    left_padding: bool,
-    share: bool,
-    tokens_per_row: int | None,
-) -> Layout:
+def layout_of_call(call: Call, *, left_padding: bool, share: bool, tokens_per_row: int | None) -> Layout:
     """Lay out a padded call, given by its keyword arguments, in rows.
 
     `left_padding`: padding on the left does not change the model's outputs. Waits for the device of ids and mask. Raises NotPacked if
-    packing is impossible or saves nothing."""
-    ids, mask = call["input_ids"], call["attention_mask"]
+    it is no padded batch of texts, or generates, and if packing is impossible or saves nothing."""
+    ids, mask = call.get("input_ids"), call.get("attention_mask")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        raise NotPacked("no batch of input_ids")
+    if call.get("past_key_values") is not None or call.get("use_cache"):
+        raise NotPacked("generation with a cache")
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        raise NotPacked("no attention mask of the shape of input_ids")
+    if call.get("output_attentions"):
+        raise NotPacked("output_attentions")
+    for name, value in call.items():
+        number = isinstance(value, str) or (isinstance(value, torch.Tensor) and not value.dim())  # num_items_in_batch
+        if name not in TAKEN and isinstance(value, torch.Tensor | Sequence) and not number:
+            raise NotPacked(name)
     real = mask.bool().cpu().numpy()
     starts, lengths = real.argmax(axis=1), real.sum(axis=1)
     columns = np.arange(real.shape[1])
@@ -120,39 +126,6 @@ def layout_of_call(
     if before == real.size:
         raise NotPacked("nothing padded and nothing shared")
     return Layout(tuple(laid_rows), slots.ravel(), ids.shape, int(lengths.sum()))
-
-
-def check_call(call: Call) -> None:
-    """Raise NotPacked unless the keyword arguments are a padded batch of texts, outside of generation."""
-    ids, mask = call.get("input_ids"), call.get("attention_mask")
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        raise NotPacked("no batch of input_ids")
-    if call.get("past_key_values") is not None or call.get("use_cache"):
-        raise NotPacked("generation with a cache")
-    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
-        raise NotPacked("no attention mask of the shape of input_ids")
-    if call.get("output_attentions"):
-        raise NotPacked("output_attentions")
-    for name, value in call.items():
-        number = isinstance(value, str) or (isinstance(value, torch.Tensor) and not value.dim())  # num_items_in_batch
-        if name not in TAKEN and isinstance(value, torch.Tensor | Sequence) and not number:
-            raise NotPacked(name)
-
-
-def row_of_positions(call: Call) -> Segments | None:
-    """Return the row of a call whose positions restart with each document, else None. Padding-free collators of other libraries write
-    these positions. Reads the positions on the CPU, so it waits for their device."""
-    ids, positions = call.get("input_ids"), call.get("position_ids")
-    if any(call.get(name) is not None for name in ("past_key_values", "attention_mask")):
-        return None
-    if ids is None or positions is None or positions.shape != ids.shape or ids.dim() != 2 or len(ids) != 1:
-        return None
-    counted = positions[0].cpu().numpy()
-    starts = np.flatnonzero(counted == 0)
-    if len(starts) < 2 or starts[0]:
-        return None
-    row = Segments(tuple(np.diff(starts, append=len(counted)).tolist()))
-    return row if (row.position_ids()[0].numpy() == counted).all() else None
 
 
 def places_with_labels(labels: torch.Tensor, layout: Layout) -> np.ndarray:
@@ -464,13 +437,13 @@ class _PackedModel:
         return forward
 
     def _layout(self, call: Call) -> Layout:
-        check_call(call)
+        noise = self.share == "auto" and self.model.training and any(map(_has_dropout, self.model.modules()))
+        shares, most = bool(self.share) and not noise, self.tokens_per_row
+        layout = layout_of_call(call, left_padding=self._left_padding, share=shares, tokens_per_row=most)
         all_layers = call.get("output_hidden_states") or call.get("output_router_logits")
         if all_layers and BACKENDS[self.backend].by_document:
             raise NotPacked("hidden states of all layers, of a model that runs document by document")
-        noise = self.share == "auto" and self.model.training and any(map(_has_dropout, self.model.modules()))
-        shares = bool(self.share) and not noise
-        return layout_of_call(call, left_padding=self._left_padding, share=shares, tokens_per_row=self.tokens_per_row)
+        return layout
 
     def _run(self, inner: Forward, call: Call, layout: Layout, places: np.ndarray | None) -> object:
         """Return the output of the padded call. With `places` the last hidden states are [1, n, d], at these tokens only."""
@@ -501,8 +474,23 @@ def _replaced(module: nn.Module, forward: Forward) -> Callable[[], None]:
 
 
 def _row_of(call: Call) -> Segments | None:
-    """Return the segments of a call that is a packed row already, else None."""
-    return call.get("segments") or row_of_positions(call)
+    """Return the segments of a call that is a packed row already, else None.
+
+    Without `segments`, its positions restart with each document, as padding-free collators of other libraries write them. They are read on
+    the CPU, so it waits for their device."""
+    ids, positions = call.get("input_ids"), call.get("position_ids")
+    if (given := call.get("segments")) is not None:
+        return given
+    if any(call.get(name) is not None for name in ("past_key_values", "attention_mask")):
+        return None
+    if ids is None or positions is None or positions.shape != ids.shape or ids.dim() != 2 or len(ids) != 1:
+        return None
+    counted = positions[0].cpu().numpy()
+    starts = np.flatnonzero(counted == 0)
+    if len(starts) < 2 or starts[0]:
+        return None
+    row = Segments(tuple(np.diff(starts, append=len(counted)).tolist()))
+    return row if (row.position_ids()[0].numpy() == counted).all() else None
 
 
 def _check_row(call: Call, row: Segments) -> Call:

@@ -22,7 +22,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import extract_commit_hash
 
 from packtrain.config.keys import suggest
-from packtrain.config.rules.fitting import PEFT_OPTIONS
+from packtrain.config.rules import PEFT_OPTIONS
 from packtrain.config.schema import Peft
 from packtrain.data.tokens.pretrained import check_model_folder
 from packtrain.errors import Problem, UserError, boundary, read_json

@@ -18,8 +18,8 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal, cast
@@ -39,11 +39,11 @@ from packtrain.config.objective import Objective
 from packtrain.errors import CheckFailed
 from packtrain.model.load import SCORE_HEAD
 from packtrain.model.precision import compute_in
-from packtrain.objectives.spec import TokenWeights, equal_weights
+from packtrain.objectives.spec import HEAD_CHUNK, TokenWeights, equal_weights
 from packtrain.packing.collate import IGNORE, label_positions, to_device
 from packtrain.packing.segments import own_tokens
-from packtrain.plan.memory import HEAD_CHUNK
 from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of
+from packtrain.system import holding
 
 Batch = dict[str, Any]
 """Arguments of a model's forward by name: the tensors of a collated micro-batch, and more."""
@@ -159,8 +159,7 @@ def add_loss_sum(model: PreTrainedModel, *, weigh: TokenWeights = equal_weights,
     return head
 
 
-@contextmanager
-def _embedding_noise(model: PreTrainedModel, alpha: float, batch: Batch) -> Iterator[None]:
+def _embedding_noise(model: PreTrainedModel, alpha: float, batch: Batch) -> AbstractContextManager[object]:
     """Add NEFTune noise (arXiv 2310.05914) to embeddings. It is uniform in ±alpha / sqrt(l · d), for a document of l tokens."""
     if (segments := batch.get("segments")) is not None:
         lengths = torch.tensor(segments.lengths).repeat_interleave(torch.tensor(segments.lengths))
@@ -172,11 +171,7 @@ def _embedding_noise(model: PreTrainedModel, alpha: float, batch: Batch) -> Iter
         magnitude = alpha / torch.sqrt(to_device(lengths, embeddings.device) * embeddings.shape[-1])
         return embeddings + torch.empty_like(embeddings).uniform_(-1, 1) * magnitude[..., None].to(embeddings.dtype)
 
-    handle = model.get_input_embeddings().register_forward_hook(add_noise)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return model.get_input_embeddings().register_forward_hook(add_noise)
 
 
 def _on_device_of(labels: torch.Tensor, places: np.ndarray | None) -> torch.Tensor:
@@ -403,7 +398,7 @@ class _LabelledHead:
 
     def run_head(self, hidden: torch.Tensor, labels: torch.Tensor, places: torch.Tensor) -> FusedCausalLMOutput:
         """Return per-token outputs [rows, T] of `hidden` [rows, T, d]. They are 0 outside `places`."""
-        with _every_position():
+        with holding(trl_utils, _use_triton=lambda device: False):  # it scores all places, without a search for labels
             scored = self.forward(
                 hidden.flatten(0, 1)[places][None],
                 shift_labels=labels.flatten()[places][None],
@@ -420,16 +415,6 @@ class _LabelledHead:
         return FusedCausalLMOutput(**figures)
 
 
-@contextmanager
-def _every_position() -> Iterator[None]:
-    """Let TRL's head score all given positions, without a search for labels."""
-    before, trl_utils._use_triton = trl_utils._use_triton, lambda device: False
-    try:
-        yield
-    finally:
-        trl_utils._use_triton = before
-
-
 def add_scores(model: PreTrainedModel) -> None:
     """Add `every_token=True` to the forward of a reward model. It then returns the scores of all tokens of a row, `logits` [1, T, 1].
 
@@ -438,16 +423,11 @@ def add_scores(model: PreTrainedModel) -> None:
     add_calls(model, ("every_token",), lambda self, asked, labels, places, batch: _scores(self, batch))
 
 
-@contextmanager
-def outputs_of_tokens(model: PreTrainedModel) -> Iterator[None]:
+def outputs_of_tokens(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Make `model` return `logits` [rows, T, n] of every token inside the block. A reward model returns scores [rows, T, 1]."""
-    inner = model.forward
-    if hasattr(model, SCORE_HEAD):
-        model.forward = types.MethodType(lambda self, **kwargs: _scores(self, kwargs), model)
-    try:
-        yield
-    finally:
-        model.forward = inner
+    if not hasattr(model, SCORE_HEAD):
+        return nullcontext()
+    return holding(model, forward=types.MethodType(lambda self, **kwargs: _scores(self, kwargs), model))
 
 
 def _scores(model: PreTrainedModel, call: Batch) -> SequenceClassifierOutputWithPast:

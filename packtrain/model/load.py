@@ -30,7 +30,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from packtrain.attention.forwards import rotates_by_length
-from packtrain.config.fault import is_number
+from packtrain.config import is_number
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Model, Peft, Quantize
 from packtrain.data.tokens.pretrained import check_model_folder, fix_of, hub, location

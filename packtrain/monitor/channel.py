@@ -23,7 +23,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 from packtrain.errors import Json, UserError
 from packtrain.system import in_time
@@ -37,7 +36,7 @@ CALL_S = 5.0
 MAX_BYTES = 16 * 2**20
 _IDLE_S = 5  # for a caller that connects and sends nothing
 _HEADER = "X-Packtrain-Secret"
-# like Slurm's ports (plan/launchers.py), below Linux's range for outgoing connections
+# like Slurm's ports (plan/surroundings.py), below Linux's range for outgoing connections
 _FIRST_PORT, _PORTS = 20_000, 10_000
 _NAME = "packtrain"  # the Server header; a client recognises packtrain by it
 
@@ -115,7 +114,7 @@ class Server(ThreadingHTTPServer):
         except Exception as error:  # any error of a handler becomes HTTP 500
             return 500, {"error": f"{type(error).__name__}: {error}"}
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: object, client_address: object) -> None:
         """Ignore clients that disconnect."""
 
 

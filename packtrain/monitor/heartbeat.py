@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import psutil
 
@@ -324,7 +324,7 @@ class Heartbeat:
         finally:
             self._change(waits=before)
 
-    def _change(self, **values: Any) -> None:
+    def _change(self, **values: object) -> None:
         self._state = self._state._replace(changes=self._state.changes + 1, **values)
 
     def message(self, *, asked: bool = False) -> Json:

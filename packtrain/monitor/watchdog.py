@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from packtrain.errors import Json
 from packtrain.monitor.channel import Server
@@ -229,7 +229,7 @@ def _diagnose_waiting(live: Sequence[RankState], states: Sequence[RankState]) ->
 
     Collective numbers decide if all collectives belong to one process group, then progress, then the smaller group.
     """
-    groups: dict[Any, list[RankState]] = defaultdict(list)
+    groups: dict[Collective | tuple[int, ...], list[RankState]] = defaultdict(list)
     for state in sorted(live, key=lambda state: state.pending is None):
         where = state.pending or state.progress
         if not (state.pending or state.finished):  # its answer is lost, which is no sign that it waits elsewhere

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
-from packtrain.config.fault import Fault, Option
+from packtrain.config import Fault, Option
 from packtrain.registry import Registry
 
 if TYPE_CHECKING:
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
     from packtrain.config.schema import RunConfig
 
+HEAD_CHUNK = 2048
+"""Tokens of documents whose logits exist at once (model/forward.py)."""
+COMPARED_PAIRS = 4
+CHECKED_LOGITS = 2**27
+"""dpo and kto compare the answers of so many first pairs before step 1. CHECKED_LOGITS bounds their logits (train/verify/loss_proofs.py)."""
 Examples = Literal["documents", "pairs", "answers"]
 """Kinds of examples: documents, pairs of a chosen and a rejected answer, answers with a label."""
 _TAKEN = {

@@ -69,17 +69,22 @@ def collate_shared(documents: Sequence[Document], row: SharedRow) -> ModelInputs
 
     `documents` are in the order of `row`. `label_places` int64 [n] also comes: a token's place once for each document that trains it.
     """
-    ids = np.concatenate([document.input_ids for document in documents])[row.sources].astype(np.int64)
-    labels = torch.full((row.segments.tokens,), IGNORE)
-    trained = list[np.ndarray]()
-    for document, places in zip(documents, row.places, strict=True):
-        own = shifted_labels(document)
-        labelled = label_positions(own)
-        labels[places[labelled]] = own[labelled]
-        trained.append(places[labelled])
-    places = np.sort(np.concatenate(trained))
-    named = {"input_ids": torch.as_tensor(ids)[None], "shift_labels": labels[None], "label_places": places}
-    return {**named, **row_arguments(row.segments)}
+    batch, trained = _collate_row(documents, row.segments, row.places)
+    return {**batch, "label_places": np.sort(np.concatenate(trained))}
+
+
+def _collate_row(
+    documents: Sequence[Document], segments: Segments, places: Sequence[np.ndarray]
+) -> tuple[ModelInputs, list[np.ndarray]]:
+    """Collate a row whose documents have their tokens at `places`. Return the places of each document's targets, too."""
+    ids, labels, trained = np.empty(segments.tokens, np.int64), np.full(segments.tokens, IGNORE), list[np.ndarray]()
+    for document, at in zip(documents, places, strict=True):
+        ids[at] = document.input_ids
+        labelled = np.flatnonzero(document.loss_mask[1:])
+        labels[at[labelled]] = document.input_ids[labelled + 1]
+        trained.append(at[labelled])
+    row = {"input_ids": torch.as_tensor(ids)[None], "shift_labels": torch.as_tensor(labels)[None]}
+    return {**row, **row_arguments(segments)}, trained
 
 
 def row_arguments(segments: Segments) -> ModelInputs:
@@ -124,19 +129,11 @@ def collate_answers(
     `collate_flat` and: `label_places`; `target_places` int64 [targets], the places of targets in the flattened batch, answer by answer;
     `target_counts` int64 [answers]. A token that both answers of a pair train is two targets.
     """
-    labels = [shifted_labels(document) for document in documents]
     if rows == "padding":
-        batch = collate_padded(documents, pad_token_id)
-        places = np.split(np.arange(len(labels) * max(map(len, labels))), len(labels))
+        batch, longest = collate_padded(documents, pad_token_id), max(len(document.input_ids) for document in documents)
+        targets = [at * longest + np.flatnonzero(document.loss_mask[1:]) for at, document in enumerate(documents)]
     else:
-        segments, ids, places = _lay_out(documents, pairs, shared=rows == "shared")
-        row_labels = np.full(len(ids), IGNORE, np.int64)
-        for own, at in zip(labels, places, strict=True):
-            labelled = label_positions(own)
-            row_labels[at[labelled]] = own.numpy()[labelled]
-        row = {"input_ids": torch.as_tensor(ids)[None], "shift_labels": torch.as_tensor(row_labels)[None]}
-        batch = {**row, **row_arguments(segments)}
-    targets = [at[label_positions(own)] for own, at in zip(labels, places, strict=True)]
+        batch, targets = _collate_row(documents, *_lay_out(documents, pairs, shared=rows == "shared"))
     return {
         **batch,
         "label_places": label_positions(batch["shift_labels"]),
@@ -168,10 +165,11 @@ def collate_scored(
     documents, margin = _list_documents(pairs), torch.tensor(margins, dtype=torch.float32)
     if rows == "padding":
         return {**_pad(documents, pad_token_id), "margin": margin}
-    segments, ids, places = _lay_out(documents, [pair.prompt for pair in pairs], shared=rows == "shared")
+    segments, places = _lay_out(documents, [pair.prompt for pair in pairs], shared=rows == "shared")
     lasts = [np.flatnonzero(document.input_ids != pad_token_id)[-1:] for document in documents]
     ends = np.array([at[last[0] if len(last) else 0] for at, last in zip(places, lasts, strict=True)])
-    row = {"input_ids": torch.as_tensor(ids)[None], **row_arguments(segments)}
+    row, _ = _collate_row(documents, segments, places)
+    del row["shift_labels"]
     return {**row, "margin": margin, "ends": torch.as_tensor(ends)}
 
 
@@ -179,36 +177,29 @@ def _list_documents(pairs: Sequence[Preference]) -> list[Document]:
     return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
 
 
-def _lay_out(
-    documents: Sequence[Document], pairs: Sequence[int], *, shared: bool
-) -> tuple[Segments, np.ndarray, list[np.ndarray]]:
+def _lay_out(documents: Sequence[Document], pairs: Sequence[int], *, shared: bool) -> tuple[Segments, list[np.ndarray]]:
     """Lay out documents as a row of T tokens. The two documents of a pair become neighbours.
 
     `pairs` as in `collate_answers`. If `shared`, a prompt of two tokens or more stands in the row once, without its last token. Returns the
-    row's segments, its ids int64 [T], and for each document the places of its tokens in the row.
+    row's segments, and for each document the places of its tokens in the row.
     """
     groups = [(number, number + len(pairs)) for number in range(len(pairs))] or [(at,) for at in range(len(documents))]
     places: list[np.ndarray] = [np.zeros(0, np.int64)] * len(documents)
-    ids, lengths, prefixes, end = list[np.ndarray](), list[int](), list[int | None](), 0
-
-    def add(tokens: np.ndarray, prefix: int | None) -> np.ndarray:
-        nonlocal end
-        ids.append(tokens)
-        lengths.append(len(tokens))
-        prefixes.append(prefix)
-        end += len(tokens)
-        return np.arange(end - len(tokens), end)
-
+    lengths, prefixes, end = list[int](), list[int | None](), 0
     for group, prompt in zip(groups, pairs or [0] * len(groups), strict=True):
-        before, prefix = np.zeros(0, np.int64), None
-        if shared and prompt > 1:
+        before, prefix = np.arange(end, end + (max(prompt - 1, 0) if shared else 0)), None
+        if len(before):
             prefix = len(lengths)
-            before = add(documents[group[0]].input_ids[: prompt - 1], None)
+            lengths.append(len(before))
+            prefixes.append(None)
+        end += len(before)
         for number in group:
-            own = add(documents[number].input_ids[len(before) :], prefix)
-            places[number] = np.concatenate([before, own])
+            lengths.append(len(documents[number].input_ids) - len(before))
+            prefixes.append(prefix)
+            places[number] = np.append(before, np.arange(end, end + lengths[-1]))
+            end += lengths[-1]
     sharing = any(prefix is not None for prefix in prefixes)
-    return Segments(tuple(lengths), tuple(prefixes) if sharing else ()), np.concatenate(ids).astype(np.int64), places
+    return Segments(tuple(lengths), tuple(prefixes) if sharing else ()), places
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -190,13 +190,7 @@ class Feed:
 
     def _steps_of(self, window: Window, steps: StreamedSteps) -> StreamedSteps:
         """Return the single step of a window."""
-        schedule = replace(
-            steps.schedule,
-            lengths=self.slots(window.data),
-            examples_per_step=len(window.rows),
-            shuffle=False,
-            total_steps=1,
-            _rows_by_epoch={},
-            _row_counts={},
-        )
+        lengths, count = self.slots(window.data), len(window.rows)
+        schedule = replace(steps.schedule, lengths=lengths, total_steps=1, examples_per_step=count, shuffle=False)
+        schedule = replace(schedule, _rows_by_epoch={}, _row_counts={})
         return replace(steps, data=window.data, schedule=schedule, feed=None)

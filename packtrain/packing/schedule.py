@@ -13,9 +13,10 @@ order and is read pass after pass, independently of the shares: no example repea
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -35,7 +36,8 @@ from packtrain.packing.balance import (
 from packtrain.packing.bins import Rows, best_fit, in_order
 from packtrain.packing.prefixes import PrefixIndex, lay_out_shared, work_of
 
-KEPT_EPOCHS = 2  # epochs whose rows stay in memory: the current one, and the next, as batches are prepared ahead
+KEPT_EPOCHS = 2  # passes whose order stays in memory: the current one, and the next, as batches are prepared ahead
+_Kept = TypeVar("_Kept")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,14 +209,10 @@ class Schedule:
 
     def _rows_of_epoch(self, epoch: int) -> Rows:
         epoch = epoch if self.shuffle else 0
-        if epoch not in self._rows_by_epoch:
-            while len(self._rows_by_epoch) >= KEPT_EPOCHS:
-                del self._rows_by_epoch[next(iter(self._rows_by_epoch))]
-            self._rows_by_epoch[epoch] = self._make_rows(np.random.default_rng((self.seed, epoch)))
-        return self._rows_by_epoch[epoch]
+        return _remember(self._rows_by_epoch, epoch, self._make_rows)
 
-    def _make_rows(self, rng: np.random.Generator) -> Rows:
-        count = len(self.lengths)
+    def _make_rows(self, epoch: int) -> Rows:
+        count, rng = len(self.lengths), np.random.default_rng((self.seed, epoch))
         if self.examples_per_step is None and self.packing.strategy == "best_fit":
             return best_fit(self.lengths, int(self.limits.tokens), rng)
         order = rng.permutation(count) if self.shuffle else np.arange(count)
@@ -224,6 +222,15 @@ class Schedule:
             return Rows(order, np.append(np.arange(0, count, self.examples_per_step), count))
         rows = in_order(self.lengths[order], int(self.limits.tokens))
         return Rows(order[rows.documents], rows.offsets)
+
+
+def _remember(known: dict[int, _Kept], number: int, make: Callable[[int], _Kept]) -> _Kept:
+    """Return `known[number]`. Make it if it is not known, and forget the oldest beyond KEPT_EPOCHS."""
+    if number not in known:
+        while len(known) >= KEPT_EPOCHS:
+            del known[next(iter(known))]
+        known[number] = make(number)
+    return known[number]
 
 
 def make_schedule(
@@ -280,7 +287,6 @@ def make_schedule(
     return replace(schedule, total_steps=max(total, 1))
 
 
-_KEPT_PASSES = 2  # orders kept for each source: the current pass and the next
 _SEED_USE = 4  # sets these random numbers apart: data/ draws by the same seed with 2, 3, 5 and 6 at this place
 
 
@@ -333,12 +339,8 @@ class StagedSchedule(Schedule):
     def _order(self, source: int, pass_: int, length: int) -> np.ndarray:
         if not self.shuffle:
             return np.arange(length)
-        kept = self._orders.setdefault(source, {})
-        if pass_ not in kept:
-            while len(kept) >= _KEPT_PASSES:
-                del kept[min(kept)]
-            kept[pass_] = np.random.default_rng((self.seed, _SEED_USE, source, pass_)).permutation(length)
-        return kept[pass_]
+        rng = np.random.default_rng((self.seed, _SEED_USE, source, pass_))
+        return _remember(self._orders.setdefault(source, {}), pass_, lambda _: rng.permutation(length))
 
 
 def stage(schedule: Schedule, mixture: Mixture, source_of: np.ndarray, names: tuple[str, ...]) -> StagedSchedule:

@@ -22,7 +22,7 @@ from huggingface_hub import constants
 
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Model, Peft, RunConfig, Strategy
-from packtrain.errors import Problem, UserError, read_json
+from packtrain.errors import Json, Problem, UserError, read_json
 from packtrain.wording import first_line, shortened
 
 _LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
@@ -54,6 +54,8 @@ BASE = "adapter_base.json"
 SCORE = "score.weight"
 """Name of a reward model's head."""
 Shapes = Mapping[str, tuple[int, ...]]
+Sizes = Mapping[str, Any]
+"""Values of a model's own config."""
 Kind = Literal["model", "adapters_off", "adapters", "precomputed", "path"]
 
 
@@ -66,7 +68,7 @@ class Weights:
 
     shapes: Shapes
     stored: int
-    sizes: Mapping[str, Any]
+    sizes: Sizes
     packed: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -145,7 +147,7 @@ def weights_of(model: Model, *, scores: bool = False) -> Weights:
     return replace(weights, shapes={**head, **kept}, packed=packed)
 
 
-def known_sizes(model: Model) -> dict[str, Any]:
+def known_sizes(model: Model) -> Json:
     """Return the known values of the model's own config.
 
     model.config overrides config.json, if that is on this machine. Raises UserError for a file that is not a config.
@@ -154,7 +156,7 @@ def known_sizes(model: Model) -> dict[str, Any]:
     return {**(_read(folder / "config.json") if folder else {}), **model.config}
 
 
-def quantised_by(sizes: Mapping[str, Any], *, gpu: bool) -> str:
+def quantised_by(sizes: Sizes, *, gpu: bool) -> str:
     """Return the quantisation method of a loaded model's weights. "" if its weights are whole."""
     settings = sizes.get("quantization_config")
     if not isinstance(settings, Mapping):
@@ -180,7 +182,7 @@ def untrainable(method: str, *, takes_adapters: bool) -> UserError:
     return UserError(what, where="model.path", fix=fix, code="quantised-weights")
 
 
-def read_layers(sizes: Mapping[str, Any]) -> Layers:
+def read_layers(sizes: Sizes) -> Layers:
     """Return the layers of a llama, mistral, qwen2 or qwen3 model. Raises UserError with the sizes that are missing."""
     kind = sizes.get("model_type")
     if kind not in _LLAMA_KIN:
@@ -342,7 +344,7 @@ def folder_of(model: Model) -> Path | None:
     return snapshot if snapshot.is_dir() else None
 
 
-def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
+def _stored(folder: Path, sizes: Sizes) -> Weights:
     """Return the weights in the safetensors files of a folder. Raises UserError for quantised ones in a layout that is not known."""
     settings = sizes.get("quantization_config")
     settings = settings if isinstance(settings, Mapping) else {}
@@ -407,12 +409,12 @@ def _headers(folder: Path) -> tuple[dict[str, tuple[str, tuple[int, ...], int]],
     return tensors, real
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Json:
     """Return the JSON object in a file, {} if the file is absent. Raises UserError for anything else."""
     return read_json(path) if os.path.lexists(path) else {}
 
 
-def _from_sizes(sizes: Mapping[str, Any]) -> Shapes:
+def _from_sizes(sizes: Sizes) -> Shapes:
     """Return the weight shapes of a llama, mistral, qwen2 or qwen3 model with these sizes."""
     layers = read_layers(sizes)
     bias = layers.kind == "qwen2" or (layers.kind != "mistral" and sizes.get("attention_bias", False))

@@ -20,6 +20,8 @@ from typing import cast
 from packtrain.config.rules import check_checkpointing, check_strategy
 from packtrain.config.schema import Checkpointing, Optim, RunConfig
 from packtrain.errors import UserError
+from packtrain.objectives.spec import CHECKED_LOGITS, COMPARED_PAIRS, HEAD_CHUNK
+from packtrain.optimizers import STEPPED
 from packtrain.plan.known_model import (
     SCORE,
     Layers,
@@ -156,13 +158,6 @@ QUANTIZED_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0, "fp8": 1.0
 """Bytes of a weight by model.quantize. nf4: 4 bits, an 8-bit scale per 64 weights, a 32-bit scale per 256 of those scales.
 Scales of whole rows count as nothing."""
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
-HEAD_CHUNK = 2048
-"""Tokens of documents whose logits exist at once (model/forward.py)."""
-COMPARED_PAIRS = 4
-CHECKED_LOGITS = 2**27
-"""dpo and kto compare the answers of so many first pairs before step 1. CHECKED_LOGITS bounds their logits (train/verify/loss_proofs.py)."""
-STEPPED = 2**26
-"""Numbers in float32 at a time while 16-bit weights take their step in float32 (train/optim/float32_step.py)."""
 CHECKPOINTING = ("none", "every_4", "every_3", "selective", "every_2", "full")
 """Values of trainer.gradient_checkpointing, from the fewest recomputed matrix products to all of them."""
 SPARE = 0.1

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -80,13 +79,13 @@ def read_network(main_address: str | None, *, root: Path = Path("/")) -> HostNet
 
     Takes a few milliseconds and a name look-up. `root` contains the kernel's files (sys/).
     """
-    states: dict[str, Any] = {}
+    up = dict[str, bool]()
     with suppress(OSError, RuntimeError, psutil.Error):
-        states = psutil.net_if_stats()
+        up = {name: stats.isup for name, stats in psutil.net_if_stats().items()}
     outward = {own_address_towards(item) for item in _FAR_AWAY} - {None}
     return HostNetwork(
         interfaces=tuple(
-            Interface(name, addresses, name not in states or states[name].isup, not outward.isdisjoint(addresses))
+            Interface(name, addresses, up.get(name, True), not outward.isdisjoint(addresses))
             for name, addresses in addresses_by_interface().items()
         ),
         ports=tuple(_port(port) for port in sorted((root / "sys/class/infiniband").glob("*/ports/*"))),

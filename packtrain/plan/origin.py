@@ -1,25 +1,97 @@
-"""Facts that a resumed run must share with its checkpoint, and changes since then. Pure; no torch.
+"""Facts that the machines and ranks of a run must share, and a resumed run with its checkpoint. Pure; no torch.
 
-Both runs record their facts: config keys, and the documents, weights and versions behind them (train/checkpoint/folder.py).
-config/keys.py says which of them may differ.
+Facts are config keys, and the documents, weights and versions behind them (train/checkpoint/folder.py). config/keys.py says which of them
+may differ from a checkpoint. Machines and ranks compare values as text (launch/rendezvous.py, train/sync.py), secret ones as short digests,
+enough to see that two differ.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+from packtrain.config import is_mapping
 from packtrain.config.keys import is_fixed, is_free, keys
 from packtrain.config.objective import Objective
 from packtrain.config.schema import PLACE
-from packtrain.errors import Problem, UserError
-from packtrain.plan.agreement import shared_values
+from packtrain.errors import Json, Problem, UserError
 from packtrain.run_folder import RunFolder, object_of
+from packtrain.wording import is_certain, speaks_of_secrets
+
+SAME_CONFIG = "start every process with the same config file and the same KEY=VALUE arguments"
+SAME_VERSIONS = "install the same versions everywhere, e.g. from one lock file or container image"
+# Keys that may differ between machines: node number, main address, cache folder, network interfaces and visible devices.
+_OWN = re.compile(
+    r"topology\.(node_rank|main_address)|data\.cache_dir|topology\.environment\..*(_IFNAME|_HCA|VISIBLE_DEVICES)"
+)
+_VARIABLES = "topology.environment."  # a user's own variables, which may hold secrets
+_Peer = TypeVar("_Peer")
+
+
+def shared_values(config: Mapping[str, object]) -> dict[str, str]:
+    """Return key → text of all config values that machines must share; secrets as digests. `config`: plain containers."""
+    flat: dict[str, object] = {}
+    _flatten(config, "", flat)
+    return {key: _shown(key, value) for key, value in flat.items() if not _OWN.fullmatch(key)}
+
+
+def shared_versions(environment: Json) -> dict[str, str]:
+    """Return package → version from `run_folder.environment()`, and Python's version without its patch level."""
+    packages = {name: version or "not installed" for name, version in environment["versions"].items()}
+    return {"python": ".".join(str(environment["python"]).split(".")[:2]), **packages}
+
+
+def digest_of(text: str) -> str:
+    """Return a short digest that shows whether two secrets differ."""
+    return hashlib.blake2b(text.encode(), digest_size=3).hexdigest()
+
+
+def list_differences(
+    facts_of: Mapping[_Peer, Mapping[str, str]], fixes: Mapping[str, str], in_words: Callable[[Sequence[_Peer]], str]
+) -> list[Problem]:
+    """Return one problem for each fact that is not the same for all.
+
+    Example: "rank 2 has 4; ranks 0 and 1 have 3"; the smaller group comes first. `facts_of`: machine or rank → fact → value in words.
+    `in_words` names several machines or ranks. `fixes`: fact → what to do about it.
+    """
+    everyone, problems = list(facts_of), list[Problem]()
+    for name in dict.fromkeys(name for facts in facts_of.values() for name in facts):
+        groups: dict[str, list[_Peer]] = defaultdict(list)
+        for member, facts in facts_of.items():
+            groups[facts.get(name, "no such thing")].append(member)
+        # small groups first; among equal groups, the one with the first machine or rank last
+        ordered = sorted(groups.items(), key=lambda item: (len(item[1]), -everyone.index(item[1][0])))
+        has = [f"{in_words(ours)} {'have' if len(ours) > 1 else 'has'} {value}" for value, ours in ordered]
+        if len(has) > 1:
+            problems.append(Problem("; ".join(has), name, fixes.get(name, ""), code="peers-differ"))
+    following = [*(item.fix for item in problems[1:]), ""]
+    return [  # state a fix once, below all neighbouring problems that it mends
+        replace(item, fix="" if item.fix == then else item.fix) for item, then in zip(problems, following, strict=False)
+    ]
+
+
+def _flatten(value: object, path: str, into: dict[str, object]) -> None:
+    if is_mapping(value) and value:
+        for name, inner in value.items():
+            _flatten(inner, f"{path}.{name}" if path else str(name), into)
+    else:
+        into[path] = value
+
+
+def _shown(key: str, value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+    if value is not None and (key.startswith(_VARIABLES) or speaks_of_secrets(key) or is_certain(text)):
+        return f"a value not shown ({digest_of(text)})"
+    return text if len(text) <= 200 else f"{text[:160]}… ({digest_of(text)})"
+
 
 ORIGIN, MANIFEST = "origin.json", "manifest.json"
 STRATEGY, PROCESSES = "strategy.name", "the number of processes"
@@ -32,11 +104,11 @@ _AFTER_LOADING = (_LENGTH, "data.train", "model.dtype", "objective.reference", "
 _EMPTY = (None, "{}", "[]")
 """Values of a fact that mean the same."""
 _NAME = re.compile(r"step-(\d+)")
-Facts = dict[str, Any]
+Facts = Json
 """Facts by name, with values of JSON."""
 
 
-def facts_of(config: dict[str, Any]) -> Facts:
+def facts_of(config: Json) -> Facts:
     """Return the facts in the `config` of a run (plain containers). Secrets become digests."""
     facts: Facts = {}
     for key in keys().values():
@@ -90,7 +162,7 @@ def check_origin(checkpoint: Path, origin: Facts) -> tuple[list[str], list[str]]
     return [lines[name] for name in decisive], [lines[name] for name in changed if is_free(name)]
 
 
-def check_config(config: dict[str, Any], folder: RunFolder, resume: str) -> None:
+def check_config(config: Json, folder: RunFolder, resume: str) -> None:
     """Check the keys of `config` (plain containers) like `check_origin`, before anything is loaded. Raises UserError.
 
     The checkpoint named by `resume` counts, else the newest. A damaged one is not checked: the run looks for another when it reads them.

@@ -12,21 +12,21 @@ from typing import Literal
 
 from packtrain.config.schema import Topology
 from packtrain.errors import CheckFailed, Problem, UserError
-from packtrain.plan.agreement import GPUS_PER_NODE
-from packtrain.plan.launchers import (
+from packtrain.plan.network_settings import is_ip, is_loopback
+from packtrain.plan.surroundings import (
     DEFAULT_PORT,
     TORCH,
     Allocation,
+    Surroundings,
     read_allocation,
     read_number,
     read_pod,
     read_process,
     require,
 )
-from packtrain.plan.network_settings import is_ip, is_loopback
-from packtrain.plan.surroundings import Surroundings
 from packtrain.wording import counted
 
+GPUS_PER_NODE = "topology.gpus_per_node"
 Role = Literal["train", "launch", "srun", "ray"]
 
 

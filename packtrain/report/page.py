@@ -25,7 +25,7 @@ from packtrain.config.yaml_files import shown
 from packtrain.errors import UserError
 from packtrain.inspect.rendering import DATA_CSS, data_section, percent, templates_in
 from packtrain.mirror import fetch_record
-from packtrain.report import headline
+from packtrain.report import figures as headline
 from packtrain.report.figures import PHASES, points_of
 from packtrain.report.run_record import RunRecord, harmless, read_run
 from packtrain.run_folder import RunFolder

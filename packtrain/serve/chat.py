@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from packtrain.errors import UserError, boundary
 from packtrain.serve.trained import find_trained, load_trained
-from packtrain.system import Stopped
+from packtrain.system import Stopped, stdout_on_stderr
 from packtrain.wording import visible
 
 if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 _COMMANDS = "/undo, /retry, /system TEXT, /base (adapters off and on), /quit; Ctrl-C ends an answer"
 
@@ -122,6 +122,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@stdout_on_stderr()
 def load_speaker(name: str) -> Speaker:
     """Load the model of that name, on a GPU if there is one. Raises UserError for a model that cannot answer."""
     if (trained := find_trained(name)).scores:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -28,12 +28,16 @@ from packtrain.config.overrides import assignment
 from packtrain.config.rules.paths_and_packages import is_local, nearest
 from packtrain.config.schema import Model, RunConfig, Tracking, sources
 from packtrain.config.yaml_files import read_config
-from packtrain.errors import UserError, boundary
+from packtrain.errors import Json, UserError, boundary
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder
 from packtrain.serve.trained import adapters_of, find_trained, load_trained
-from packtrain.train.verify.command import finite, on_this_machine, stdout_on_stderr
+from packtrain.system import stdout_on_stderr
+from packtrain.train.verify.command import finite, on_this_machine
 from packtrain.wording import counted, shortened, visible
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Score = Callable[[str, str, str], float]
 """Score from 0 (wrong) to 1 (right), given the answer, the held-out answer and the prompt."""
@@ -72,7 +76,7 @@ def evaluate(
     code, figures = held_out_figures(run, execute)
     if code or not figures:  # under another launcher only the first process has them
         return code
-    report: dict[str, Any] = {"model": model.path, "objective": run.objective.kind, "figures": figures}
+    report: Json = {"model": model.path, "objective": run.objective.kind, "figures": figures}
     with stdout_on_stderr():
         trained = find_trained(str(model.path)) if more else None
         loaded = trained and load_trained(trained, model.dtype, trust=model.trust_remote_code, on_gpu=True)
@@ -113,7 +117,7 @@ def load_evaluated(
     return given, load_config(*given, note)
 
 
-def _print(report: dict[str, Any]) -> None:
+def _print(report: Json) -> None:
     console, table = Console(highlight=False, soft_wrap=True, markup=False), Table("held-out figure", "value")
     for name, value in report["figures"].items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if value is not None else "none")
@@ -167,7 +171,7 @@ def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConf
     return replace(own, trainer=trainer, optim=optim, tracking=Tracking())
 
 
-def held_out_figures(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig], int]) -> tuple[int, dict[str, Any]]:
+def held_out_figures(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig], int]) -> tuple[int, Json]:
     """Return (exit code, figures of data.eval by name). Runs in as many processes as training on this machine."""
     folder = tempfile.mkdtemp(prefix="packtrain-eval-")
     aside = replace(config, trainer=replace(config.trainer, output_dir=folder))
@@ -207,8 +211,8 @@ def _found(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def answer_held_out(
-    model: Any, tokenizer: Any, run: RunConfig, judge: Score, *, rows: int, tokens: int
-) -> dict[str, Any]:
+    model: Any, tokenizer: PreTrainedTokenizerBase, run: RunConfig, judge: Score, *, rows: int, tokens: int
+) -> Json:
     """Answer the first `rows` documents of data.eval, in up to `tokens` tokens each. Return the share of right answers, and the answers."""
     import torch
 
@@ -223,7 +227,7 @@ def answer_held_out(
         ids = torch.tensor(prompt[None].astype("int64"), device=model.device)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.pad_token_id}
         made = model.generate(**given, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
-        texts = [tokenizer.decode(part, skip_special_tokens=True) for part in (made, wanted, prompt)]
+        texts = [str(tokenizer.decode(part, skip_special_tokens=True)) for part in (made, wanted, prompt)]
         named = dict(zip(("answer", "expected", "prompt"), texts, strict=True))
         with boundary("the score failed", "--score", code="score-failed"):
             answers.append({**named, "score": float(judge(*texts))})
@@ -247,7 +251,7 @@ def _questions(documents: Any, rows: int) -> Iterator[tuple[np.ndarray, np.ndarr
             yield document.input_ids[:begin], document.input_ids[begin:last]
 
 
-def run_tasks(tasks: list[str], model: Any, tokenizer: Any) -> dict[str, Any]:
+def run_tasks(tasks: list[str], model: Any, tokenizer: PreTrainedTokenizerBase) -> Json:
     """Run tasks of lm-evaluation-harness; return results by name. Raises UserError if it fails, or knows no such task."""
     with boundary("lm_eval failed", "--tasks", "lm-eval ls tasks shows those that there are.", code="lm-eval-failed"):
         from lm_eval import simple_evaluate  # type: ignore[import-not-found]

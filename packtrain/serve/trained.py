@@ -6,15 +6,18 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from packtrain import fast_imports
-from packtrain.config.rules.fitting import PEFT_OPTIONS
+from packtrain.config.rules import PEFT_OPTIONS
 from packtrain.config.rules.paths_and_packages import MODEL_SUFFIXES, is_local, model_of, nearest
 from packtrain.config.schema import Model, Peft
 from packtrain.errors import UserError, read_json
 from packtrain.plan.known_model import base_of
 from packtrain.run_folder import RunFolder
+from packtrain.system import fast_imports
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ def load_trained(
     trust: bool = False,
     on_gpu: bool = False,
     dequantize: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load the model in eval mode, and its tokenizer. `on_gpu`: use a GPU if there is one. Adapters stay apart (a PeftModel).
 
     `dequantize`: quantised weights become numbers in the model's format.

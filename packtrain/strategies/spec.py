@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from packtrain.config.fault import Fault
+from packtrain.config import Fault
 from packtrain.errors import Json
 from packtrain.registry import Registry
 

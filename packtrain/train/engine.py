@@ -1,16 +1,23 @@
-"""Engine: the spread model, its optimizer and schedule, with one interface for all strategies."""
+"""Engine: the spread model, its optimizer and schedule, with one interface for all strategies.
+
+A checkpoint of another strategy, or of another number of processes, is loaded by the names of weights (`CheckpointContents`). Its files are
+mapped into memory, so that a process holds little more than the tensors that it asks for. Each process takes its share of one whole weight after
+the other. DeepSpeed's universal checkpoints offer the same for Adam only, as a second copy on disk. The optimizer's settings and its learning rate
+are this run's.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
@@ -21,11 +28,10 @@ from packtrain.model.layers import recompute
 from packtrain.model.load import base_model
 from packtrain.model.save import gathered
 from packtrain.strategies.spec import STRATEGIES, StrategySpec
-from packtrain.train.checkpoint.contents import CheckpointContents, Names, put_into_torch, put_weights
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import Dither
-from packtrain.train.optim.float32_step import AVERAGE, MASTER, loses_updates, stepping_in_float32
+from packtrain.train.optim.float32_step import AVERAGE, MASTER, ROUNDINGS, loses_updates, stepping_in_float32
 from packtrain.train.optim.weight_groups import group_weights
 from packtrain.train.run_state import LoopSettings
 from packtrain.train.spikes import Norm
@@ -35,6 +41,31 @@ Judge = Callable[[Callable[[], torch.Tensor]], bool | None]
 
 Exact = Callable[[torch.Tensor], torch.Tensor | None]
 """Returns the optimizer's whole float32 tensor of a trained weight; None if it keeps none. All processes call it together."""
+_Value = TypeVar("_Value", bound=torch.Tensor | float)
+States = dict[str, torch.Tensor | float]
+"""States of a weight in an optimizer, by name."""
+Names = Mapping[torch.Tensor, str]
+"""Names of the trained weights of this process's model."""
+
+
+class CheckpointContents(Protocol):
+    """Reader of a checkpoint, by the names of `named_parameters()`. All tensors are whole and on the CPU."""
+
+    @property
+    def order(self) -> list[str] | None:
+        """The weight names in the order of the optimizer's numbers. None: its states go by name."""
+        ...
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Return a weight or a buffer, in its own format or in float32."""
+        ...
+
+    def states(self, name: str) -> States:
+        """Return the optimizer's states of a weight; {} if it never had a gradient.
+
+        They are tensors of the weight's shape or plain values (for AdamW `exp_avg`, `exp_avg_sq`, `step`), and include MASTER.
+        """
+        ...
 
 
 class Engine:
@@ -99,7 +130,7 @@ class Engine:
                 # config/rules/ cannot see this if model.dtype=auto
                 say("optim.bf16_rounding has no effect: no trained weight is bfloat16")
             make = cast(Callable[..., Optimizer], kind)
-            arguments = {**optim.spec.betas(optim.beta1, optim.beta2), **optim.spec.options}
+            arguments = optim.spec.arguments(optim.beta1, optim.beta2)
             made = make(group_weights(self.model, optim), lr=optim.learning_rate, **arguments)
             if optim.spec.options.get("optim_bits") == 8:
                 keep_embeddings_precise(self.model)
@@ -202,7 +233,20 @@ class Engine:
     def load_by_name(self, contents: CheckpointContents, names: Names, buffers: Names) -> None:
         """Load a checkpoint of any strategy into the weights `names` and the `buffers`."""
         put_weights(contents, {**names, **buffers})
-        put_into_torch(contents, self.plain_optimizer, names)
+        optimizer = self.plain_optimizer
+        masters, whole = getattr(optimizer, "masters", False), optimizer.state_dict()
+        numbers = [number for group in whole["param_groups"] for number in group["params"]]
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        whole["state"] = {}
+        for number, weight in zip(numbers, weights, strict=True):
+            if not (states := contents.states(names[weight])):
+                continue
+            own = {key: _share(value, weight) for key, value in states_of(contents, names[weight]).items()}
+            if masters and loses_updates(weight):
+                own = {key: value.float() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
+                own[MASTER] = _share(exact_weight(contents, names[weight]), weight)
+            whole["state"][number] = own | {key: states[key] for key in (ROUNDINGS,) if key in states}
+        optimizer.load_state_dict(whole)
 
 
 @contextmanager
@@ -217,6 +261,36 @@ def weights_cast_once() -> Iterator[None]:
     finally:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
+
+
+def put_weights(contents: CheckpointContents, names: Names) -> None:
+    """Copy the weights, each into its format. Not for ZeRO-3: its engine holds the weights."""
+    with torch.no_grad():
+        for weight, name in names.items():
+            weight.copy_(_share(contents.weight(name), weight))
+
+
+def exact_weight(contents: CheckpointContents, name: str) -> torch.Tensor:
+    """Return the weight in float32: its master, if it has one."""
+    master = contents.states(name).get(MASTER)
+    return master if isinstance(master, torch.Tensor) else contents.weight(name).float()
+
+
+def states_of(contents: CheckpointContents, name: str) -> States:
+    """Return the states of a weight for any optimizer of torch, without masters."""
+    states = contents.states(name)
+    kept = {key: value for key, value in states.items() if key not in (MASTER, ROUNDINGS) and value is not None}
+    return kept | ({"step": torch.tensor(float(kept["step"]))} if "step" in kept else {})
+
+
+def _share(value: _Value, weight: torch.Tensor) -> _Value:
+    """Return this process's share of a whole tensor like `weight`, on its device. Other values come back unchanged."""
+    if not isinstance(value, torch.Tensor) or value.shape != weight.shape:
+        return value
+    there = value.to(weight.device)
+    if isinstance(weight, DTensor):
+        there = distribute_tensor(there, weight.device_mesh, weight.placements, src_data_rank=None)
+    return cast(_Value, there)
 
 
 def engine_of(strategy: str) -> type[Engine]:

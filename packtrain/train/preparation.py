@@ -157,7 +157,7 @@ def settle_precision(run: Prepared, recorded: Json) -> None:
     asked, seed, optim = run.config.trainer.mixed_precision, run.config.trainer.seed, run.config.optim
     run.precision = decide_precision(run.model, asked, run.ranks, recorded.get("trainer.mixed_precision"))
     check_changes(run.situation)
-    reference = run.objective.take_reference(run.model, run.tokenizer, run.ranks, run.precision, seed=seed)
+    reference = run.objective.take_reference(run)
     # seed and strategy as the run began: the checkpoint's masters were moved with them
     dither = [seed, run.ranks.spec.casts_weights] if optim.dithers else None
     run.origin = {"trainer.mixed_precision": run.precision.mixed, "dither": recorded.get("dither", dither)}
@@ -173,11 +173,9 @@ def spread_model(run: Prepared) -> None:
 
 def settle_attention(run: Prepared) -> None:
     """Choose the attention of packed rows by proof. Raises UserError or CheckFailed if none is exact."""
-    base, prove = base_model(run.model), run.config.verify.preflight
     if run.config.packing.mode != "padding":
-        with outputs_of_tokens(base):
-            wanted = run.config.model.attention
-            run.backend = run.objective.decide_attention(wanted, base, run.ranks, run.precision, prove=prove)
+        with outputs_of_tokens(base_model(run.model)):
+            run.backend = run.objective.decide_attention(run)
 
 
 def settle_split(run: Prepared) -> str:

@@ -39,9 +39,8 @@ from packtrain.model.spread import Ranks, machines_of, open_strategy
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.packing.feed import Feed
-from packtrain.plan.agreement import shared_values
 from packtrain.plan.memory import Memory
-from packtrain.plan.origin import check_length, check_origin, length_of, origin_in
+from packtrain.plan.origin import check_length, check_origin, length_of, origin_in, shared_values
 from packtrain.proof.isolation import check_causal_and_padding
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.system import stopped_by, told_at_once

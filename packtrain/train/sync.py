@@ -34,8 +34,8 @@ from packtrain.launch.worker import LOG_DIR
 from packtrain.model.load import base_model
 from packtrain.model.weights import weights_hash
 from packtrain.monitor.heartbeat import TimeLimits, waiting
-from packtrain.plan.agreement import SAME_CONFIG, SAME_VERSIONS, digest_of, list_differences, shared_versions
 from packtrain.plan.network_settings import SOCKETS
+from packtrain.plan.origin import SAME_CONFIG, SAME_VERSIONS, digest_of, list_differences, shared_versions
 from packtrain.run_folder import environment
 from packtrain.system import leave, start
 from packtrain.train.library_errors import shortly
@@ -162,7 +162,7 @@ def preparing_s(step_timeout: float) -> float:
 def agree_on_start(peers: Peers | None, config: Mapping[str, str], device: str, *, timeout_s: float) -> None:
     """Check that all ranks have the same `config`, packages and `device` (cpu, cuda).
 
-    `config` is from plan.agreement.shared_values. Our launchers have compared all but the device already. Raises Disagreement, PeerFailed.
+    `config` is from plan.origin.shared_values. Our launchers have compared all but the device already. Raises Disagreement, PeerFailed.
     """
     facts, fixes = {"device": device}, {"device": "look at nvidia-smi and CUDA_VISIBLE_DEVICES there"}
     if LOG_DIR not in os.environ:

@@ -11,10 +11,18 @@ import torch
 from padded_call import PACKED, REFUSED, SHARED, attachment_of, off, outputs_and_gradients, padded_call
 from page import PAGE, is_comparable, line, page
 from quirks import QUIRKS, UNBUILDABLE
+<<<<<<< HEAD
+from sweep import WINDOW, difference, documents, one_by_one, outcome_of, quietly_on_one_thread
+from test_experts import LENGTHS, by_transformers, micro_batches, routers_of, step
+=======
 from sweep import WINDOW, difference, documents, one_by_one, outcome_of
 from test_routers import by_transformers, gradients, micro_batches, relative, routers_of, step
 from test_routers import documents as documents_for_routers
+>>>>>>> tb
 from tiny import model_types, tiny_model
+from tiny_models import documents as documents_for_routers
+from tiny_models import gradient
+from tiny_models import off as relative
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -50,7 +58,7 @@ KINDS = {
     "cpmant": "not causal",
     "musicgen": "no model of tokens",
 }
-REFUSED_ROUTERS = ("doge",)  # a loss over other logits than its routers', see tests/train/test_routers.py
+REFUSED_ROUTERS = ("doge",)  # a loss over other logits than its routers', see tests/train/test_experts.py
 
 
 def types() -> list:
@@ -132,7 +140,7 @@ def test_no_exception_outlives_its_type() -> None:
         assert quirk.reason and (quirk.small or quirk.full), model_type
 
 
-@pytest.mark.exhaustive  # tests/train/test_routers.py has two of them
+@pytest.mark.exhaustive  # tests/train/test_experts.py has two of them
 @pytest.mark.slow
 def test_the_loss_of_routers_is_that_of_transformers_in_every_mode_of_every_family() -> None:
     """Losses, router losses and gradients of a step in three micro-batches, one of them empty, padded and packed."""
@@ -141,7 +149,7 @@ def test_the_loss_of_routers_is_that_of_transformers_in_every_mode_of_every_fami
     routed = [one for one, module in modules.items() if hasattr(module, "load_balancing_loss_func")]
     families = [one for one in routed if one not in REFUSED_ROUTERS]
     assert len(families) >= 25 and {"mixtral", "qwen3_moe", "gpt_oss", "olmoe", "jamba", "qwen3_next"} <= {*families}
-    items = documents_for_routers()[:5]
+    items = documents_for_routers(LENGTHS)[:5]
     for family in families:
         model = tiny_model(family)
         assert isinstance(model, PreTrainedModel), family
@@ -156,4 +164,4 @@ def test_the_loss_of_routers_is_that_of_transformers_in_every_mode_of_every_fami
                 loss = step(model, routers, batches)
             assert loss == pytest.approx(expected_loss, rel=1e-5), (family, layout)
             assert routers.value() == pytest.approx(expected_aux, rel=1e-5), (family, layout)
-            assert relative(gradients(model), expected) < 1e-4, (family, layout)
+            assert relative(gradient(model), expected) < 1e-4, (family, layout)

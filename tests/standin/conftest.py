@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from running import Run
+from running import Run, written
 
 from tests.standin import gpus as standin
 from tests.train import forked
@@ -86,19 +85,14 @@ class Gpus:
     def flash_calls(self, rank: int) -> tuple[list[int], list[int]]:
         """The calls of flash attention's kernel in that rank of the last launch, forward and backward: the segments of each."""
         lines = [line for line in self.reported if "flash" in line and line["rank"] == rank]
-        forward, backward = (
-            [one["segments"] for one in lines if one["flash"] == way] for way in ("forward", "backward")
-        )
-        return forward, backward
+        return tuple([one["segments"] for one in lines if one["flash"] == way] for way in ("forward", "backward"))  # type: ignore[return-value]
 
     def train(
         self, folder: Path, config: dict[str, Any], *overrides: str, verb: str = "sft", name: str = "run", **how: Any
     ) -> Run:
         """Trains by `config` into folder/name; `how` as for `packtrain`."""
         config = {**config, "trainer": {**config["trainer"], "output_dir": str(folder / name)}}
-        path = folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(config))
-        self.packtrain(verb, str(path), *overrides, **how)
+        self.packtrain(verb, written(folder, config, name), *overrides, **how)
         return Run(folder / name)
 
 

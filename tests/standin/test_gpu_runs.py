@@ -1,4 +1,4 @@
-"""packtrain on a machine with GPUs, from the command to the weights: flash is taken, and training is that of a CPU."""
+"""packtrain on a machine with GPUs, from the command to the weights: flash is taken, and training is that of a CPU; its other commands."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from answer_runs import labelled, preferences
-from running import Run, base_config, conversations, train, write_jsonl
+from answer_runs import of_objective as of_rows
+from running import Run, assert_same_bits, base_config, conversations, packtrain, train, write_jsonl, written
+
+from packtrain.config.compose import load_config
+from packtrain.plan.memory import GIB, STASHED, Memory, estimate
+from tests.standin import checks
+from tests.standin import gpus as standin
 
 FLASH = "flash (torch's varlen_attn"
 ROUNDING = 1e-2
@@ -47,10 +52,8 @@ def on_gpu(gpus, folder: Path, config: dict[str, Any]) -> Run:
 
 def of_objective(folder: Path, verb: str, **groups: dict[str, Any]) -> dict[str, Any]:
     """Two steps of that objective, and an evaluation."""
-    rows = {"sft": conversations(14), "kto": labelled(14, 0)}.get(verb) or preferences(14, 0)
-    data = {"train": str(write_jsonl(folder / f"{verb}.jsonl", rows)), "eval": 0.2, "max_length": 92}
-    groups = {"trainer": {"max_steps": 2}, **groups}
-    return base_config(folder, data=data, batch={"tokens_per_device": 256}, **groups)
+    groups = {"trainer": {"max_steps": 2}, "batch": {"tokens_per_device": 256}, **groups}
+    return of_rows(folder, verb, data={"eval": 0.2}, **groups)
 
 
 def assert_trained(run: Run, like: Run, by: float = ROUNDING) -> None:
@@ -86,9 +89,8 @@ def test_ligers_kernels_train_as_the_model_does(gpus, folder: Path, config: dict
     command += [str(folder / "no-liger.yaml"), "model.kernels=liger", f"trainer.output_dir={folder / 'liger'}"]
     subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True, timeout=900)
     run = Run(folder / "liger")
-    assert run.summary["changes"]["kernels"].startswith(
-        "norms, rotation and activations by Liger's kernels (loss off by"
-    )
+    said = "norms, rotation and activations by Liger's kernels (loss off by"
+    assert run.summary["changes"]["kernels"].startswith(said)
     assert run.losses == pytest.approx(plain.losses, rel=ROUNDING)
 
 
@@ -106,22 +108,11 @@ def test_in_float32_losses_and_weights_are_those_of_the_cpu(
 def test_two_ranks_resume_bit_for_bit(gpus, folder: Path, config: dict[str, Any], strategy: str) -> None:
     how: dict[str, Any] = {"devices": 2, "ranks": 2}
     whole = gpus.train(folder, config, f"strategy={strategy}", name=f"whole-{strategy}", **how)
-    after = f"trainer.resume={whole.folder / 'checkpoints' / 'step-000002'}"
-    run = gpus.train(folder, config, f"strategy={strategy}", after, name=f"again-{strategy}", **how)
-    if (
-        strategy == "zero3_offload"
-    ):  # DeepSpeed's AdamW on the host multiplies powers of its betas up; after a resume it takes pow
-        assert run.losses == pytest.approx(whole.losses[2:], rel=1e-5)
-        return
-    assert run.losses == whole.losses[2:]
-    assert all(run.weights()[name].equal(weight) for name, weight in whole.weights().items())
-
-
-@pytest.mark.exhaustive  # the recipe for LoRA does so as well
-def test_one_process_stays_on_one_of_several_gpus(gpus, folder: Path, config: dict[str, Any], on_gpu: Run) -> None:
-    """transformers would split each batch over both."""
-    run = gpus.train(folder, config, "topology=single", devices=2, name="one-of-two")
-    assert run.losses == on_gpu.losses and set(gpus.touched()[0]) == {0}
+    run = gpus.train(folder, config, f"strategy={strategy}", whole.resume(2), name=f"again-{strategy}", **how)
+    if strategy != "zero3_offload":
+        return assert_same_bits(run, whole, after=2)
+    # DeepSpeed's AdamW on the host multiplies powers of its betas up; after a resume it takes pow
+    assert run.losses == pytest.approx(whole.losses[2:], rel=1e-5)
 
 
 @pytest.mark.exhaustive
@@ -141,51 +132,25 @@ def test_a_run_goes_back_to_before_the_steps_since_the_last_line(gpus, folder: P
     """With figures of the GPU's peak, which are made over the steps since then. The tenth step has answers unlike all before."""
     rows = conversations(14 * 7)
     for row in rows[9 * 7 : 10 * 7]:
-        row["messages"] = [
-            *row["messages"][:1],
-            {"role": "assistant", "content": "Zxq! 48-07; Jvkp? (91:36) WBHF\n" * 3},
-        ]
+        row["messages"][1:] = [{"role": "assistant", "content": "Zxq! 48-07; Jvkp? (91:36) WBHF\n" * 3}]
     data = {"train": str(write_jsonl(folder / "unlike.jsonl", rows)), "shuffle": False}
     jumps = {"on_spike": "rollback", "spike_factor": 1.3, "log_every": 12, "checkpoint_every": 2, "max_steps": 14}
     config = base_config(folder, data=data, trainer=jumps, optim={"learning_rate": 0.02, "schedule": "constant"})
     run = gpus.train(folder, config, name="back")
-    actions = [json.loads(line)["action"] for line in (run.folder / "spikes.jsonl").read_text().splitlines()]
-    assert "rollback" in actions and run.steps[-1]["step"] == 14 and run.steps[-1]["mfu"] > 0
+    assert (
+        "rollback" in [line["action"] for line in run.spikes]
+        and run.steps[-1]["step"] == 14
+        and run.steps[-1]["mfu"] > 0
+    )
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_ranks_train_as_one_each_on_its_own_gpu(
-    gpus, folder: Path, config: dict[str, Any], on_gpu: Run, strategy: str
-) -> None:
-    run = gpus.train(folder, config, f"strategy={strategy}", devices=2, ranks=2, name=strategy)
-    assert run.summary["attention"].startswith(FLASH)
-    assert_trained(run, on_gpu)
-    written, alone = ([one["before"] for one in each.summary["answers"]] for each in (run, on_gpu))
-    assert written == alone and all(written)  # by greedy decoding, of weights that are still the same
-    touched = gpus.touched()
-    assert {rank: set(devices) for rank, devices in touched.items()} == {0: {0}, 1: {1}}, touched
-
-
-@pytest.mark.parametrize(
-    ("verb", "strategy", "devices"),
-    [
-        pytest.param(*one, marks=pytest.mark.exhaustive)  # CI has the recipe for LoRA
-        for one in [
-            ("dpo", "fsdp2", 2),
-            ("sft", "ddp", 1),
-            ("sft", "zero2", 2),
-            ("sft", "fsdp2", 1),
-            ("dpo", "ddp", 1),
-            ("kto", "zero2", 2),
-        ]
-    ],
-)
+@pytest.mark.exhaustive  # CI has the recipe for LoRA
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(("verb", "strategy"), [("dpo", "fsdp2"), ("sft", "ddp"), ("kto", "zero2")])
 def test_adapters_train_as_on_the_cpu(gpus, folder: Path, verb: str, strategy: str, devices: int) -> None:
     """The reference of dpo and kto is the model with its adapters off. The first step is for the matrices that begin as zeros."""
-    config = of_objective(
-        folder, verb, peft={"kind": "lora", "r": 4}, optim={"learning_rate": 1e-2}, trainer={"max_steps": 3}
-    )
+    groups: Any = {"peft": {"kind": "lora", "r": 4}, "optim": {"learning_rate": 1e-2}, "trainer": {"max_steps": 3}}
+    config = of_objective(folder, verb, **groups)
     name = f"lora-{verb}-{strategy}-{devices}"
     run = gpus.train(folder, config, f"strategy={strategy}", verb=verb, name=name, devices=devices, ranks=devices)
     assert run.summary["attention"].startswith(FLASH)
@@ -194,30 +159,26 @@ def test_adapters_train_as_on_the_cpu(gpus, folder: Path, verb: str, strategy: s
 
 
 @pytest.mark.exhaustive
-def test_ranks_train_alike_while_torch_compares_their_collectives(
-    gpus, folder: Path, config: dict[str, Any], on_gpu: Run
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_train_as_one_while_torch_compares_their_collectives(
+    gpus, folder: Path, config: dict[str, Any], on_gpu: Run, strategy: str
 ) -> None:
     how: dict[str, Any] = {"devices": 2, "ranks": 2, "env": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}}
-    assert_trained(gpus.train(folder, config, "strategy=fsdp2", name="detail", **how), on_gpu)
+    run = gpus.train(folder, config, f"strategy={strategy}", name=f"detail-{strategy}", **how)
+    assert_trained(run, on_gpu)
+    written, alone = ([one["before"] for one in each.summary["answers"]] for each in (run, on_gpu))
+    assert written == alone and all(written)  # by greedy decoding, of weights that are still the same
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
 def test_recomputed_activations_change_no_bit(gpus, folder: Path, config: dict[str, Any], strategy: str) -> None:
-    how: dict[str, Any] = {"devices": 2, "ranks": 2}
+    how, given = {"devices": 2, "ranks": 2}, (f"strategy={strategy}",)
     kept, recomputed = (
-        gpus.train(
-            folder,
-            config,
-            f"strategy={strategy}",
-            f"trainer.gradient_checkpointing={one}",
-            name=f"{one}-{strategy}",
-            **how,
-        )
+        gpus.train(folder, config, *given, f"trainer.gradient_checkpointing={one}", name=f"{one}-{strategy}", **how)
         for one in ("none", "full")
     )
-    assert recomputed.losses == kept.losses
-    assert all(recomputed.weights()[name].equal(weight) for name, weight in kept.weights().items())
+    assert_same_bits(recomputed, kept)
 
 
 @pytest.mark.exhaustive
@@ -244,10 +205,9 @@ def test_products_in_8_bits_are_proved_and_train_as_bfloat16_and_resume_bit_for_
     assert "8 bits" in run.summary["changes"]["fp8"] and "gradients by" in run.summary["changes"]["fp8"]
     assert_trained(run, on_gpu, 2e-2)
     assert run.losses != on_gpu.losses and set(run.weights()) == set(on_gpu.weights())
-    after = f"trainer.resume={run.folder / 'checkpoints' / 'step-000002'}"
-    again = gpus.train(folder, config, "trainer.mixed_precision=auto", after, name="fp8-again")
-    assert again.losses == run.losses[2:] and "fp8" in again.summary["changes"]
-    assert all(again.weights()[name].equal(weight) for name, weight in run.weights().items())
+    again = gpus.train(folder, config, "trainer.mixed_precision=auto", run.resume(2), name="fp8-again")
+    assert "fp8" in again.summary["changes"]
+    assert_same_bits(again, run, after=2)
 
 
 @pytest.mark.exhaustive
@@ -257,3 +217,151 @@ def test_two_ranks_of_fsdp2_multiply_in_8_bits(gpus, folder: Path, config: dict[
     run = gpus.train(folder, config, *changes, devices=2, ranks=2, name="fp8-fsdp2")
     assert "gradients by" in run.summary["changes"]["fp8"]
     assert_trained(run, on_cpu, 2e-2)
+
+
+OFFLOAD = "trainer.activation_offload=true"
+FULL = "trainer.gradient_checkpointing=full"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("verb", "strategy", "changes"),
+    [
+        *((verb, "ddp", ()) for verb in ("sft", "dpo", "kto")),
+        ("sft", "ddp", ("peft=lora",)),
+        ("sft", "ddp", ("trainer.tokens_per_mlp_tile=50",)),
+        ("sft", "ddp", ("batch.tokens_per_device=100",)),  # several micro-batches
+        *(("sft", strategy, ()) for strategy in ("fsdp2", "zero2", "zero3")),
+    ],
+)
+def test_runs_with_inputs_on_the_host_train_the_same_bits(
+    gpus, tmp_path: Path, verb: str, strategy: str, changes: tuple[str, ...]
+) -> None:
+    devices = 1 if verb != "sft" or "peft=lora" in changes else 2
+    how: dict[str, Any] = {"verb": verb, "devices": devices, "ranks": devices}
+    config = of_objective(tmp_path, verb)
+    config["model"]["config"] = {**config["model"]["config"], "num_hidden_layers": STASHED + 2}
+    given = (f"strategy={strategy}", FULL, "verify.preflight=false", "data.eval=null", *changes)
+    kept = gpus.train(tmp_path, config, *given, name="kept", **how)
+    moved = gpus.train(tmp_path, config, *given, OFFLOAD, name="moved", **how)
+    assert "full (asked for), from inputs of layers in the host's memory" in moved.log
+    assert (moved.losses, moved.norms) == (kept.losses, kept.norms)
+    if "peft=lora" not in changes:
+        assert_same_bits(moved, kept)
+
+
+def test_a_plan_has_less_on_the_device_and_more_on_the_host() -> None:
+    sizes = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 24, "vocab_size": 97}
+    sizes |= {"intermediate_size": 96, "num_attention_heads": 4}
+    given = [f"model.config.{name}={value}" for name, value in sizes.items()]
+    given += ["model.init=random", "model.tokenizer=quickstart", "data.train=x", "batch.examples_per_step=4", FULL]
+    plans = [estimate(load_config(None, [*given, *changes]), 1, 80 * GIB) for changes in ((), (OFFLOAD,))]
+    kept, moved = (plan for plan in plans if isinstance(plan, Memory))
+    inputs = 8192 * 64 * 2  # a row, computed in bfloat16
+    assert (kept.activations or 0) - (moved.activations or 0) == (24 - STASHED) * inputs
+    assert moved.host - kept.host == 24 * inputs
+
+
+def test_without_a_device_it_is_refused(tmp_path: Path) -> None:
+    config = base_config(tmp_path, trainer={"activation_offload": True, "gradient_checkpointing": "full"})
+    refused = packtrain("sft", written(tmp_path, config), expect=2)
+    assert "trainer.activation_offload" in refused.stderr and "[offload-on-cpu]" in refused.stderr
+
+
+KERNEL = "torch's varlen_attn"
+
+
+@pytest.fixture(scope="module")
+def path_of_config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of a config."""
+    folder = tmp_path_factory.mktemp("commands")
+    return written(folder, base_config(folder))
+
+
+def env(gpus, *arguments: str) -> str:
+    """What `packtrain env` prints on a machine with two GPUs."""
+    return gpus.call(checks.takes_its_time_over_env, devices=2, env={"ARGUMENTS": " ".join(arguments)}).stdout
+
+
+def test_env_shows_the_gpus_and_the_kernel_that_attends(gpus, path_of_config: str) -> None:
+    report = json.loads(env(gpus, path_of_config, "--json"))
+    assert [device["index"] for device in report["devices"]] == [0, 1] and "H100" in report["devices"][0]["name"]
+    assert report["attention"]["flash"]["available"] and KERNEL in report["attention"]["flash"]["why"]
+    found = {check["name"]: check["status"] for check in report["checks"]}
+    assert {found[name] for name in ("gpu-driver", "torch", "gpus", "gpu-health", "gpu-use", "attention")} == {"ok"}
+    assert "fail" not in found.values(), report["checks"]
+
+
+@pytest.mark.exhaustive
+def test_env_in_words(gpus, path_of_config: str) -> None:
+    said = env(gpus, path_of_config)
+    assert KERNEL in said and "0 failed" in said and said.count("H100 80GB") >= 2
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_verify_proves_flash(gpus, path_of_config: str, devices: int) -> None:
+    changes = ["strategy=fsdp2"] if devices > 1 else []
+    report = json.loads(
+        gpus.packtrain("verify", path_of_config, *changes, "--json", devices=devices, ranks=devices).stdout
+    )
+    assert (report["verdict"], report["backend"]) == ("exact", "flash")
+    isolation = report["isolation"]
+    assert max(isolation["max_abs_diff_before"], isolation["max_abs_diff_after"]) <= isolation["tolerance"]
+
+
+@pytest.mark.exhaustive  # it measures for seconds on end
+def test_bench_measures_each_mode_with_flash(gpus, path_of_config: str) -> None:
+    report = json.loads(gpus.packtrain("bench", path_of_config, "--seconds", "5", "--json").stdout)
+    measured = [trial for trial in report["trials"] if trial["tokens_per_second"]]
+    assert {trial["mode"] for trial in measured} == {"padding", "padding_free", "packed"}
+    assert all(trial["mfu"] > 0 and trial["peak_memory"] > 0 for trial in measured)
+    assert report["attention"].startswith("flash") and "H100" in report["device"] and report["precision"]
+    assert set(gpus.touched()[0]) == {0} and gpus.flash_calls(0)[1]
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def on_gpus(
+    devices: int, *command: str, cwd: Path = ROOT, report: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A command on a machine with so many devices, from nothing."""
+    try:
+        environment = {**os.environ, **standin.variables(devices, report), "OMP_NUM_THREADS": "1"}
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    environment.pop("DS_ACCELERATOR", None)
+    return subprocess.run([sys.executable, "-m", *command], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        pytest.param(["test_waits.py"], id="waits", marks=pytest.mark.exhaustive),
+        # layers are compiled for real devices alone
+        pytest.param(["test_models.py", "test_kernels.py", "-k", "not compiled"], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_holds_on_a_gpu_holds_here(tests: list[str]) -> None:
+    files = [f"tests/gpu/{one}" if one.endswith(".py") else one for one in tests]
+    result = on_gpus(1, "pytest", "-q", "-p", "no:cacheprovider", *files)
+    assert result.returncode == 0 and " passed" in result.stdout, result.stdout[-3000:] + result.stderr[-3000:]
+
+
+def test_a_step_waits_for_nothing(gpus) -> None:
+    """Of all cases that of the recipes."""
+    said = gpus.call(checks.passes_tests, env={"ARGUMENTS": "tests/gpu/test_waits.py -k packed-sft"}).stdout
+    assert "1 passed" in said, said
+
+
+@pytest.mark.exhaustive
+def test_a_launch_takes_every_gpu_of_the_machine(tmp_path: Path) -> None:
+    written(tmp_path, base_config(tmp_path))
+    touches = tmp_path / "touches.jsonl"
+    result = on_gpus(2, "packtrain", "sft", "run.yaml", cwd=tmp_path, report=touches)
+    assert result.returncode == 0, result.stdout + result.stderr
+    run = Run(tmp_path / "run")
+    assert "on 2 processes" in run.log
+    assert run.summary["attention"].startswith("flash")
+    lines = [line for line in map(json.loads, touches.read_text().splitlines()) if "device" in line]
+    assert {(line["rank"], line["device"]) for line in lines} == {(0, 0), (1, 1)}

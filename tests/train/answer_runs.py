@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-from here import train_here
-from running import LLAMA, WORDS, Run, base_config, train, write_jsonl
+from here import loaded, train_here
+from running import LLAMA, WORDS, Run, base_config, config_on, conversations, train, write_jsonl
 from trl_trainers import settings
 
-from packtrain.config.compose import load_config
 from packtrain.config.schema import Model, Peft, RunConfig
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.model.load import load_model
@@ -38,14 +36,16 @@ def preferences(count: int, seed: int) -> list[dict[str, Any]]:
 def labelled(count: int, seed: int) -> list[dict[str, Any]]:
     """Answers with prompts of very different lengths; two thirds are desirable."""
     rng = random.Random(seed)
-    return [
-        {
-            "prompt": message(rng, "user", [1, 3, 20]),
-            "completion": message(rng, "assistant", [1, 4, 9]),
-            "label": rng.random() < 2 / 3,
-        }
-        for _ in range(count)
-    ]
+    words = ([1, 3, 20], [1, 4, 9])
+    made = ((message(rng, "user", words[0]), message(rng, "assistant", words[1])) for _ in range(count))
+    return [{"prompt": prompt, "completion": answer, "label": rng.random() < 2 / 3} for prompt, answer in made]
+
+
+def of_objective(folder: Path, kind: str, count: int = 14, **groups: dict[str, Any]) -> dict[str, Any]:
+    """A tiny run of that objective on so many rows of its own."""
+    rows = {"sft": conversations, "kto": labelled}.get(kind, preferences)(count, 0)
+    data = {"train": str(write_jsonl(folder / f"{kind}.jsonl", rows)), "max_length": 92, **groups.pop("data", {})}
+    return base_config(folder, data=data, objective={"kind": kind, **groups.pop("objective", {})}, **groups)
 
 
 def save_model(description: Model, place: Path, **given: Any) -> Path:
@@ -76,20 +76,17 @@ class AnswerRuns:
 
     def config_of(self, **groups: dict[str, Any]) -> dict[str, Any]:
         """A run from the model in folder/start."""
-        model = {"init": "pretrained", "path": str(self.folder / "start"), "config": {}, "tokenizer": None}
-        files = {"train": str(self.folder / "train.jsonl"), "eval": str(self.folder / "eval.jsonl")}
-        given = {"model": model, "data": {**files, "shuffle": False, "max_length": 92}}
+        files = {name: str(self.folder / f"{name}.jsonl") for name in ("train", "eval")}
+        given: dict[str, Any] = {"data": {**files, "shuffle": False, "max_length": 92}}
         given["objective"] = {"kind": self.kind, "options": self.options}
-        batch = {"examples_per_step": self.examples[0], "tokens_per_device": 1024}
+        given["batch"] = {"examples_per_step": self.examples[0], "tokens_per_device": 1024}
         trainer = {"max_steps": len(self.examples), **groups.pop("trainer", {})}
-        return base_config(self.folder, **{**given, **groups}, batch=batch, trainer=trainer)
+        return config_on(self.folder / "start", self.folder, **{**given, **groups}, trainer=trainer)
 
     def load(self, name: str, *overrides: str, **groups: dict[str, Any]) -> RunConfig:
-        path = self.folder / f"{name}.yaml"
         config = self.config_of(**groups)
         config["trainer"]["output_dir"] = str(self.folder / name)
-        path.write_text(yaml.safe_dump(config))
-        return load_config(str(path), [*overrides])
+        return loaded(self.folder, config, *overrides, name=name)
 
     @property
     def figures(self) -> list[str]:
@@ -102,9 +99,8 @@ class AnswerRuns:
 
     def start(self, name: str, *overrides: str, processes: int = 1, **groups: dict[str, Any]) -> Run:
         """A run in processes of its own."""
-        return train(
-            self.folder, self.config_of(**groups), *overrides, name=name, command=self.kind, processes=processes
-        )
+        how: Any = {"name": name, "command": self.kind, "processes": processes}
+        return train(self.folder, self.config_of(**groups), *overrides, **how)
 
     def arguments_of_trl(self) -> dict[str, Any]:
         """The arguments of TRL's trainer for the same run."""

@@ -32,7 +32,7 @@ WARM = (
     "packtrain.launch.execute",
     "packtrain.config.compose",
     "packtrain.plan.screen",
-    "packtrain.launch.slurm_jobs",
+    "packtrain.launch.jobs",
     "packtrain.report.page",
     "packtrain.diagnose.doctor",
     "deepspeed",  # which accelerate imports in every run, where it is installed

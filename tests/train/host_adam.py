@@ -21,18 +21,7 @@ class HostAdam:
 
     destroy_adam = create_adam
 
-    def adam_update(
-        self,
-        _: int,
-        step: int,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        decay: float,
-        __: bool,
-        *tensors: Any,
-    ) -> None:
+    def adam_update(self, _, step, lr, beta1, beta2, eps, decay, __, *tensors) -> None:
         """A step of AdamW on weights, gradients, first and second moments, in place."""
         weights, gradients, first, second = ([one] for one in tensors)
         steps = [torch.tensor(step - 1.0)]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from answer_runs import labelled, preferences, save_model
 from here import run_here
-from running import LLAMA, Run, base_config, conversations, train, write_jsonl
+from running import LLAMA, Run, config_on, conversations, train, write_jsonl
 from safetensors.torch import load_file
 
 from packtrain.config.schema import Model
@@ -80,36 +80,26 @@ WHOLE_MODEL = (ALONE, "ddp", "zero1", "zero2")
 """Worlds in which each process has the whole model."""
 ADAPTED = ("final/adapter_model.safetensors", "final-merged/model.safetensors")
 LORA = ("peft=lora", "peft.r=4", "peft.merge=true")
+DORA = "peft.options={use_dora: true, use_rslora: true}"
+GROUPS = r"optim.groups=[{match: embed_tokens, lr_scale: 0}, {match: 'layers\.0\.', lr_scale: 3, weight_decay: 0}]"
+BF16, CHANCE = "model.dtype=bfloat16", "optim.bf16_rounding=stochastic"
+PLAIN_OPTIMIZER = (ALONE, "ddp", "fsdp2")
+"""Worlds in which the optimizer is not DeepSpeed's."""
 VARIANTS = {
     "plain": Variant(),
     "lora": Variant(both=LORA, files=ADAPTED, loads="final-merged"),
-    "dora": Variant(
-        both=(*LORA, "peft.options={use_dora: true, use_rslora: true}"),
-        objectives=("sft",),
-        files=ADAPTED,
-        loads="final-merged",
-    ),
-    "groups": Variant(
-        both=(
-            r"optim.groups=[{match: embed_tokens, lr_scale: 0}, {match: 'layers\.0\.', lr_scale: 3, weight_decay: 0}]",
-        ),
-        objectives=("sft",),
-    ),
+    "dora": Variant((*LORA, DORA), objectives=("sft",), files=ADAPTED, loads="final-merged"),
+    "groups": Variant((GROUPS,), objectives=("sft",)),
     "average": Variant(
         both=("trainer.ema=0.75",),
         objectives=("sft", "dpo"),
-        worlds=(ALONE, "ddp", "fsdp2"),
+        worlds=PLAIN_OPTIMIZER,
         files=("final/model.safetensors", "final-ema/model.safetensors"),
         loads="final-ema",
     ),
     "bf16": Variant(both=("trainer.mixed_precision=bf16",), near=1e-2),
-    "masters": Variant(both=("model.dtype=bfloat16", "optim.bf16_rounding=never"), objectives=("sft",), near=1e-2),
-    "rounded by chance": Variant(
-        both=("model.dtype=bfloat16", "optim.bf16_rounding=stochastic"),
-        objectives=("sft",),
-        worlds=(ALONE, "ddp", "fsdp2"),
-        near=1e-2,
-    ),
+    "masters": Variant((BF16, "optim.bf16_rounding=never"), objectives=("sft",), near=1e-2),
+    "rounded by chance": Variant((BF16, CHANCE), objectives=("sft",), worlds=PLAIN_OPTIMIZER, near=1e-2),
     "tokens a step": Variant(
         both=("batch.examples_per_step=null", "batch.tokens_per_step=1024", "batch.tokens_per_device=256"),
         objectives=("sft",),
@@ -117,13 +107,12 @@ VARIANTS = {
     "recomputed": Variant(own=("trainer.gradient_checkpointing=full",)),
     "partly recomputed": Variant(own=("trainer.gradient_checkpointing=selective",), objectives=("sft", "dpo")),
     "tiles": Variant(
-        own=("trainer.tokens_per_mlp_tile=33",),
-        said="2 MLPs on tiles of 33 tokens",
-        objectives=("sft", "dpo"),
+        (), ("trainer.tokens_per_mlp_tile=33",), "2 MLPs on tiles of 33 tokens", objectives=("sft", "dpo")
     ),
     "grouped experts": Variant(
         both=("model.path={folder}/sparse",),
         own=("model.experts=auto",),
+        said="experts    all of a layer in one grouped product (loss off by",
         objectives=("sft",),
         worlds=(*WORLDS[1:], ALONE),
     ),
@@ -258,8 +247,7 @@ class Runs:
         """Steps of several micro-batches, their gradients clipped, with evaluations, checkpoints and maybe answers."""
         trainer: dict[str, Any] = {"max_steps": STEPS, "checkpoint_every": CHECKPOINT, "keep_checkpoints": None}
         trainer |= {"eval_every": 4, "samples": ["river stone"] * answers}
-        config = base_config(self.folder, trainer=trainer)
-        config["model"] = {"path": str(self.folder / "start")}
+        config = config_on(self.folder / "start", self.folder, trainer=trainer)
         config["objective"] = {"kind": objective, "options": OPTIONS.get(objective, {})}
         config["optim"] |= {"schedule": "linear", "warmup_steps": 2, "max_grad_norm": 0.5, "weight_decay": 0.1}
         files = {name: str(self.folder / f"{objective}{end}.jsonl") for name, end in (("train", ""), ("eval", "-eval"))}

@@ -66,6 +66,17 @@ def base_config(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def config_on(model: Path | str, folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
+    """A tiny run that begins with the model in a folder."""
+    return {**base_config(folder, **groups), "model": {"path": str(model)}}
+
+
+def written(folder: Path, config: Mapping[str, Any], name: str = "run") -> str:
+    """The path of `config` as folder/name.yaml."""
+    (path := folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    return str(path)
+
+
 def packtrain(
     *arguments: str,
     expect: int | None = 0,
@@ -75,6 +86,11 @@ def packtrain(
 ) -> subprocess.CompletedProcess[str]:
     """`packtrain ARGUMENTS` in a process of its own (forked.py), with the variables of `env`; asserts its exit code."""
     return _checked(forked.command(*arguments, cwd=cwd, env=env, begin=begin), expect)
+
+
+def joined(processes: int, *arguments: str, expect: int = 0, begin: Any = None) -> list[Any]:
+    """The same in processes as torchrun starts them; what became of them by rank."""
+    return [_checked(one, expect) for one in forked.joined(processes, *arguments, begin=begin)]
 
 
 def _checked(result: subprocess.CompletedProcess[str], expect: int | None) -> subprocess.CompletedProcess[str]:
@@ -101,6 +117,10 @@ class Run:
         return [line["loss"] for line in self.steps]
 
     @property
+    def norms(self) -> list[float]:
+        return [line["grad_norm"] for line in self.steps]
+
+    @property
     def evals(self) -> list[dict]:
         return [line for line in self.lines if "eval_loss" in line]
 
@@ -113,13 +133,43 @@ class Run:
         """That of rank 0."""
         return (self.folder / "logs" / "rank-00000.log").read_text()
 
+    @property
+    def spikes(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "spikes.jsonl").read_text().splitlines()]
+
+    @property
+    def kept(self) -> list[str]:
+        """The names of its checkpoints."""
+        return sorted(path.name for path in (self.folder / "checkpoints").iterdir())
+
     def weights(self, place: str = "final") -> dict:
         return load_file(self.folder / place / "model.safetensors")
 
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"step-{step:06d}"
 
-def assert_same_bits(run: Run, expected: Run, file: str = "final/model.safetensors") -> None:
-    """Losses, and the weights in `file`, are equal bit for bit."""
-    assert run.losses == expected.losses
+    def states(self, step: int) -> dict:
+        """What the checkpoint of that step has of the optimizer."""
+        return torch.load(self.checkpoint(step) / "optimizer.pt", weights_only=True)
+
+    def resume(self, step: int) -> str:
+        """The override by which another run goes on from that step."""
+        return f"trainer.resume={self.checkpoint(step)}"
+
+
+def after(do: Callable[..., object], own: Callable[..., Any]) -> Callable[..., Any]:
+    """`own`, called once `do` was called with the same arguments."""
+
+    def call(*given: Any, **named: Any) -> Any:
+        do(*given, **named)
+        return own(*given, **named)
+
+    return call
+
+
+def assert_same_bits(run: Run, expected: Run, file: str = "final/model.safetensors", *, after: int = 0) -> None:
+    """Losses (from step `after` on), and the weights in `file`, are equal bit for bit."""
+    assert run.losses == expected.losses[after:]
     weights = load_file(expected.folder / file)
     for name, weight in load_file(run.folder / file).items():
         assert torch.equal(weight, weights[name]), name
@@ -140,11 +190,9 @@ def train(
     Processes do `begin` (forked.py); several are started as torchrun starts them.
     """
     config = {**config, "trainer": {**config["trainer"], "output_dir": str(folder / name)}}
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(config))
+    arguments = command, written(folder, config, name), *overrides
     if processes == 1:
-        packtrain(command, str(path), *overrides, expect=expect, begin=begin)
+        packtrain(*arguments, expect=expect, begin=begin)
     else:
-        for result in forked.joined(processes, command, str(path), *overrides, begin=begin):
-            _checked(result, expect)
+        joined(processes, *arguments, expect=expect, begin=begin)
     return Run(folder / name)

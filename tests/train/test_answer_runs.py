@@ -1,60 +1,45 @@
-"""packtrain dpo, kto and reward train as TRL does, prove themselves, and save what they trained; their modes and processes: test_cells.py."""
+"""sft, dpo, kto and reward train as TRL does, prove themselves, and save what they trained; their modes and processes: test_cells.py."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
+import numpy as np
 import pytest
 import torch
-from answer_runs import AnswerRuns, labelled, preferences, save_model
-from here import ALONE
-from matrix import assert_same_training
+from answer_runs import AnswerRuns, labelled, save_model
+from here import verified
+from matrix import OPTIONS, ROOM, ROWS, assert_same_training
 from peft import AutoPeftModelForSequenceClassification
-from running import LLAMA, WORDS, Run, write_jsonl
+from running import LLAMA, WORDS, Run, config_on, train, write_jsonl
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl_trainers import settings
 
 from packtrain.config.schema import Model
 from packtrain.errors import CheckFailed, UserError
-from packtrain.run_folder import RunFolder
-from packtrain.train.run import verify_in
 from packtrain.train.verify.loss_proofs import MODES
 
 LN2 = 0.6931472
-PAIRS = {"train_rows": preferences(22, 0), "eval_rows": preferences(5, 1), "small": "batch.tokens_per_device=190"}
-ANSWERS = {"train_rows": labelled(23, 0), "eval_rows": labelled(6, 1), "small": "batch.tokens_per_device=110"}
-KINDS: dict[str, dict[str, Any]] = {
-    "dpo": {"examples": [7, 7, 7, 1, 7, 7], **PAIRS},
-    # of one kind in the second pass, too
-    "kto": {
-        "examples": [7, 7, 7, 2] * 2,
-        "options": {"undesirable_weight": 1.5},
-        **ANSWERS,
-    },
-    "reward": {
-        "examples": [7, 7, 7, 1, 7, 7],
-        "options": {"center_rewards_coefficient": 0.02},
-        **PAIRS,
-    },
-}
+EXAMPLES = {"dpo": [7, 7, 7, 1, 7, 7], "kto": [7, 7, 7, 2] * 2, "reward": [7, 7, 7, 1, 7, 7]}
+"""Of each step; of kto in a second pass, too."""
 TRL: dict[str, Any] = {
     "dpo": (DPOTrainer, DPOConfig),
     "kto": (KTOTrainer, KTOConfig),
     "reward": (RewardTrainer, RewardConfig),
 }
-LORA = {
-    "peft": {"kind": "lora", "r": 4, "merge": True},
-    "trainer": {"gradient_checkpointing": "selective", "max_steps": 3},
-}
+LORA: dict[str, Any] = {"peft": {"kind": "lora", "r": 4, "merge": True}}
+LORA["trainer"] = {"gradient_checkpointing": "selective", "max_steps": 3}
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=EXAMPLES)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AnswerRuns:
-    return AnswerRuns(request.param, tmp_path_factory.mktemp(request.param), **KINDS[request.param])
+    kind = request.param
+    small, folder = f"batch.tokens_per_device={ROOM[kind]}", tmp_path_factory.mktemp(kind)
+    return AnswerRuns(kind, folder, *ROWS[kind], EXAMPLES[kind], small, OPTIONS.get(kind, {}))
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +102,13 @@ def test_adapters_score_as_trained_alone_and_merged_and_are_gone_on_from(runs: A
     assert onward.evals[0]["eval_loss"] == pytest.approx(packed.evals[-1]["eval_loss"], rel=1e-5)
 
 
-@only("kto", "reward")  # dpo: test_dpo_verify.py
+@only("kto", "reward")  # dpo: test_dpo_user.py
 @pytest.mark.parametrize("reference", ["model", pytest.param("precomputed", marks=pytest.mark.exhaustive)])
 def test_verify_proves_modes_and_the_first_loss(runs: AnswerRuns, reference: str) -> None:
     if (runs.kind, reference) == ("reward", "precomputed"):
         pytest.skip("it has no reference")
     override = [] if runs.kind == "reward" else [f"objective.reference={reference}"]
-    config = runs.load(f"verify-{reference}", *override)
-    assert verify_in(config, ALONE) == 0
-    report = json.loads(RunFolder.of(config.trainer).verification.read_text())
+    report = verified(runs.load(f"verify-{reference}", *override))
     assert (report["verdict"], report["objective"], set(report["modes"])) == ("exact", runs.kind, set(MODES))
     assert report["controls_see"]
     if runs.kind == "reward":
@@ -182,28 +165,23 @@ def test_what_cannot_be_estimated_from_the_answers_of_a_step_is_refused(runs: An
     for override, where in {
         f"data.train={unlabelled}": "unlabelled.jsonl",
         "batch.examples_per_step=1": "batch.examples_per_step",
-        "objective.loss=hinge": "objective.loss",
-        "data.overlong=split": "data.overlong",
         "batch.examples_per_step=11": "batch.examples_per_step",  # the last step of a pass has a single answer
         f"data.eval={single}": "data.eval",
         # a row of one long answer
         "batch.examples_per_step=null batch.tokens_per_step=96 batch.tokens_per_device=96": "batch.tokens_per_step",
     }.items():
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError, match=where):
             runs.run("refused", *override.split())
-        assert where in str(caught.value), override
     # these have no estimate, and no last step of a pass
-    for override in (
-        "objective.loss=apo_zero_unpaired",
-        f"data.stages=[{{weights: {{{runs.folder}/train.jsonl: 1}}}}]",
-    ):
+    stages = f"data.stages=[{{weights: {{{runs.folder}/train.jsonl: 1}}}}]"
+    for override in ("objective.loss=apo_zero_unpaired", stages):
         run = runs.run("kept", "batch.examples_per_step=11", override, "trainer.resume=never")
         assert len(run.losses) == len(runs.examples)
 
 
 @only("kto")
 def test_a_reference_that_differs_at_the_start_is_named(runs: AnswerRuns) -> None:
-    with pytest.raises(CheckFailed, match=r"the first loss is 0\.\d+, but 0\.\d+ while(.|\n)*attention_dropout"):
+    with pytest.raises(CheckFailed, match=r"\[first-loss-wrong\](.|\n)*attention_dropout"):
         runs.run("dropping", "model.config.attention_dropout=0.2")
 
 
@@ -235,9 +213,8 @@ def test_the_saved_model_scores_as_trained_and_is_a_reward_model_to_go_on_from(r
     assert_scores_as_trained(runs, AutoModelForSequenceClassification.from_pretrained(final), packed)
     onward = runs.run("onward", f"model.path={final}", trainer={"max_steps": 1})
     first, last = onward.evals[0], packed.evals[-1]  # with the head that it has
-    assert all(
-        first[f"eval_{name}"] == pytest.approx(last[f"eval_{name}"], rel=1e-5, abs=1e-6) for name in runs.figures
-    )
+    for name in (f"eval_{one}" for one in runs.figures):
+        assert first[name] == pytest.approx(last[name], rel=1e-5, abs=1e-6)
 
 
 @only("reward")
@@ -249,3 +226,67 @@ def test_a_reward_model_that_is_trained_as_a_language_model_loses_its_head_and_t
     dpo = ["objective.kind=dpo", "~objective.options"]
     run = runs.run("as-dpo", f"model.path={place}", *dpo, trainer={"max_steps": 1})
     assert f"{place} is a reward model or classifier" in run.log
+
+
+DOCUMENTS, BATCH, STEPS = 24, 4, 6
+
+
+@pytest.fixture(scope="module")
+def tokenised(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+    """Documents of 2 to 90 tokens, with parts that are not trained, as a jsonl of `input_ids` and `labels`."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for length in rng.integers(2, 90, DOCUMENTS):
+        ids = rng.integers(5, 400, length)
+        # the label of a document's first token is never a target: TRL counts it all the same unless it is masked
+        mask = rng.random(length) < 0.6
+        mask[0], mask[-1] = False, True
+        rows.append({"input_ids": ids.tolist(), "labels": np.where(mask, ids, -100).tolist()})
+    return write_jsonl(tmp_path_factory.mktemp("tokens") / "tokens.jsonl", rows), rows
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that both begin with."""
+    model = Model(init="random", config=LLAMA, tokenizer="quickstart")
+    return save_model(model, tmp_path_factory.mktemp("start") / "model")
+
+
+@pytest.fixture(scope="module")
+def theirs(tokenised: tuple[Path, list[dict]], start: Path, tmp_path_factory: pytest.TempPathFactory) -> SFTTrainer:
+    """TRL's trainer, at its end."""
+    given = {"per_device_train_batch_size": BATCH, "max_steps": STEPS, "learning_rate": 1e-3, "weight_decay": 0.1}
+    given |= {"optim": "adamw_torch_fused", "lr_scheduler_type": "linear", "warmup_steps": 2, "max_grad_norm": 0.5}
+    given |= {"train_sampling_strategy": "sequential", "dataset_kwargs": {"skip_prepare_dataset": True}}
+    trainer = SFTTrainer(
+        model=cast(Any, AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)),
+        args=SFTConfig(**settings(tmp_path_factory.mktemp("trl"), **given)),
+        train_dataset=datasets.Dataset.from_list(tokenised[1]),
+        processing_class=AutoTokenizer.from_pretrained(start),
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("mode", ["padding", "packed"])
+def test_losses_gradients_and_weights_equal_trl_padding(
+    mode: str, tokenised: tuple[Path, list[dict]], start: Path, theirs: SFTTrainer, tmp_path: Path
+) -> None:
+    expected = [line for line in theirs.state.log_history if "loss" in line]
+
+    config = config_on(
+        start,
+        tmp_path,
+        data={"train": str(tokenised[0]), "shuffle": False, "max_length": 100},
+        batch={"examples_per_step": BATCH, "tokens_per_device": 128},
+        optim={"schedule": "linear", "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5},
+        trainer={"max_steps": STEPS},
+    )
+    ours = train(tmp_path, config, f"packing.mode={mode}", name="ours")
+    assert ours.losses == pytest.approx([line["loss"] for line in expected], rel=1e-5)
+    assert ours.norms == pytest.approx([line["grad_norm"] for line in expected], rel=1e-5)
+    assert [s["lr"] for s in ours.steps] == pytest.approx([line["learning_rate"] for line in expected])
+    weights = ours.weights()
+    for name, parameter in theirs.model.named_parameters():
+        if name in weights:  # a tied head is stored once
+            assert ((weights[name] - parameter).norm() / parameter.norm()).item() < 1e-5, name

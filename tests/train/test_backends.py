@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import FAMILIES, tiny_model
+from tiny_models import EXPERTS, FAMILIES, break_borders, gradient, off, tiny_model, whole
 from transformers import AttentionInterface, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
@@ -21,52 +21,33 @@ from packtrain.model.forward import add_loss_sum
 from packtrain.model.load import check_positions
 from packtrain.packing.collate import IGNORE, label_positions
 from packtrain.packing.segments import Segments
+from packtrain.proof import isolation
 from packtrain.proof.choice import NotExact, choose_attention
 from packtrain.proof.comparison import evaluating
-from packtrain.proof.isolation import (
-    DOCUMENTS,
-    TREE,
-    check_causal_and_padding,
-    find_leak,
-    logits_in_row,
-    prove_isolation,
-    random_ids,
-)
+from packtrain.proof.isolation import DOCUMENTS, TREE, check_causal_and_padding, find_leak, prove_isolation
 
 # two prompts, the first one shared twice and once more later, and a lone document; equal lengths, neighbours and not
 SHARED = Segments((13, 7, 7, 21, 5, 1, 13, 7), (None, 0, 0, None, 3, 3, None, 0))
 # a tree five segments deep, wide at its root and narrow below, beside a second one and a lone document
 DEEP = Segments((9, 4, 1, 3, 12, 4, 6, 1, 5, 11, 2, 8, 8, 1), (None, 0, 1, 2, 3, 3, 1, 0, None, None, 9, 10, 10, 0))
-STATE_SPACE = {
-    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
-    "rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2},
-    "lfm2": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "layer_types": ["conv", "full_attention", "conv"],
-    },
-}
-OWN_ATTENTION = {
-    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4},
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2}
+OWN_ATTENTION = {"bloom": {"n_layer": 2, "n_head": 4}, "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4}}
+BY_DOCUMENT: dict[str, dict[str, Any]] = {
+    "mamba": {"state_size": 4},
+    "rwkv": {"attention_hidden_size": 32},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    **OWN_ATTENTION,
 }
 CPU = torch.device("cpu")
 
 
 def mamba() -> PreTrainedModel:
-    return tiny_model("mamba", **STATE_SPACE["mamba"])
+    return tiny_model("mamba", **SMALL, **BY_DOCUMENT["mamba"])
 
 
 def row(segments: Segments) -> dict[str, Any]:
     ids = np.random.default_rng(0).integers(3, 97, segments.tokens)
-    return {
-        "input_ids": torch.from_numpy(ids)[None],
-        "position_ids": segments.position_ids(),
-        "segments": segments,
-    }
+    return {"input_ids": torch.from_numpy(ids)[None], "position_ids": segments.position_ids(), "segments": segments}
 
 
 def gradients_of(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
@@ -74,17 +55,14 @@ def gradients_of(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
     model.zero_grad()
     weights = torch.linspace(-1, 1, logits.numel()).reshape(logits.shape).sin()
     (logits.float() * weights).sum().backward()
-    parts = [p.grad.flatten() if p.grad is not None else torch.zeros(p.numel()) for p in model.parameters()]
-    return torch.cat(parts)
+    return gradient(model)
 
 
 def alone(model: PreTrainedModel, batch: dict[str, Any]) -> torch.Tensor:
     """[T, vocabulary]: every segment behind its own copy of what is before it on its path, by the model's own attention."""
     segments, ids = batch["segments"], batch["input_ids"][0]
-    outputs = []
-    for number, length in enumerate(segments.lengths):
-        outputs.append(model(ids[segments.tokens_along([number])][None]).logits[0, -length:])
-    return torch.cat(outputs)
+    paths = [ids[segments.tokens_along([number])][None] for number in range(len(segments.lengths))]
+    return torch.cat([model(path).logits[0, -n:] for path, n in zip(paths, segments.lengths, strict=True)])
 
 
 def assert_as_alone(model: PreTrainedModel, batch: dict[str, Any], backend: str) -> None:
@@ -95,7 +73,7 @@ def assert_as_alone(model: PreTrainedModel, batch: dict[str, Any], backend: str)
         logits = model(**batch, use_cache=False).logits[0]
         gradients = gradients_of(model, logits)
     assert (logits - expected).abs().max() < 2e-5 * expected.abs().max()
-    assert (gradients - expected_gradients).norm() < 1e-4 * expected_gradients.norm()
+    assert off(gradients, expected_gradients) < 1e-4
 
 
 @pytest.mark.parametrize("backend", ["segmented", "sdpa_mask", "per_document"])
@@ -121,7 +99,7 @@ def test_gradients_of_a_shared_prefix_are_summed_in_float32() -> None:
         return [one[:, :, :8].float() for one in torch.autograd.grad(output, leaves, weights.to(dtype))]
 
     for ours, exact in zip(gradients(torch.bfloat16), gradients(torch.float32), strict=True):
-        assert (ours - exact).norm() < 5e-3 * exact.norm()  # summed in bfloat16 they are off by 2e-2
+        assert off(ours, exact) < 5e-3  # summed in bfloat16 they are off by 2e-2
 
 
 def test_segments_of_equal_length_go_through_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +122,9 @@ def test_segments_of_equal_length_go_through_in_one_call(monkeypatch: pytest.Mon
     assert shapes == [(3, 5), (2, 9), (1, 3)]
 
 
-@pytest.mark.parametrize("family", [*STATE_SPACE, *OWN_ATTENTION])
+@pytest.mark.parametrize("family", BY_DOCUMENT)
 def test_a_model_whose_rows_cannot_be_flattened_runs_per_document_and_is_exact(family: str) -> None:
-    model = tiny_model(family, **{**STATE_SPACE, **OWN_ATTENTION}[family])
+    model = tiny_model(family, **SMALL, **BY_DOCUMENT[family])
     decision = choose_attention("auto", model, CPU)
     assert decision.backend.name == "per_document" and [name for name, _ in decision.rejected] == ["flash", "segmented"]
     assert decision.proof is not None and decision.proof.verdict == "exact"
@@ -187,25 +165,17 @@ def test_what_was_put_in_place_can_be_taken_back() -> None:
 
 
 def test_a_leak_is_named_by_its_innermost_module_and_kind() -> None:
-    leak = find_leak(mamba(), "segmented")
-    assert leak is not None
-    assert leak == ("backbone.layers.0.mixer", "MambaMixer")
+    assert find_leak(mamba(), "segmented") == ("backbone.layers.0.mixer", "MambaMixer")
     assert find_leak(mamba(), "per_document") is None
-    with pytest.raises(NotExact, match="mixes them") as caught:
-        choose_attention("segmented", mamba(), torch.device("cpu"))
+    with pytest.raises(NotExact, match=r"\[not-exact\]") as caught:
+        choose_attention("segmented", mamba(), CPU)
     assert pickle.loads(pickle.dumps(caught.value)).problems == caught.value.problems  # for another process
 
 
 def test_a_layer_that_forgets_its_segments_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention that is exact in all layers but one, which sees the whole row."""
     model = tiny_model("llama")
-    exact = segmented.segmented_attention
-
-    def forgetful(module: Any, query: torch.Tensor, *args: Any, segments: Segments, **kwargs: Any) -> Any:
-        whole = Segments((segments.tokens,)) if module.layer_idx == 1 else segments
-        return exact(module, query, *args, segments=whole, **kwargs)
-
-    monkeypatch.setitem(AttentionInterface._global_mapping, segmented.NAME, forgetful)
+    break_borders(monkeypatch, lambda layer, row: whole(row) if layer.layer_idx == 1 else row)
     assert prove_isolation(model, "segmented").verdict == "leaks"
     leak = find_leak(model, "segmented")
     assert leak is not None and leak.module == "model.layers.1.self_attn"
@@ -243,7 +213,7 @@ def test_the_proof_before_step_1_costs_no_more_than_a_few_rows(pairs: bool, call
     assert len(tokens) == calls and sum(tokens) <= rows * 128
 
 
-def test_what_is_exact_for_short_documents_alone_is_not_taken_with_shared_prefixes_either() -> None:
+def test_what_is_exact_for_short_documents_alone_is_not_taken_with_shared_prefixes_either(monkeypatch) -> None:
     """Attention by blocks of 16 tokens of the row: a tree of short documents fits into them."""
     model: Any = tiny_model("llama")
     exact = segmented.segmented_attention
@@ -252,9 +222,8 @@ def test_what_is_exact_for_short_documents_alone_is_not_taken_with_shared_prefix
         long = max(map(sum, zip(segments.lengths, segments.prefix_lengths, strict=True))) > 16
         return exact(*args, segments=segments, sliding_window=16 if long else None, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(AttentionInterface._global_mapping, segmented.NAME, blind)
-        assert choose_attention("auto", model, CPU, pairs=True).backend.name == "per_document"
+    monkeypatch.setitem(AttentionInterface._global_mapping, segmented.NAME, blind)
+    assert choose_attention("auto", model, CPU, pairs=True).backend.name == "per_document"
 
 
 def test_a_backend_that_is_asked_for_is_never_replaced() -> None:
@@ -294,15 +263,11 @@ def test_a_long_document_leaves_the_rotary_frequencies_of_the_others_alone(
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
-def test_rotary_frequencies_by_length_share_no_prefix() -> None:
+def test_rotary_frequencies_by_length_share_no_prefix_and_no_padded_batch_with_a_long_document() -> None:
     model = longrope_model()
-    with attending_by(model, "segmented"), pytest.raises(CheckFailed, match="cannot share a prefix"):
+    with attending_by(model, "segmented"), pytest.raises(CheckFailed, match=r"\[rotary-by-length\]"):
         model(**row(SHARED), use_cache=False)
     assert prove_isolation(model, "per_document", segments=TREE).verdict == "exact"
-
-
-def test_padded_batches_are_refused_where_a_long_document_would_turn_the_others_otherwise() -> None:
-    model = longrope_model()
     check_positions(model, 100, padded=True)
     check_positions(model, 101, padded=False)
     with pytest.raises(UserError, match=r"packing\.mode"):
@@ -321,13 +286,7 @@ def test_a_leak_in_training_mode_alone_is_seen_and_dropout_is_none(monkeypatch: 
     """Kernels of state-space layers, for one, run other code where there are gradients to make."""
     model = tiny_model("llama", attention_dropout=0.3)
     assert prove_isolation(model, "segmented").verdict == "exact"
-    exact = segmented.segmented_attention
-
-    def forgetful(module: Any, *args: Any, segments: Segments, **kwargs: Any) -> Any:
-        whole = Segments((segments.tokens,)) if module.training else segments
-        return exact(module, *args, segments=whole, **kwargs)
-
-    monkeypatch.setitem(AttentionInterface._global_mapping, segmented.NAME, forgetful)
+    break_borders(monkeypatch, lambda layer, row: whole(row) if layer.training else row)
     proof = prove_isolation(model, "segmented")
     assert proof.verdict == "leaks" and proof.alone < proof.tolerance < proof.most_moved()
     decision = choose_attention("auto", model, CPU)
@@ -335,16 +294,9 @@ def test_a_leak_in_training_mode_alone_is_seen_and_dropout_is_none(monkeypatch: 
     assert not any(module.training for module in model.modules())
 
 
-ROUTED = {
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "gpt_oss": {},
-}
-
-
-@pytest.mark.parametrize("family", ROUTED)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_a_router_that_takes_another_expert_by_rounding_is_no_leak_and_hides_none(family: str) -> None:
-    model = tiny_model(family, **ROUTED[family]).bfloat16()
+    model = tiny_model(family, **EXPERTS).bfloat16()
     experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
     usual, turned = [], []
 
@@ -365,15 +317,15 @@ def test_a_router_that_takes_another_expert_by_rounding_is_no_leak_and_hides_non
     with evaluating(model), attending_by(model, "segmented"):  # the row as it is in the proof
         model.train()
         usual.clear()
-        logits_in_row(model, random_ids(model, DOCUMENTS)[0], DOCUMENTS)
+        isolation.logits_in_row(model, isolation.random_ids(model, DOCUMENTS)[0], DOCUMENTS)
         turned.clear()
     proof = prove_isolation(model, "segmented")
     assert turned and proof.verdict == "exact", proof
-    model.model.layers[1].mlp.register_forward_hook(
-        lambda _, __, out: (
-            (out[0] + out[0].mean(1, keepdim=True), *out[1:])
-            if isinstance(out, tuple)
-            else out + out.mean(1, keepdim=True)
-        )
-    )
+
+    def mix(_: Any, __: Any, out: Any) -> Any:
+        hidden, *rest = out if isinstance(out, tuple) else (out,)
+        mixed = hidden + hidden.mean(1, keepdim=True)
+        return (mixed, *rest) if rest else mixed
+
+    model.model.layers[1].mlp.register_forward_hook(mix)
     assert prove_isolation(model, "segmented").verdict == "leaks"

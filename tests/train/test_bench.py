@@ -12,46 +12,36 @@ from typing import Any
 
 import pytest
 import torch
-from running import base_config, packtrain
+from running import after, base_config, conversations, joined, packtrain, write_jsonl, written
 
 from packtrain.bench.launches import print_report
 from packtrain.cli import main
 from packtrain.objectives.sft.run import SFTLoss
 from tests.cluster.forked_launches import Fork
 from tests.cluster.small_launch import instead_of_torchrun
-from tests.train import forked, running
+from tests.train import forked
 
 HEAD = {"model", "objective", "device", "processes", "strategy", "precision", "attention", "step", "trials", "best"}
 HEAD.add("attention_cost")
 TRIAL = {"mode", "share_prefix", "tokens_per_device", "examples_per_device", "overrides", "configured", "why", "ratio"}
 TRIAL |= {"tokens_per_second", "spread", "rounds", "mfu", "peak_memory", "padding", "micro_batches"}
 TRIAL.add("first_step_seconds")
-WORKER = """
-import runpy, sys
-sys.argv.insert(1, "worker")
-runpy.run_module("packtrain", run_name="__main__")
-"""
+
+
+WORKER = 'import runpy, sys\nsys.argv.insert(1, "worker")\nrunpy.run_module("packtrain", run_name="__main__")\n'
 
 
 def short_of_memory(*given: Any) -> None:
     """`forked.run` where rank 1, or a process alone, has memory for 300 token slots; launches fork their two ranks, since to import
     everything for each takes longer than they measure."""
-    compute = SFTLoss.compute
 
-    def within_memory(self: SFTLoss, model: Any, batch: Any, counts: Any) -> torch.Tensor:
+    def check(_: SFTLoss, model: Any, batch: Any, counts: Any) -> None:
         if batch.slots > 300 and os.environ.get("RANK", "1") == "1":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return compute(self, model, batch, counts)
 
-    SFTLoss.compute = within_memory
+    SFTLoss.compute = after(check, SFTLoss.compute)
     instead_of_torchrun(Fork)
     forked.run(*given)
-
-
-def written(folder: Path, config: dict[str, Any]) -> str:
-    path = folder / "bench.yaml"
-    path.write_text(json.dumps(config))
-    return str(path)
 
 
 def benched(
@@ -68,9 +58,8 @@ def benched(
 def test_all_modes_are_measured_and_the_best_is_given_to_copy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = base_config(
-        tmp_path, trainer={"checkpoint_every": 1, "samples": ["x"]}, tracking={"report_to": ["tensorboard"]}
-    )
+    trainer = {"checkpoint_every": 1, "samples": ["x"]}
+    config = base_config(tmp_path, trainer=trainer, tracking={"report_to": ["tensorboard"]})
     report = benched(tmp_path, config)
     assert {*report} == HEAD
     assert all({*trial} == TRIAL for trial in report["trials"])
@@ -93,12 +82,9 @@ def test_all_modes_are_measured_and_the_best_is_given_to_copy(
 
 @pytest.mark.exhaustive
 def test_documents_that_share_are_compared_with_rows_that_do_not(tmp_path: Path) -> None:
-    rows = [{"messages": one["messages"][:2]} for one in running.conversations(10) for _ in range(2)]
-    config = base_config(
-        tmp_path,
-        data={"train": str(running.write_jsonl(tmp_path / "twice.jsonl", rows)), "shuffle": "by_prefix"},
-        packing={"share_prefix": True},
-    )
+    rows = [{"messages": one["messages"][:2]} for one in conversations(10) for _ in range(2)]
+    data = {"train": str(write_jsonl(tmp_path / "twice.jsonl", rows)), "shuffle": "by_prefix"}
+    config = base_config(tmp_path, data=data, packing={"share_prefix": True})
     report = benched(tmp_path, config)
     tried = {(trial["mode"], trial["share_prefix"]) for trial in report["trials"] if trial["tokens_per_second"]}
     assert tried >= {("packed", True), ("packed", None), ("padding", None), ("padding_free", None)}
@@ -107,7 +93,7 @@ def test_documents_that_share_are_compared_with_rows_that_do_not(tmp_path: Path)
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_what_runs_out_of_memory_is_a_result_and_the_rest_is_measured(tmp_path: Path, processes: int) -> None:
     config = base_config(tmp_path, batch={"examples_per_step": 16, "tokens_per_device": 512})
-    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "worker.py").write_text(WORKER)  # what a launch starts
     launch = ["topology=local", "topology.gpus_per_node=2"] if processes == 2 else []
     report = benched(tmp_path, config, *launch, "verify.preflight=false", begin=short_of_memory)
     assert report["processes"] == processes and report["best"]["tokens_per_device"] <= 256
@@ -153,6 +139,4 @@ def test_what_measures_reaches_a_process_that_is_started_anew(tmp_path: Path, mo
 
 
 def test_processes_of_another_launcher_are_refused(tmp_path: Path) -> None:
-    config = written(tmp_path, base_config(tmp_path))
-    results = forked.joined(2, "bench", config)
-    assert [result.returncode for result in results] == [2, 2] and "topology" in results[0].stderr
+    assert "topology" in joined(2, "bench", written(tmp_path, base_config(tmp_path)), expect=2)[0].stderr

@@ -10,21 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import (
-    ALONE,
-    CELLS,
-    CHECKPOINT,
-    ROWS,
-    STEPS,
-    WORLDS,
-    Cell,
-    Runs,
-    assert_same_training,
-    cut,
-    parameters,
-    sample,
-)
-from running import Run, assert_same_bits, base_config, train
+from matrix import ALONE, CELLS, CHECKPOINT, ROWS, WORLDS, Cell, Runs, assert_same_training, cut, parameters, sample
+from running import assert_same_bits, base_config, train
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from packtrain.objectives.spec import OBJECTIVES
@@ -66,7 +53,7 @@ def test_the_training_that_all_are_compared_with_shows_what_could_differ(runs: R
     """Clipped gradients, a step that leaves a process without an example, evaluations; and it learns."""
     run = runs.reference(Cell(objective, ALONE))
     assert [line["examples"] for line in run.steps] == [7, 7, 7, 2 if objective == "kto" else 1, 7]
-    assert min(line["grad_norm"] for line in run.steps) > 0.5 and [line["step"] for line in run.evals] == [0, 4, STEPS]
+    assert min(line["grad_norm"] for line in run.steps) > 0.5 and [line["step"] for line in run.evals] == [0, 4, 5]
     first, before, after = run.losses[0], run.evals[0]["eval_loss"], run.evals[-1]["eval_loss"]
     assert after < before or objective != "sft"
     if objective == "dpo":
@@ -191,20 +178,13 @@ def with_a_counter(*given: Any) -> None:
     forked.run(*given)
 
 
-@pytest.mark.parametrize(
-    "worlds",
-    [
-        ("ddp", "ddp"),
-        *(pytest.param(one, marks=pytest.mark.exhaustive) for one in (("zero2", "ddp"), ("fsdp2", "zero2"))),
-    ],
-)
-def test_what_a_model_keeps_beside_its_weights_goes_along(tmp_path: Path, worlds: tuple[str, str]) -> None:
+@pytest.mark.sample("ddp-ddp")
+@pytest.mark.parametrize(("before", "after"), [("ddp", "ddp"), ("zero2", "ddp"), ("fsdp2", "zero2")])
+def test_what_a_model_keeps_beside_its_weights_goes_along(tmp_path: Path, before: str, after: str) -> None:
     config = base_config(tmp_path, trainer={"max_steps": 4, "checkpoint_every": 2}, packing={"mode": "padding"})
     config |= {"verify": {"preflight": False}, "batch": {"examples_per_step": 8, "examples_per_device": 4}}
-    given: Any = [{"processes": 1 if one == "ddp" else 2, "begin": with_a_counter} for one in worlds]
-    train(tmp_path, config, f"strategy={worlds[0]}", name="first", **given[0])
-    checkpoint = tmp_path / "first" / "checkpoints" / "step-000002"
-    train(tmp_path, config, f"strategy={worlds[1]}", f"trainer.resume={checkpoint}", name="then", **given[1])
+    given: Any = [{"processes": 1 if one == "ddp" else 2, "begin": with_a_counter} for one in (before, after)]
+    first = train(tmp_path, config, f"strategy={before}", name="first", **given[0])
+    then = train(tmp_path, config, f"strategy={after}", first.resume(2), name="then", **given[1])
     passes = [4 if one["processes"] == 1 else 2 for one in given]  # of two steps, in each process
-    assert Run(tmp_path / "first").weights()["model.seen"] == 2 * passes[0]
-    assert Run(tmp_path / "then").weights()["model.seen"] == passes[0] + passes[1]
+    assert first.weights()["model.seen"] == 2 * passes[0] and then.weights()["model.seen"] == sum(passes)

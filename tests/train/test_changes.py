@@ -1,23 +1,32 @@
-"""A change to how the model computes stays only where losses and gradients are the model's own; else training is as without it."""
+"""A change to how the model computes, such as Liger's kernels, stays only where losses and gradients are the model's own."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from answer_runs import labelled, preferences
+from answer_runs import of_objective
 from here import loaded, run_here, train_here
 from peft import LoraConfig, get_peft_model
-from running import Run, assert_same_bits, base_config, train, write_jsonl
-from tiny_models import tiny_model
+from running import Run, assert_same_bits, base_config, train
+from tiny_models import EXPERTS, tiny_model
 from torch import nn
+from transformers.models.llama import modeling_llama
 
+from packtrain.changes import liger as kernels
 from packtrain.changes import spec
+from packtrain.changes.liger import fuse_by_liger, why_no_liger
 from packtrain.changes.residual import carry_in
 from packtrain.changes.spec import Change, Proposal
 from packtrain.errors import CheckFailed, PacktrainError, UserError
@@ -74,15 +83,11 @@ def proved(make: Callable[[Any], MakeChange], dtype: torch.dtype = torch.float32
     """The proof of what `make` makes for a model, and whether the model is as before."""
     model = tiny_model("llama").to(dtype)
     weights = dict(model.named_parameters())
-    proof = prove_change(
-        make(model.model.layers[1]),
-        lambda: model(input_ids=ROW, labels=ROW).loss,
-        weights,
-        tolerance_of(dtype),
-        lambda values: values,
-    )
+    layer = model.model.layers[1]
+    given = (lambda: model(input_ids=ROW, labels=ROW).loss, weights, tolerance_of(dtype), lambda values: values)
+    proof = prove_change(make(layer), *given)
     assert all(weight.grad is None for weight in weights.values())
-    return proof, "forward" not in model.model.layers[1].mlp.__dict__ | model.model.layers[1].input_layernorm.__dict__
+    return proof, "forward" not in layer.mlp.__dict__ | layer.input_layernorm.__dict__
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,14 +106,11 @@ def test_a_right_kernel_stays(dtype: torch.dtype) -> None:
         (lambda layer: of_norm(layer.input_layernorm, 0.5), "those of model.layers.1.input_layernorm.weight by 0.5"),
         (lambda layer: replaced(layer.mlp, lambda x: x * torch.nan), "is off by nan"),
         (lambda layer: replaced(layer.mlp, lambda x: x[..., 1:]), "the model cannot compute by it: "),
-        (lambda layer: layer.no_such_kernel, ""),
+        (lambda layer: lambda: layer.no_such_kernel, "AttributeError"),
     ],
     ids=["forward", "backward", "one small weight", "nan", "raises", "cannot be made"],
 )
 def test_a_wrong_kernel_is_taken_out_and_the_reason_says_what_is_off(make: Any, said: str, dtype: torch.dtype) -> None:
-    if not said:
-        made: Any = lambda layer: lambda: layer.no_such_kernel  # noqa: E731
-        make, said = made, "AttributeError"
     proof, plain = proved(make, dtype)
     assert said in proof.refusal and plain, proof
 
@@ -116,8 +118,7 @@ def test_a_wrong_kernel_is_taken_out_and_the_reason_says_what_is_off(make: Any, 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss", "qwen3_moe"])
 def test_under_autocast_alone_the_residual_stream_is_bfloat16_until_it_is_undone(family: str) -> None:
     """gpt2 adds its positions after the embedding; the norms of qwen3_moe hand float32 to the experts."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    model: Any = tiny_model(family, **(experts if family == "qwen3_moe" else {}))
+    model: Any = tiny_model(family, **(EXPERTS if family == "qwen3_moe" else {}))
     seen = list[torch.dtype]()
     for layer in layers_of(model)[1:]:
         layer.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
@@ -147,13 +148,8 @@ def test_fsdp2_gathers_an_embedding_apart_only_if_nothing_else_has_its_weights()
 
 def test_without_a_loss_nothing_is_proved() -> None:
     weight = torch.ones(3, requires_grad=True)
-    proof = prove_change(
-        lambda: lambda: None,
-        lambda: (weight * 0).sum(),
-        {"weight": weight},
-        tolerance_of(torch.float32),
-        lambda values: values,
-    )
+    given = ({"weight": weight}, tolerance_of(torch.float32), lambda values: values)
+    proof = prove_change(lambda: lambda: None, lambda: (weight * 0).sum(), *given)
     assert "no loss to compare" in proof.refusal
 
 
@@ -179,21 +175,20 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_here(folder, base_config(folder, trainer={"max_steps": 3}))
 
 
-def test_a_run_with_a_wrong_kernel_says_so_and_trains_bit_for_bit_as_without_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plain: Run
+@pytest.mark.parametrize(
+    ("by", "said"),
+    [
+        (0.8, "as the model comes; a fast MLP: its gradients are off by"),
+        (1.0, "a fast MLP (loss off by 0, gradients by 0"),
+    ],
+)
+def test_a_run_proves_a_kernel_says_so_and_trains_bit_for_bit_as_without_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plain: Run, by: float, said: str
 ) -> None:
-    changing(monkeypatch, lambda x: Scaled.apply(x, 0.8))
-    run = run_here(tmp_path, base_config(tmp_path, trainer={"max_steps": 3}), "verify.preflight=false")
+    changing(monkeypatch, lambda x: Scaled.apply(x, by))
+    run = run_here(tmp_path, base_config(tmp_path, trainer={"max_steps": 3}), f"verify.preflight={by == 1}")
     assert_same_bits(run, plain)
-    assert "as the model comes; a fast MLP: its gradients are off by" in run.summary["changes"]["kernel"]
-    assert "kernel     as the model comes; a fast MLP: its gradients" in run.log
-
-
-def test_a_right_kernel_is_proved_and_trains_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plain: Run) -> None:
-    changing(monkeypatch, lambda x: Scaled.apply(x, 1.0))
-    run = run_here(tmp_path, base_config(tmp_path, trainer={"max_steps": 3}))
-    assert_same_bits(run, plain)
-    assert run.summary["changes"]["kernel"].startswith("a fast MLP (loss off by 0, gradients by 0")
+    assert run.summary["changes"]["kernel"].startswith(said) and f"kernel     {said}" in run.log
 
 
 @pytest.mark.parametrize("mode", ["packed", "padding"])
@@ -215,13 +210,11 @@ def test_asked_for_by_name_a_wrong_or_absent_kernel_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     changing(monkeypatch, lambda x: x * 0.8, key="model.kernel")
-    with pytest.raises(
-        CheckFailed, match="would not train as the model itself does: the loss of the first rows is off"
-    ):
+    with pytest.raises(CheckFailed, match=r"\[change-inexact\]"):
         run_here(tmp_path, base_config(tmp_path))
     monkeypatch.undo()
     changing(monkeypatch, lambda x: x, key="model.kernel", lacks="it is not installed")
-    with pytest.raises(UserError, match="not available, it is not installed"):
+    with pytest.raises(UserError, match=r"\[change-unavailable\]"):
         run_here(tmp_path, base_config(tmp_path))
 
 
@@ -257,16 +250,14 @@ def test_ranks_that_gather_their_weights_decide_alike_and_none_waits_for_another
     config = base_config(tmp_path, strategy={"name": "fsdp2"}, trainer={"max_steps": 2})
     expected = train(tmp_path, config, name="plain", processes=2)
     run = train(tmp_path, config, processes=2, begin=begin)
-    assert said in run.log and other in (run.folder / "logs" / "rank-00001.log").read_text()
+    assert said in run.log and other in (run.folder / "logs/rank-00001.log").read_text()
     assert_same_bits(run, expected)
 
 
 @pytest.mark.sample("dpo")
 @pytest.mark.parametrize("verb", ["dpo", "kto", "reward"])
 def test_other_objectives_prove_by_their_own_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str) -> None:
-    rows = labelled(12, seed=0) if verb == "kto" else preferences(12, seed=0)
-    config = base_config(tmp_path, objective={"kind": verb}, trainer={"max_steps": 2}, data={"max_length": 128})
-    config["data"]["train"] = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    config = of_objective(tmp_path, verb, 12, trainer={"max_steps": 2})
     expected = run_here(tmp_path, config, name="plain")
     for by, said in ((0.8, "its gradients are off"), (1.0, "a fast MLP (loss off by 0")):
         with monkeypatch.context() as patch:
@@ -276,25 +267,123 @@ def test_other_objectives_prove_by_their_own_rows(monkeypatch: pytest.MonkeyPatc
         assert said in run.summary["changes"]["kernel"]
 
 
-def broken(model: Any) -> Any:
-    return model.no_such_kernel
-
-
 @pytest.mark.parametrize(
-    "propose, raised, said",
+    "propose, raised, code",
     [
-        (lambda situation: Proposal(what="none", make=broken), CheckFailed, "would not train as"),
-        (lambda situation: None, UserError, "acme cannot change this model"),
+        (lambda _: Proposal(what="none", make=lambda model: model.no_such), CheckFailed, "change-inexact"),
+        (lambda _: None, UserError, "change-unavailable"),
     ],
     ids=["not exact", "not possible"],
 )
 def test_a_change_whose_name_is_the_value_of_model_kernels_is_required(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, propose: Any, raised: type[PacktrainError], said: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, propose: Any, raised: type[PacktrainError], code: str
 ) -> None:
     others = {name: Change(name=name, propose=propose) for name in ("acme", "another")}
     monkeypatch.setattr(spec, "CHANGES", SimpleNamespace(all=lambda: others))
     config = loaded(tmp_path, base_config(tmp_path, trainer={"max_steps": 1}))
     assert train_here(config, tmp_path / "auto").summary["changes"].keys() <= {"acme", "another"}
-    with pytest.raises(raised, match=said) as refused:
+    with pytest.raises(raised, match=rf"model\.kernels: .*\[{code}\]"):
         train_here(replace(config, model=replace(config.model, kernels="acme")), tmp_path / "required")
-    assert refused.value.problems[0].where == "model.kernels"
+
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+needs_liger = pytest.mark.skipif(
+    not (find_spec("liger_kernel") and find_spec("triton")), reason="no liger-kernel: pip install -e '.[liger]'"
+)
+patched: list[Any] = []
+
+
+class Norm(nn.RMSNorm):
+    """In the place of Liger's class."""
+
+
+def patch(model: Any, *, by: float = 1.0, **off: bool) -> None:
+    """What Liger's function for Llama does to a model and to transformers' file, by torch."""
+    assert off == {"cross_entropy": False, "fused_linear_cross_entropy": False}
+    patched.append(model)
+    rotate = modeling_llama.apply_rotary_pos_emb
+    modeling_llama.apply_rotary_pos_emb = lambda *given, **named: rotate(*given, **named)
+    modeling_llama.LlamaRMSNorm = Norm  # type: ignore[misc]
+    for layer in model.base_model.layers:
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.offset = 0.0
+            norm.forward = lambda x, own=norm.forward: own(x) * by
+    if by < 0:
+        raise RuntimeError("no kernel for this device")
+
+
+@pytest.fixture
+def liger(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Liger that is not there, for the type llama alone; `auto` takes this CPU for a GPU."""
+    named = {"_apply_liger_kernel_to_instance": patch, "MODEL_TYPE_TO_APPLY_LIGER_FN": {"llama": None}}
+    of = {"": {"__spec__": object()}, ".transformers": {"LigerRMSNorm": Norm}, ".transformers.monkey_patch": named}
+    for name, values in of.items():  # by a spec it counts as installed
+        monkeypatch.setitem(sys.modules, f"liger_kernel{name}", SimpleNamespace(**values))  # type: ignore[arg-type]
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
+    own = why_no_liger
+    monkeypatch.setattr(kernels, "why_no_liger", lambda model, device: own(model, CUDA))
+    for name in ("apply_rotary_pos_emb", "LlamaRMSNorm"):
+        monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))
+    patched.clear()
+    return monkeypatch
+
+
+def state(model: nn.Module) -> list[dict[str, Any]]:
+    return [dict(vars(place)) for place in (*model.modules(), modeling_llama)]
+
+
+@pytest.mark.parametrize("by", [1.0, -1.0], ids=["asked to", "after an error"])
+def test_undone_everything_is_as_before(liger: pytest.MonkeyPatch, by: float) -> None:
+    model = tiny_model("llama")
+    before = state(model)
+    of_liger: Any = sys.modules["liger_kernel.transformers.monkey_patch"]
+    of_liger._apply_liger_kernel_to_instance = partial(patch, by=by)
+    if by < 0:
+        with pytest.raises(RuntimeError, match="no kernel for this device"):
+            fuse_by_liger(model)
+    else:
+        undo = fuse_by_liger(model)
+        assert modeling_llama.LlamaRMSNorm is not Norm, "models loaded later are as they come"
+        assert state(model) != before
+        undo()
+    assert state(model) == before
+
+
+def test_where_they_cannot_be_it_is_said_why(liger: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    assert why_no_liger(model, CPU) == "they need a GPU"
+    assert why_no_liger(model, CUDA) == ""
+    assert why_no_liger(tiny_model("gpt2"), CUDA) == "liger-kernel has none for gpt2"
+    liger.setattr(kernels, "find_spec", lambda name: None)
+    assert "pip install 'packtrain[liger]'" in why_no_liger(model, CUDA)
+
+
+def test_a_run_takes_them_by_proof_and_its_reference_as_well(liger: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = of_objective(tmp_path, "dpo", 12, trainer={"max_steps": 2})
+    plain = run_here(tmp_path, config, "model.kernels=none", name="plain")
+    assert not patched and plain.summary["changes"] == {}
+    assert run_here(tmp_path, config, name="auto").summary["changes"] == {} and not patched, "no GPU: not tried"
+    run = run_here(tmp_path, config, "model.kernels=liger", name="liger")
+    said = "norms, rotation and activations by Liger's kernels (loss off by 0"
+    assert run.summary["changes"]["kernels"].startswith(said)
+    assert_same_bits(run, plain)
+    assert len({id(model) for model in patched}) == 2
+    liger.setattr(kernels, "why_no_liger", why_no_liger)
+    with pytest.raises(UserError, match=r"model\.kernels: .*GPU \[change-unavailable\]"):
+        run_here(tmp_path, config, "model.kernels=liger", name="refused")
+
+
+@needs_liger
+def test_ligers_own_kernels_compute_the_models_losses_and_gradients_and_leave_no_trace() -> None:
+    """In float32 to 1e-4, in bfloat16 to 5e-2; with gradient checkpointing, and with adapters; experts stay the model's own."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/train")])}
+    command = [sys.executable, "-m", "liger_models"]
+    ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stderr
+    results = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(results) == 5
+    for number, result in enumerate(results):
+        assert result["refusal"] == "" and result["inside"] == [True, number < 4], result
+        assert result["after"] == [False, False] and result["rotation"].startswith("transformers."), result

@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 from running import packtrain
-from tiny_served import save_adapters, save_model, save_run
+from tiny_models import save_adapters, save_model, save_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packtrain.wording import visible
@@ -90,14 +90,12 @@ def test_lines_of_a_pipe_are_answered_in_plain_text_with_adapters_on_and_off(tmp
 
 def test_a_conversation_goes_on_is_undone_and_asked_again(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
-    lines = (
-        "one\ntwo\n/undo\nthree\n/retry\n/system Be kind\nfour\n/undo\n/undo\n/undo\n/undo\n/base\n/what\n/quit\nfive\n"
-    )
-    out, err = chat(partial(counting, typed), lines, str(model), "--temperature", "0.5", "--max-tokens", "9")
+    lines = "one two /undo three /retry /system+Be+kind four /undo /undo /undo /undo /base /what /quit five "
+    text = lines.replace(" ", "\n").replace("+", " ")
+    out, err = chat(partial(counting, typed), text, str(model), "--temperature", "0.5", "--max-tokens", "9")
     answers = [line.removeprefix("> ") for line in out.replace("> ", "\n> ").splitlines() if "users" in line]
-    ends = "systems True 9"
-    expected = [f"1 users 0 {ends}", f"2 users 0 {ends}", f"2 users 0 {ends}", f"2 users 0 {ends}", f"3 users 1 {ends}"]
-    assert answers == expected
+    counts = ((1, 0), (2, 0), (2, 0), (2, 0), (3, 1))
+    assert answers == [f"{users} users {systems} systems True 9" for users, systems in counts]
     assert "/undo: nothing was said" in err and "/base: there are no adapters" in err
     assert "/what: no such command; there are /undo, /retry" in err
 
@@ -149,14 +147,13 @@ def test_what_cannot_answer_is_refused(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     assert chat(piped, "", str(model)) == ("", "")  # nothing is asked
     assert "it broke" in chat(partial(counting, piped), "break\n", str(model), expect=2)[1]
-    (model / "chat_template.jinja").write_text(
-        "{{ raise_exception('no system, please') if messages[0].role == 'system' }}"
-    )
+    template = "{{ raise_exception('no system, please') if messages[0].role == 'system' }}"
+    (model / "chat_template.jinja").write_text(template)
     refused = chat(partial(counting, piped), "Hello\n", str(model), "--system", "x", expect=2)[1]
-    assert "no system, please" in refused and "Leave the system prompt away" in refused
+    assert "no system, please" in refused and "[template-refused]" in refused
     config = model / "config.json"
     config.write_text(config.read_text().replace("ForCausalLM", "ForSequenceClassification"))
-    assert "a reward model scores answers" in chat(piped, "", str(model), expect=2)[1]
+    assert "[scores-not-answers]" in chat(piped, "", str(model), expect=2)[1]
 
 
 @pytest.mark.parametrize("named", ["./nowhere", "empty", "bare"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from running import packtrain, write_jsonl
-from tiny_served import save_model
+from tiny_models import save_model
 
 QUESTIONS = [(f"What is {a} + {b}?", f"It is {a + b}.") for a in range(1, 5) for b in range(1, 5)]
 
@@ -17,32 +17,15 @@ def turns(asked: str, said: str = "") -> list[dict[str, str]]:
     return [{"role": role, "content": text} for role, text in (("user", asked), ("assistant", said)) if text]
 
 
-AXOLOTL = """
-base_model: ./model
-datasets: [{path: chats.jsonl, type: chat_template, field_messages: dialog}]
-val_set_size: 0.1
-adapter: lora
-lora_target_linear: true
-sequence_len: 256
-sample_packing: true
-micro_batch_size: 1
-optimizer: adamw_torch
-learning_rate: 0.0002
-bf16: auto
-output_dir: run
+AXOLOTL = """{
+base_model: ./model, datasets: [{path: chats.jsonl, type: chat_template, field_messages: dialog}], val_set_size: 0.1,
+adapter: lora, lora_target_linear: true, sequence_len: 256, sample_packing: true, micro_batch_size: 1,
+optimizer: adamw_torch, learning_rate: 0.0002, bf16: auto, output_dir: run}
 """
-LLAMA_FACTORY = """
-model_name_or_path: ./model
-stage: sft
-do_train: true
-finetuning_type: lora
-lora_target: all
-dataset: identity, alpaca_en_demo
-max_samples: 8
-cutoff_len: 256
-default_system: You are kind.
-per_device_train_batch_size: 4
-output_dir: run
+LLAMA_FACTORY = """{
+model_name_or_path: ./model, stage: sft, do_train: true, finetuning_type: lora, lora_target: all,
+dataset: "identity, alpaca_en_demo", max_samples: 8, cutoff_len: 256, default_system: You are kind.,
+per_device_train_batch_size: 4, output_dir: run}
 """
 LLAMA_FACTORY_DPO = LLAMA_FACTORY.replace("stage: sft", "stage: dpo").replace("identity, alpaca_en_demo", "pairs")
 MS_SWIFT = r"""
@@ -55,13 +38,7 @@ MS_SWIFT_STREAM = MS_SWIFT.replace("#40", "").replace("--max_length", "--streami
 TRL = "trl {} --model_name_or_path ./model --dataset_name {} --max_length 256 --eval_strategy epoch --output_dir run"
 
 
-@pytest.mark.sample(
-    without=(
-        "LLaMA-Factory",
-        "TRL dpo",
-        "TRL",
-    )
-)
+@pytest.mark.sample(without=("LLaMA-Factory", "TRL dpo", "TRL"))
 @pytest.mark.parametrize(
     ("text", "name", "verb"),
     [
@@ -89,32 +66,35 @@ def test_a_converted_config_trains(text: str, name: str, verb: str, tmp_path: Pa
 
 def write_data(folder: Path) -> None:
     """Data as each trainer has it."""
-    chats = [turns(*pair) for pair in QUESTIONS]
-    write_jsonl(folder / "chats.jsonl", [{"dialog": messages} for messages in chats])
-    write_jsonl(folder / "swift.jsonl", [{"messages": messages} for messages in chats])
-    write_jsonl(folder / "own.jsonl", [{"query": asked, "response": said} for asked, said in QUESTIONS])
-    alpaca = [{"instruction": asked, "input": "", "output": said} for asked, said in QUESTIONS]
-    pairs: list[dict[str, Any]] = [
-        {"prompt": turns(asked), "chosen": turns("", said), "rejected": turns("", "No idea.")}
-        for asked, said in QUESTIONS
-    ]
-    spoken = [
-        {
-            "conversations": [{"from": "human", "value": asked}],
-            "chosen": {"from": "gpt", "value": said},
-            "rejected": {"from": "gpt", "value": "No idea."},
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for asked, said in QUESTIONS:
+        human, gpt, worse = (
+            {"from": who, "value": what} for who, what in (("human", asked), ("gpt", said), ("gpt", "No."))
+        )
+        made: dict[str, dict[str, Any]] = {
+            "chats": {"dialog": turns(asked, said)},
+            "swift": {"messages": turns(asked, said)},
+            "own": {"query": asked, "response": said},
+            "alpaca_en_demo": {"instruction": asked, "input": "", "output": said},
+            "dpo_en_demo": {"conversations": [human], "chosen": gpt, "rejected": worse},
+            "answers": {"prompt": asked, "completion": f" {said}"},
+            "pairs": {"prompt": turns(asked), "chosen": turns("", said), "rejected": turns("", "No.")},
         }
-        for asked, said in QUESTIONS
-    ]
+        for name, row in made.items():
+            rows.setdefault(name, []).append(row)
+    for name in ("chats", "swift", "own"):
+        write_jsonl(folder / f"{name}.jsonl", rows[name])
     for name in ("data", "answers", "pairs"):
         (folder / name).mkdir()
-    for name, rows in {"identity": alpaca[:3], "alpaca_en_demo": alpaca, "dpo_en_demo": spoken}.items():
-        (folder / "data" / f"{name}.json").write_text(json.dumps(rows))
-    info = {name: {"file_name": f"{name}.json"} for name in ("identity", "alpaca_en_demo")}
+    of_files = {
+        "identity": rows["alpaca_en_demo"][:3],
+        **{name: rows[name] for name in ("alpaca_en_demo", "dpo_en_demo")},
+    }
+    info: dict[str, Any] = {name: {"file_name": f"{name}.json"} for name in ("identity", "alpaca_en_demo")}
     columns = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}
-    info["pairs"] = {"file_name": "dpo_en_demo.json", "ranking": True, "formatting": "sharegpt", "columns": columns}  # type: ignore[dict-item]
-    (folder / "data" / "dataset_info.json").write_text(json.dumps(info))
-    answers = [{"prompt": asked, "completion": f" {said}"} for asked, said in QUESTIONS]
+    info["pairs"] = {"file_name": "dpo_en_demo.json", "ranking": True, "formatting": "sharegpt", "columns": columns}
+    for name, content in {**of_files, "dataset_info": info}.items():
+        (folder / "data" / f"{name}.json").write_text(json.dumps(content))
     for split, part in {"train": slice(0, 12), "test": slice(12, 16)}.items():
-        write_jsonl(folder / "answers" / f"{split}.jsonl", answers[part])
-        write_jsonl(folder / "pairs" / f"{split}.jsonl", pairs[part])
+        for name in ("answers", "pairs"):
+            write_jsonl(folder / name / f"{split}.jsonl", rows[name][part])

@@ -1,9 +1,10 @@
-"""Every loss of TRL's DPOTrainer, over any layout and any micro-batches, is TRL's own of one padded batch."""
+"""Every loss of TRL's DPOTrainer and KTOTrainer, over any layout and any micro-batches, is TRL's own of one padded batch."""
 
 from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,21 +12,9 @@ import numpy as np
 import pytest
 import tiny_dpo
 import torch
-from tiny_dpo import (
-    LAYOUTS,
-    PAIRS,
-    SPLITS,
-    arguments,
-    assert_same_step,
-    in_parts,
-    ours,
-    padded_trainer,
-    step_of_trl,
-    steps_of,
-)
+from tiny_dpo import LAYOUTS, PAIRS, SPLITS, assert_same_step, in_parts, of_trl, ours, steps_of, trl_trainer
 from tiny_models import tiny_model
 from trl import DPOTrainer
-from trl_batches import trl_batch
 
 from packtrain.config.objective import Objective
 from packtrain.config.rules import check_combinations
@@ -35,6 +24,7 @@ from packtrain.errors import UserError
 from packtrain.model.spread import Ranks
 from packtrain.objectives.dpo.run import DPO
 from packtrain.objectives.dpo.spec import SPEC
+from packtrain.objectives.spec import OBJECTIVES
 from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.objectives.pairs_and_answers import PairSteps
@@ -47,38 +37,22 @@ TOGETHER: list[dict[str, Any]] = [  # tests/unit/objectives/test_losses.py has a
 ]
 
 
-def trl_trainer(folder: Path, **objective: Any) -> Any:
-    columns = {"prompt_ids": [0], "chosen_ids": [0], "rejected_ids": [0]}
-    return padded_trainer(DPOTrainer, arguments(folder, **objective), columns)
-
-
-def of_trl(folder: Path, **objective: Any) -> tuple[float, torch.Tensor, dict[str, float]]:
-    return step_of_trl(trl_trainer(folder, **objective), trl_batch(PAIRS.pairs))
-
-
-def assert_all_equal_trl(folder: Path, **objective: Any) -> None:
-    expected = of_trl(folder, **objective)
-    assert set(expected[2]) - {"num_tokens"} == {one.name for one in SPEC.figures}
-    splits = SPLITS[:1] if set(objective["loss_type"]) & set(SPEC.sorting_losses) else SPLITS
-    for layout in LAYOUTS:
-        trainer = ours(folder, layout, **objective)
+def assert_all_equal_trl(folder: Path, kind: str = "dpo", **objective: Any) -> tiny_dpo.Step:
+    expected = of_trl(folder, kind, **objective)
+    assert set(expected[2]) - {"num_tokens"} == {one.name for one in OBJECTIVES[kind].figures}
+    splits = SPLITS[:1] if {*objective["loss_type"]} & {*SPEC.sorting_losses} else SPLITS
+    for layout in LAYOUTS if kind == "dpo" else tiny_dpo.OF_KTO:
+        trainer = ours(folder, layout, kind=kind, **objective)
         for parts in splits:
             assert_same_step(in_parts(trainer, parts), expected, f"{layout} in {len(parts)} micro-batches")
+    return expected
 
 
 def known_to_trl() -> set[str]:
     return set(re.findall(r'\bloss_type == "(\w+)"', inspect.getsource(DPOTrainer._compute_loss)))
 
 
-@pytest.mark.sample(
-    without=(
-        "apo_down",
-        "exo_pair",
-        "robust",
-        "sigmoid_norm",
-        "sppo_hard",
-    )
-)
+@pytest.mark.sample(without=("apo_down", "exo_pair", "robust", "sigmoid_norm", "sppo_hard"))
 @pytest.mark.parametrize("loss_type", sorted(known_to_trl()))
 def test_every_loss_gradient_and_figure_equals_trl_padding(loss_type: str, tmp_path: Path) -> None:
     assert_all_equal_trl(tmp_path, loss_type=[loss_type], **ALONE.get(loss_type, {}))
@@ -142,27 +116,27 @@ def configured(of_trl: dict[str, Any]) -> Objective:
 
 
 @pytest.mark.parametrize(
-    ("objective", "said"),
+    ("objective", "code"),
     [
-        ({"loss_type": ["sigmoid", "sft"], "use_weighting": True}, "TRL cannot weigh its pairs"),
-        ({"loss_type": ["aot"], "use_weighting": True}, "would get the weight of another"),
-        ({"loss_type": ["exo_pair"]}, "exo_pair needs label smoothing"),
-        ({"loss_type": ["apo_zero"], "f_divergence_type": "forward_kl"}, "not defined for the divergence forward_kl"),
+        ({"loss_type": ["sigmoid", "sft"], "use_weighting": True}, "weighting-undefined"),
+        ({"loss_type": ["aot"], "use_weighting": True}, "weighting-undefined"),
+        ({"loss_type": ["exo_pair"]}, "exo-needs-smoothing"),
+        ({"loss_type": ["apo_zero"], "f_divergence_type": "forward_kl"}, "divergence-undefined"),
     ],
 )
-def test_what_trl_cannot_compute_is_refused_by_the_config(objective: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_trl_cannot_compute_is_refused_by_the_config(objective: dict[str, Any], code: str, tmp_path: Path) -> None:
     with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
         of_trl(tmp_path, **objective)
     config = RunConfig(objective=configured(objective))
     (finding,) = (one for one in check_combinations(config, set()) if one.keys[0].startswith("objective."))
-    assert said in finding.what
+    assert finding.code == code
 
 
 def test_label_smoothing_that_trl_passes_over_is_refused_by_the_config(tmp_path: Path) -> None:
     """TRL takes it for every loss and uses it in few: this finds those few."""
     uses = set()
     trainers = [trl_trainer(tmp_path, loss_type=["sigmoid"], label_smoothing=smoothing) for smoothing in (0.0, 0.2)]
-    batch = trl_batch(PAIRS.pairs[:3])
+    batch = tiny_dpo.trl_batch(PAIRS[:3])
     for name in known_to_trl() - {"exo_pair"}:
         losses = []
         for trainer in trainers:
@@ -171,7 +145,7 @@ def test_label_smoothing_that_trl_passes_over_is_refused_by_the_config(tmp_path:
         if losses[0] != losses[1]:
             uses.add(name)
         config = RunConfig(objective=configured({"loss_type": name, "label_smoothing": 0.2}))
-        refused = any("takes no label smoothing" in problem.what for problem in check_combinations(config, set()))
+        refused = any(problem.code == "smoothing-unused" for problem in check_combinations(config, set()))
         assert refused == (losses[0] == losses[1]), name
     assert uses == {"robust", "aot", "aot_unpaired"}
 
@@ -204,3 +178,54 @@ def test_losses_that_sort_the_pairs_of_a_step_are_refused_where_it_is_split(loss
     with pytest.raises(UserError, match="2 processes"):
         steps(sorting, processes=2)
     steps(Objective(kind="dpo"), tokens=80)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"loss_type": "kto"},
+        {"loss_type": "apo_zero_unpaired"},
+        {"loss_type": "kto", "beta": 0.7, "desirable_weight": 1.5, "undesirable_weight": 0.3},
+        {"loss_type": "apo_zero_unpaired", "desirable_weight": 0.0, "undesirable_weight": 2.0},
+    ],
+    ids=lambda one: "-".join(map(str, one.values())),
+)
+def test_every_loss_of_kto_equals_trl_padding(objective: dict[str, Any], tmp_path: Path) -> None:
+    expected = assert_all_equal_trl(tmp_path, "kto", **objective)
+    assert (expected[2]["kl"] > 0.1) == (objective["loss_type"] == "kto")
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_steps_of_one_kind_of_answers_are_those_of_trl(label: bool, tmp_path: Path) -> None:
+    labels = [label] * len(tiny_dpo.LABELS)
+    expected = of_trl(tmp_path, "kto", labels=labels)
+    steps = replace(steps_of("flat", kind="kto"), data=tiny_dpo.answers(labels))
+    assert_same_step(in_parts(ours(tmp_path, "flat", kind="kto", steps=steps), SPLITS[1]), expected, "one kind")
+    assert "rewards/margins" not in expected[2]
+
+
+def test_mismatched_pairs_are_cut_as_by_trl_and_keep_to_the_limits_of_a_micro_batch(tmp_path: Path) -> None:
+    longest = max(len(row["prompt_ids"]) + len(row["KL_completion_ids"]) for row in tiny_dpo.rows())
+    assert longest == 38 and max(tiny_dpo.ANSWERS.lengths) == 34
+    expected = of_trl(tmp_path, "kto", most=36)
+    for layout in tiny_dpo.OF_KTO:
+        steps = steps_of(layout, 40, kind="kto", max_length=36)
+        batches = steps.mismatched()[0]
+        assert len(batches) > 2 and max(batch.slots for batch in batches) <= 40
+        rows_of = [batch.inputs.get("segments") for batch in batches]
+        padded = [batch.inputs["input_ids"].shape[1] for batch in batches]
+        lengths = [max(row.lengths) if row else slots for row, slots in zip(rows_of, padded, strict=True)]
+        assert max(lengths) == 36
+        assert sum(batch.examples for batch in batches) == len(tiny_dpo.ANSWERS)
+        assert_same_step(in_parts(ours(tmp_path, layout, kind="kto", steps=steps), SPLITS[1]), expected, layout)
+
+
+def test_an_evaluation_is_one_step_over_the_whole_set(tmp_path: Path) -> None:
+    loss, _, figures = of_trl(tmp_path, "kto")
+    trainer = ours(tmp_path, "flat", kind="kto")
+    trainer.evaluation = {"": replace(steps_of("flat", 40, kind="kto", a_step=3), whole=True)}
+    trainer.evaluate()
+    found = {name.removeprefix("eval_"): value for name, value in trainer.state.lines[-1].items()}
+    assert found.pop("step") == 0 and found.pop("epoch") == 0
+    assert found.pop("loss") == pytest.approx(loss, rel=1e-5) and found.pop("answers") == 7
+    assert found == pytest.approx({name: figures[name] for name in found}, rel=1e-5, abs=1e-5)

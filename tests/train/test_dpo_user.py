@@ -1,8 +1,7 @@
-"""`packtrain dpo` as a user meets it: references, what is kept of them, what is refused, and what the run says."""
+"""`packtrain dpo` as a user meets it: references, what is kept of them, what is refused, what the run says, and its proof."""
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from here import ALONE, train_here
+from here import train_here, verified
 from running import LLAMA, WORDS, Run, write_jsonl
+from tiny_models import break_borders
 
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Data, Model, Optim, Packing, Peft, RunConfig, Trainer
@@ -22,10 +22,11 @@ from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import load_model
 from packtrain.model.precision import Precision
 from packtrain.model.weights import weights_hash
-from packtrain.run_folder import RunFolder
+from packtrain.packing.segments import Segments
 from packtrain.train.objectives import training_objective
 from packtrain.train.objectives.training_objective import identity_of_reference
-from packtrain.train.run import verify_in
+from packtrain.train.verify.command import print_verdicts
+from packtrain.train.verify.loss_proofs import MODES
 
 LN2 = 0.6931472
 BY_DOCUMENT = Model(init="random", config=dict(LLAMA), tokenizer="quickstart", attention="per_document")
@@ -143,7 +144,7 @@ def test_a_run_goes_on_against_the_reference_that_it_began_with_or_not_at_all(st
     after_two = replace(timely, resume=str(whole.folder / "checkpoints/step-000002"))
     assert trained(start, "on", objective=against(way), trainer=after_two).losses == whole.losses[2:]
     other = replace(start.model, config={**LLAMA, "initializer_range": 0.1})
-    with pytest.raises(UserError, match=r"made with one of weights with hash \w+, this run has one") as refused:
+    with pytest.raises(UserError, match=r"\[changed-since-checkpoint\]") as refused:
         trained(start, "changed", objective=against(way), trainer=after_two, model=other)
     assert [one.where for one in refused.value.problems] == ["model.config.initializer_range", "objective.reference"]
 
@@ -164,9 +165,9 @@ def test_earlier_adapters_are_a_reference_beside_new_ones(earlier: RunConfig) ->
     merged = trained(earlier, "merged", objective=against(str(before / "final-merged")))
     assert abs(named.losses[0] - LN2) > 1e-3
     np.testing.assert_allclose(named.losses, merged.losses, rtol=1e-5)
-    assert verify_in(replace(earlier, objective=against(str(before / "final"))), ALONE) == 0
-    report = json.loads(RunFolder.of(earlier.trainer).verification.read_text())
-    assert report["start"] is None  # the reference is another model
+    assert (
+        verified(replace(earlier, objective=against(str(before / "final"))))["start"] is None
+    )  # the reference is another model
 
 
 def test_training_goes_on_from_adapters_and_is_held_to_them(earlier: RunConfig) -> None:
@@ -178,13 +179,11 @@ def test_training_goes_on_from_adapters_and_is_held_to_them(earlier: RunConfig) 
     for way in ("precomputed", str(before / "final"), str(before / "final-merged")):
         same = trained(config, "same", objective=against(way))
         np.testing.assert_allclose(same.losses, on.losses, rtol=1e-5)
-    assert verify_in(config, ALONE) == 0  # of adapters that are not new
-    begins = json.loads(RunFolder.of(config.trainer).verification.read_text())["start"]
-    assert begins["loss"] == pytest.approx(LN2, abs=1e-6)
+    assert verified(config)["start"]["loss"] == pytest.approx(LN2, abs=1e-6)  # of adapters that are not new
     base = trained(config, "base-as-reference", objective=against("adapters_off"))
     assert abs(base.losses[0] - LN2) > 1e-3
     assert not [one for one in on.folder.glob("checkpoints/*/*") if one.is_dir()]  # the reference is not kept
-    with pytest.raises(UserError, match="have r 4, not 16"):
+    with pytest.raises(UserError, match=r"r 4, not 16 \[adapter-settings-differ\]"):
         trained(config, "other", peft=Peft(kind="lora", alpha=8))
 
 
@@ -192,13 +191,79 @@ def test_training_goes_on_from_adapters_and_is_held_to_them(earlier: RunConfig) 
     ("groups", "where"),
     [
         ({"batch": Batch(examples_per_step=7, tokens_per_device=32)}, "batch.tokens_per_device"),
-        ({"objective": Objective(kind="dpo", reference="/nowhere/at/all")}, "objective.reference"),
         ({"model": Model(init="random", config=ROUTED, tokenizer="quickstart")}, "router"),
         ({"packing": Packing(share_prefix=True), "model": BY_DOCUMENT}, "packing.share_prefix"),
     ],
-    ids=["long", "nowhere", "routers", "why_not_shared"],
+    ids=["long", "routers", "why_not_shared"],
 )
 def test_what_cannot_be_is_refused_with_the_key(start: RunConfig, groups: dict[str, Any], where: str) -> None:
-    with pytest.raises((UserError, CheckFailed)) as refused:
+    with pytest.raises((UserError, CheckFailed), match=where):
         trained(start, "refused", **groups)
-    assert where in str(refused.value)
+
+
+TWO = Objective(kind="dpo", loss=["ipo", "sft"], options={"loss_weights": [1.0, 0.5]}, beta=0.3)
+WEIGHTED = Objective(kind="dpo", loss="apo_zero", options={"use_weighting": True})
+
+
+def test_verify_proves_that_no_answer_sees_the_other_one_nor_another_pair(
+    start: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for insists, attention, code in ((None, "auto", 0), (None, "per_document", 0), (True, "per_document", 3)):
+        packing, model = Packing(share_prefix=insists), replace(start.model, attention=attention)
+        config = replace(start, packing=packing, model=model)
+        report = verified(config, expect=code)
+        assert report["start"]["loss"] == pytest.approx(LN2, abs=1e-6) and not report["start"]["problems"]
+        proof = report["pairs"]
+        assert proof["prompts_shared"] == (attention == "auto")
+        if attention == "auto":
+            worst = max(proof[f"max_abs_diff_{what}"] for what in ("before", "after", "alone"))
+            assert worst <= proof["tolerance"] and proof["control"] > 5 * proof["tolerance"]
+        print_verdicts(report, as_json=False)
+        assert ("share_prefix=false" in capsys.readouterr().out) == bool(insists)
+
+
+@pytest.mark.parametrize("way", ["model", "precomputed"])
+def test_verify_says_why_the_first_loss_is_not_that_of_a_zero_margin(start: RunConfig, way: str) -> None:
+    dropping = replace(start.model, config={**LLAMA, "attention_dropout": 0.2})
+    report = verified(replace(start, model=dropping, objective=against(way)), expect=3)
+    assert report["verdict"] == "unsupported" and report["isolation"]["max_abs_diff_after"] == 0
+    assert "0.69" in report["problem"] and "model.config.attention_dropout=0" in report["fix"]
+    off = abs(report["start"]["loss"] - report["start"]["zero_margin"])
+    assert off > report["start"]["tolerance"] and len(report["start"]["problems"]) == 1
+
+
+@pytest.mark.parametrize(
+    "objective, groups",
+    [
+        (Objective(kind="dpo"), {}),
+        (TWO, {"peft": Peft(kind="lora", r=4)}),
+        (Objective(kind="dpo", loss="aot"), {}),
+        (WEIGHTED, {"trainer": Trainer(mixed_precision="bf16")}),
+    ],
+    ids=["sigmoid", "two losses, lora", "sorted pairs", "weighted, bf16"],
+)
+def test_verify_compares_the_modes_by_the_losses_and_gradients_of_dpo(
+    start: RunConfig, objective: Objective, groups: dict[str, Any], tmp_path: Path
+) -> None:
+    config = replace(start, objective=objective, **groups)
+    report = verified(replace(config, trainer=replace(config.trainer, output_dir=str(tmp_path / "run"))))
+    assert (report["verdict"], report["objective"], tuple(report["modes"])) == ("exact", "dpo", MODES)
+    tolerances, begins = report["tolerances"], report["start"]
+    assert abs(begins["loss"] - begins["zero_margin"]) <= begins["tolerance"] and not begins["problems"]
+    for figures in (*report["modes"].values(), report["prefix_shared"]):
+        assert figures["loss_rel_diff"] <= tolerances["loss"] and abs(figures["loss"] - LN2) > 1e-3
+        assert figures["grad_rel_diff"] <= tolerances["grad_rel_diff"]
+    assert report["control"]["grad_rel_diff"] > tolerances["control"]
+
+
+def test_verify_sees_an_answer_that_sees_the_other_one_where_only_long_rows_show_it(
+    start: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_prompts(_: Any, row: Segments) -> Segments:
+        """No answer sees its prompt, in rows of several pairs."""
+        return Segments(row.lengths) if row.tokens >= 60 and any(row.prefix_lengths) else row
+
+    break_borders(monkeypatch, lose_prompts)
+    report = verified(start, expect=3)
+    assert report["verdict"] == "leaks"
+    assert report["modes"]["packed"]["grad_rel_diff"] < 1e-4 < report["prefix_shared"]["grad_rel_diff"]

@@ -7,14 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from here import run_here
-from running import LLAMA, Run, base_config, write_jsonl
-from tokenizers import Tokenizer, models, pre_tokenizers
+from running import LLAMA, Run, config_on, write_jsonl
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from packtrain.data.dataset import TokenDataset
+from packtrain.data.tokens.cache import Document
 from packtrain.inspect.audit import sample_answers
 from packtrain.serve.export import merge
 from packtrain.serve.trained import find_trained, load_trained
@@ -30,8 +32,6 @@ def words() -> PreTrainedTokenizerFast:
     names = [*SPECIAL, *LETTERS]
     rust = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    from tokenizers import decoders
-
     rust.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     made = PreTrainedTokenizerFast(tokenizer_object=rust, eos_token=SPECIAL[EOS], pad_token=SPECIAL[EOS])
     made.add_special_tokens({"additional_special_tokens": SPECIAL[1:]})  # type: ignore[dict-item]
@@ -51,12 +51,9 @@ def base(tmp_path_factory: pytest.TempPathFactory, words: PreTrainedTokenizerFas
 
 def config_of(base: Path, folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     """Chats that all have one answer, learned by heart in a few steps."""
-    rows = [
-        {"messages": [{"role": "user", "content": "say"}, {"role": "assistant", "content": "ab"}]} for _ in range(8)
-    ]
-    data = {"train": str(write_jsonl(folder / "chats.jsonl", rows)), "chat_template": "chatml"}
-    config = base_config(folder, data=data, **groups)
-    return {**config, "model": {"path": str(base)}}
+    row = {"messages": [{"role": "user", "content": "say"}, {"role": "assistant", "content": "ab"}]}
+    data = {"train": str(write_jsonl(folder / "chats.jsonl", [row] * 8)), "chat_template": "chatml"}
+    return config_on(base, folder, data=data, **groups)
 
 
 def ends(folder: Path) -> list[int]:
@@ -92,8 +89,7 @@ def test_adapters_bring_the_end_that_they_were_trained_on(base: Path, tmp_path: 
     assert ends(merge(str(run.folder), tmp_path / "merged", None)) == [EOS, END]
     # trained further, and merged to be trained in full
     for peft in ("lora", "none"):
-        again = config_of(base, tmp_path, peft={"kind": peft}, trainer={"max_steps": 1})
-        again["model"]["path"] = str(run.folder / "final")
+        again = config_of(run.folder / "final", tmp_path, peft={"kind": peft}, trainer={"max_steps": 1})
         other = run_here(tmp_path, again, name=peft)
         assert ends(other.folder / "final") == [EOS, END] and not said(other)
 
@@ -118,10 +114,6 @@ class Documents(list):
 
 
 def document(*parts: tuple[list[int], bool]) -> Any:
-    import numpy as np
-
-    from packtrain.data.tokens.cache import Document
-
     ids = [token for part, _ in parts for token in part]
     return Document(np.array(ids, np.int32), np.array([trained for part, trained in parts for _ in part]))
 
@@ -141,10 +133,8 @@ ASKED, SAID = ([START, A, A], False), ([A, A, END], True)
         # a call of a tool ends in another token; one within an answer ends none, as <|end|> of gpt-oss after the thoughts
         ([document(ASKED, ([A, CALL], True), ASKED, SAID)], [END, CALL]),
         ([document(ASKED, ([A, NOTE, A, NOTE], True), ASKED, ([A, NOTE, A, END], True))], [END]),
-        (
-            [document(ASKED, ([A] * 60, True)), document(ASKED, ([A] * 59 + [NOTE], True)), document(ASKED, SAID)],
-            [END],
-        ),  # cut
+        # two that were cut
+        ([document(ASKED, ([A] * 60, True)), document(ASKED, ([A] * 59 + [NOTE], True)), document(ASKED, SAID)], [END]),
     ],
 )
 def test_the_end_of_trained_answers(words: Any, documents: list[Any], expected: list[int]) -> None:

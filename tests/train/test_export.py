@@ -16,12 +16,11 @@ import pytest
 import yaml
 from here import run_here
 from running import base_config, conversations, packtrain, write_jsonl
-from tiny_served import save_adapters, save_model, save_run
+from tiny_models import save_adapters, save_model, save_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packtrain.data.sources.quickstart import tokenizer as quickstart_tokenizer
-from packtrain.serve.export import ollama_template
-from packtrain.serve.hub import model_card, public_config
+from packtrain.serve.export import model_card, ollama_template, public_config
 from packtrain.serve.trained import find_trained
 from tests.train import forked
 
@@ -130,13 +129,16 @@ def test_a_card_names_what_is_on_the_hub_and_nothing_of_this_machine(tmp_path: P
         assert word not in card, word
     assert "What is 1/2 of 4?" in card and "beta: 0.3" in card and "seed: 3" in card
     assert public_config({"optim": {"name": "sgd", "beta1": 0.9}, "data": {"eval": None}}) == {"optim": {"name": "sgd"}}
+    for name, torn in {"config.yaml": "data: [", "summary.json": "{"}.items():
+        (run / name).write_text(torn)
+    assert "Trained on local files." in model_card(find_trained(str(run)))
 
 
 def test_adapters_of_a_local_model_and_what_the_hub_refuses_are_told(run: Path, tmp_path: Path) -> None:
     adapters = save_adapters(tmp_path / "adapters", save_model(tmp_path / "base"))
-    assert "--to merged" in sent(tmp_path, str(adapters), "--repo", "x", expect=2).stderr
-    assert "Give --repo" in sent(tmp_path, str(run), expect=2).stderr
-    assert "public repository already" in sent(tmp_path, str(run), "--repo", "known", expect=2).stderr
+    assert "[base-not-public]" in sent(tmp_path, str(adapters), "--repo", "x", expect=2).stderr
+    assert "[no-repo-name]" in sent(tmp_path, str(run), expect=2).stderr
+    assert "[repo-is-public]" in sent(tmp_path, str(run), "--repo", "known", expect=2).stderr
     assert not [*(tmp_path / "hub").iterdir()]
     refused = sent(tmp_path, str(run), "--repo", "taken/name", expect=2).stderr
     assert "403 Forbidden" in refused and "HF_TOKEN" in refused and "Traceback" not in refused
@@ -168,8 +170,7 @@ def test_ollama_is_handed_the_file_with_the_chat_template(tmp_path: Path) -> Non
     assert modelfile.read_text().startswith('FROM ./model.gguf\nTEMPLATE """')
     assert packtrain(*named[:-2], env={"PATH": str(tools)}).stdout == told  # the file is there: nothing is converted
     os.utime(model / "model.safetensors", (2**32, 2**32))
-    changed = packtrain(*named, env={"PATH": str(tools)}, expect=2).stderr
-    assert "there is something already" in changed
+    assert "[output-taken]" in packtrain(*named, env={"PATH": str(tools)}, expect=2).stderr
     shutil.rmtree(tmp_path / "Chats-gguf")
     tools.mkdir()
     (tools / "ollama").write_text(OLLAMA)
@@ -192,9 +193,8 @@ def render(lines: str, system: str, *pairs: tuple[str, str]) -> str:
 
 
 def filled(template: str, **values: str) -> str:
-    text = re.sub(
-        r"\{\{ if \.(\w+) \}\}(.*?)\{\{ end \}\}", lambda m: m[2] if values[m[1]] else "", template, flags=re.DOTALL
-    )
+    parts = re.compile(r"\{\{ if \.(\w+) \}\}(.*?)\{\{ end \}\}", re.DOTALL)
+    text = parts.sub(lambda m: m[2] if values[m[1]] else "", template)
     if not values["Response"]:
         text = text.split("{{ .Response }}")[0]
     return re.sub(r"\{\{ \.(\w+) \}\}", lambda m: values[m[1]], text)
@@ -212,18 +212,21 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("template", [None, *TEMPLATES.values()], ids=["built in", *TEMPLATES])
-def test_ollama_renders_what_the_chat_template_renders(template: str | None) -> None:
+def with_template(template: str | None) -> Any:
     tokenizer: Any = deepcopy(quickstart_tokenizer())
     tokenizer.chat_template = template or tokenizer.chat_template
-    lines = ollama_template(tokenizer)
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", [None, *TEMPLATES.values()], ids=["built in", *TEMPLATES])
+def test_ollama_renders_what_the_chat_template_renders(template: str | None) -> None:
+    tokenizer = with_template(template)
+    lines, turns = ollama_template(tokenizer), [("user", "Hello"), ("assistant", "Hi."), ("user", "And now?")]
     for system in ("", "Answer in rhymes."):
-        told = [{"role": "system", "content": system}] if system else []
-        said = [("Hello", "Hi."), ("And now?", "")]
-        roles = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
-        messages = [*told, *roles, {"role": "user", "content": "And now?"}]
+        told = [("system", system)] if system else []
+        messages = [{"role": role, "content": text} for role, text in (*told, *turns)]
         expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert render(lines, system, *said) == expected
+        assert render(lines, system, ("Hello", "Hi."), ("And now?", "")) == expected
 
 
 @pytest.mark.parametrize(
@@ -236,25 +239,15 @@ def test_ollama_renders_what_the_chat_template_renders(template: str | None) -> 
     ids=["refuses a system prompt", "numbers its turns", "has the signs of Go's templates"],
 )
 def test_a_template_that_cannot_be_told_is_left_to_ollama(template: str) -> None:
-    tokenizer: Any = deepcopy(quickstart_tokenizer())
-    tokenizer.chat_template = template
-    assert ollama_template(tokenizer) == ""
-
-
-def test_a_run_whose_config_was_torn_still_has_a_card(tmp_path: Path) -> None:
-    run = save_run(tmp_path / "run", save_model(tmp_path / "model"))
-    (run / "config.yaml").write_text("data: [")
-    (run / "summary.json").write_text("{")
-    assert "Trained on local files." in model_card(find_trained(str(run)))
+    assert ollama_template(with_template(template)) == ""
 
 
 def test_a_tool_that_is_missing_is_named_before_any_work(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     refused = packtrain("export", str(model), "--to", "gguf", expect=2, env={"PATH": "", "LLAMA_CPP": ""}).stderr
-    assert "llama.cpp's converter is not here" in refused and "git clone" in refused and "--converter" in refused
+    assert "[no-converter]" in refused and "--converter" in refused
     refused = packtrain("export", str(model), "--to", "gguf", "--converter", "/nowhere", expect=2).stderr
-    assert "--converter: there is no /nowhere" in refused
-    merged = packtrain("export", str(model), "--to", "merged", expect=2).stderr
-    assert "nothing to merge" in merged
+    assert "--converter: there is no /nowhere [no-converter]" in refused
+    assert "[nothing-to-merge]" in packtrain("export", str(model), "--to", "merged", expect=2).stderr
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert AutoTokenizer.from_pretrained(model) and os.listdir(model)

@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 import tomllib
-import torch
-import yaml
-from running import Run, base_config, packtrain, write_jsonl
+from running import Run, assert_same_bits, base_config, joined, packtrain, train, write_jsonl, written
 
 from packtrain.config.keys import keys, keys_of
 from packtrain.data.sources.quickstart import preferences
@@ -83,8 +81,7 @@ def config_in(folder: Path) -> str:
         batch={"tokens_per_device": 512},
         trainer={"max_steps": 4, "checkpoint_every": 2, "eval_every": 2},
     )
-    (path := folder / "run.yaml").write_text(yaml.safe_dump(config))
-    return str(path)
+    return written(folder, config)
 
 
 @pytest.fixture(scope="module")
@@ -111,30 +108,23 @@ def test_its_losses_and_weights_are_alike_in_all_modes_and_on_two_processes(
 ) -> None:
     begin = partial(with_package, package)
     assert {"nll", "log_odds", "ranked_right"} < {*trained.steps[0]} and "eval_log_odds" in trained.evals[-1]
-    chosen, weight = trained.steps[0]["nll"], 0.2
     # at the start both answers are about as likely, so the second term is about λ ln 2
-    assert trained.losses[0] == pytest.approx(chosen + weight * math.log(2), rel=0.02)
+    assert trained.losses[0] == pytest.approx(trained.steps[0]["nll"] + 0.2 * math.log(2), rel=0.02)
     packtrain("orpo", config_in(tmp_path), "packing.mode=padding", begin=begin)
     padded = Run(tmp_path / "run")
     assert padded.losses == pytest.approx(trained.losses, rel=1e-5)
-    assert [line["eval_log_odds"] for line in padded.evals] == pytest.approx(
-        [line["eval_log_odds"] for line in trained.evals], abs=1e-5
-    )
+    odds, expected = ([line["eval_log_odds"] for line in run.evals] for run in (padded, trained))
+    assert odds == pytest.approx(expected, abs=1e-5)
     (two := tmp_path / "two").mkdir()
-    ends = forked.joined(2, "orpo", config_in(two), begin=begin)
-    assert [end.returncode for end in ends] == [0, 0], ends[0].stderr
+    joined(2, "orpo", config_in(two), begin=begin)
     assert Run(two / "run").losses == pytest.approx(trained.losses, rel=1e-5)
 
 
 def test_it_resumes_to_the_same_bits_is_proved_and_reported(package: Path, trained: Run, tmp_path: Path) -> None:
     begin = partial(with_package, package)
-    start = trained.folder / "checkpoints" / "step-000002"
-    changes = [f"trainer.resume={start}", f"trainer.output_dir={tmp_path / 'resumed'}"]
+    changes = [trained.resume(2), f"trainer.output_dir={tmp_path / 'resumed'}"]
     packtrain("orpo", str(trained.folder.parent / "run.yaml"), *changes, begin=begin)
-    resumed = Run(tmp_path / "resumed")
-    assert resumed.losses == trained.losses[2:]
-    theirs = trained.weights()
-    assert all(torch.equal(weight, theirs[name]) for name, weight in resumed.weights().items())
+    assert_same_bits(Run(tmp_path / "resumed"), trained, after=2)
     proof = json.loads(packtrain("verify", config_in(tmp_path), "--json", begin=begin).stdout)
     assert proof["verdict"] == "exact" and proof["objective"] == "orpo"
     assert all(mode["grad_rel_diff"] <= 1e-4 for mode in proof["modes"].values())
@@ -143,10 +133,8 @@ def test_it_resumes_to_the_same_bits_is_proved_and_reported(package: Path, train
 def test_its_figures_are_on_the_screen_and_in_the_report_as_declared(package: Path, trained: Run) -> None:
     right, screen = trained.evals[-1]["eval_ranked_right"], (trained.folder.parent / "screen").read_text()
     assert f"pairs ranked right {right:.1%}" in screen
-    assert (
-        f"of {trained.evals[-1]['eval_pairs']} held-out pairs: pairs ranked right {right:.1%} (chance: 50%)"
-        in " ".join(screen.split())
-    )
+    shown = f"of {trained.evals[-1]['eval_pairs']} held-out pairs: pairs ranked right {right:.1%} (chance: 50%)"
+    assert shown in " ".join(screen.split())
     packtrain("report", str(trained.folder), begin=partial(with_package, package))
     page = (trained.folder / "report.html").read_text()
     assert "Held-out pairs ranked right" in page and "Log odds ratio" in page
@@ -162,8 +150,7 @@ def config_of_equal(folder: Path, examples: str) -> str:
     trainer = {"max_steps": 2, "eval_every": 2}
     config = base_config(folder, data={"eval": 0.25}, objective={"kind": "equal"}, trainer=trainer)
     config["batch"]["examples_per_step"] = 2
-    (path := folder / "run.yaml").write_text(yaml.safe_dump(config))
-    return str(path)
+    return written(folder, config)
 
 
 @pytest.mark.parametrize("examples", ["documents", "answers"])
@@ -179,8 +166,7 @@ def test_single_documents_and_answers_train_alike_in_padded_rows_and_on_three_pr
     share = {"documents": 1, "answers": 0.5}[examples]
     assert packed.evals[-1][f"eval_{examples}"] > 0 and packed.evals[-1]["eval_labelled_true"] == share
     changes = ["packing.mode=padding", f"trainer.output_dir={tmp_path / 'three'}"]
-    ends = forked.joined(3, "equal", config, *changes, begin=begin)
-    assert [end.returncode for end in ends] == [0, 0, 0], ends[0].stderr
+    joined(3, "equal", config, *changes, begin=begin)
     assert Run(tmp_path / "three").losses == pytest.approx(packed.losses, rel=1e-5)
     refused = packtrain("equal", config, "packing.share_prefix=true", expect=2, begin=begin)
     assert "packing.share_prefix" in refused.stderr
@@ -238,24 +224,21 @@ def test_an_objective_cannot_take_the_name_of_another_verb(package: Path, tmp_pa
 
 def test_a_backend_of_another_package_plans_proves_trains_and_resumes(package: Path, tmp_path: Path) -> None:
     config = base_config(tmp_path, trainer={"max_steps": 2, "checkpoint_every": 2}, model={"attention": "looped"})
-    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    begin = partial(with_package, package)
-    assert fresh(package, "plan", str(path)).returncode == 0
+    path, begin = written(tmp_path, config), partial(with_package, package)
+    assert fresh(package, "plan", path).returncode == 0
     listed = json.loads(fresh(package, "env", "--json").stdout)["attention"]
     assert listed["looped"] == {"available": True, "why": "it needs no kernel"}
-    report = json.loads(packtrain("verify", str(path), "--json", begin=begin).stdout)
+    report = json.loads(packtrain("verify", path, "--json", begin=begin).stdout)
     assert report["verdict"] == "exact" and report["backend"] == "looped"
-    packtrain("sft", str(path), begin=begin)
-    run, longer = Run(tmp_path / "run"), tmp_path / "longer"
-    resumed = (f"trainer.resume={run.folder}/checkpoints/step-000002", f"trainer.output_dir={longer}")
-    packtrain("sft", str(path), *resumed, "trainer.max_steps=3", begin=begin)
-    assert [line["step"] for line in Run(longer).steps] == [3]
-    assert {one.summary["attention"] for one in (run, Run(longer))} == {"looped (asked for)"}
+    run = train(tmp_path, config, begin=begin)
+    longer = train(tmp_path, config, run.resume(2), "trainer.max_steps=3", name="longer", begin=begin)
+    assert [line["step"] for line in longer.steps] == [3]
+    assert {one.summary["attention"] for one in (run, longer)} == {"looped (asked for)"}
 
 
 @pytest.mark.parametrize(
     ("code", "exit_code", "words"),
-    [(LEAKY, 3, "differ from each alone"), ("import nothing_like_this", 2, "looped cannot be imported")],
+    [(LEAKY, 3, "[not-exact]"), ("import nothing_like_this", 2, "[plugin-unusable]")],
 )
 def test_a_backend_that_leaks_or_cannot_be_imported_does_not_train(
     package: Path, tmp_path: Path, code: str, exit_code: int, words: str
@@ -264,8 +247,8 @@ def test_a_backend_that_leaks_or_cannot_be_imported_does_not_train(
     spec = tmp_path / "site/looped/spec.py"
     spec.write_text(spec.read_text().replace("looped.run", "looped.other"))
     (tmp_path / "site/looped/other.py").write_text(code)
-    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(base_config(tmp_path, model={"attention": "looped"})))
-    result = packtrain("sft", str(path), expect=exit_code, begin=partial(with_package, tmp_path / "site"))
+    path = written(tmp_path, base_config(tmp_path, model={"attention": "looped"}))
+    result = packtrain("sft", path, expect=exit_code, begin=partial(with_package, tmp_path / "site"))
     assert words in result.stderr and not (tmp_path / "run/final").exists()
 
 
@@ -286,4 +269,4 @@ def test_a_change_of_another_package_stays_if_it_is_proved(package: Path, tmp_pa
         return
     assert said.startswith("as the model comes; norms by torch's fused function: the loss of the first rows is off by")
     required = packtrain("sft", *given, "model.kernels=acme", expect=3, begin=partial(with_package, site))
-    assert "would not train as the model itself does" in required.stderr
+    assert "[change-inexact]" in required.stderr

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,8 @@ def measured(folder: Path, gpus: int, *only: str) -> dict[str, dict[str, Any]]:
     environment = {**os.environ, **given, "OMP_NUM_THREADS": "1"}
     environment.pop("DS_ACCELERATOR", None)
     command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--minutes", "60", "--json", str(folder / "lines.jsonl")]
-    run = subprocess.run(
-        [*command, *(["--only", *only] if only else [])], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    command += ["--only", *only] if only else []
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     found: dict[str, dict[str, Any]] = {}
     for line in gpu.lines_of(folder / "lines.jsonl"):
@@ -64,37 +64,28 @@ def test_every_part_runs_with_tiny_models(tmp_path: Path, gpus: int) -> None:
 def test_parts_and_their_functions_are_the_same() -> None:
     assert gpu.PARTS.keys() == gpu_ladder.PARTS.keys()
     assert all(name in "\n".join(gpu.listed()) for name in gpu.PARTS)
-    assert gpu_ladder.shares(gpu_ladder.Counter({"nvjet_gemm": 3.0, "flash_fwd": 1.0})) == {
-        "products": 0.75,
-        "attention": 0.25,
-    }
+    shares = gpu_ladder.shares(gpu_ladder.Counter({"nvjet_gemm": 3.0, "flash_fwd": 1.0}))
+    assert shares == {"products": 0.75, "attention": 0.25}
 
 
-def good(note: Any, tiny: bool) -> None:
-    note("a", ms=1.5)
-    note("b", skipped="for want of something")
-
-
-def refused(note: Any, tiny: bool) -> None:
-    note("a", ms=2.5)
-    raise ValueError("there is none")
-
-
-def dying(note: Any, tiny: bool) -> None:
-    note("a", ms=3.5)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def endless(note: Any, tiny: bool) -> None:
-    note("a", ms=4.5)
-    time.sleep(1000)
+def a_part(note: Any, tiny: bool, *, ms: float, name: str) -> None:
+    note("a", ms=ms)
+    if name == "good":
+        note("b", skipped="for want of something")
+    elif name == "refused":
+        raise ValueError("there is none")
+    elif name == "dying":
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        time.sleep(1000)
 
 
 def test_a_part_that_is_cut_off_leaves_its_lines_and_ends_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, until = tmp_path / "lines.jsonl", time.monotonic() + 60
-    parts = {one.__name__: one for one in (good, refused, dying, endless)}
+    names = ("good", "refused", "dying", "endless")
+    parts = {name: partial(a_part, ms=1.5 + at, name=name) for at, name in enumerate(names)}
     monkeypatch.setattr(gpu_ladder, "PARTS", parts)
     monkeypatch.setattr(gpu, "PARTS", {name: (1 if name == "endless" else 30, "") for name in parts})
     assert [gpu.run(name, file, until, tiny=False) for name in parts] == [True, False, False, False]
@@ -117,9 +108,8 @@ def test_the_list_of_wheels_is_what_packtrain_needs_but_what_torch_brings() -> N
         for line in distribution(name).requires or []:
             one = Requirement(line)
             known = one.name.lower().replace("_", "-")
-            if known not in seen and (
-                one.marker is None or one.marker.evaluate({"extra": "", "python_version": "3.12"})
-            ):
+            here = one.marker is None or one.marker.evaluate({"extra": "", "python_version": "3.12"})
+            if here and known not in seen:
                 seen.add(known)
                 needs(known, seen)
         return seen

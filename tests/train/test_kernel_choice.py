@@ -9,8 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
-from running import base_config, train
+from running import base_config, joined, train, written
 
 from packtrain.attention import kernel_choice
 from packtrain.attention.spec import BACKENDS
@@ -49,7 +48,5 @@ def test_all_ranks_take_the_first_kernel_that_is_right_and_checkpoints_name_none
 @pytest.mark.parametrize("asked", ["auto", "flash"])
 def test_ranks_that_would_take_different_kernels_are_refused(tmp_path: Path, asked: str) -> None:
     config = base_config(tmp_path, model={"attention": asked}, trainer={"max_steps": 1})
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    results = forked.joined(2, "sft", str(tmp_path / "run.yaml"), begin=with_other_kernels_on_each_rank)
-    assert [result.returncode for result in results] == [3, 3]
+    results = joined(2, "sft", written(tmp_path, config), begin=with_other_kernels_on_each_rank, expect=3)
     assert all(f"rank {rank}: flash by {name}" in results[0].stderr for rank, name in enumerate(KERNELS))

@@ -1,4 +1,4 @@
-"""The number formats of a run: decided alike on all ranks, kept by a resumed run, and IEEE's float32 in proofs."""
+"""The number formats of a run: decided alike on all ranks, kept by a resumed run, IEEE's float32 in proofs, and bfloat16 within its rounding."""
 
 from __future__ import annotations
 
@@ -6,22 +6,30 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.nn.functional as F
 from here import ALONE
-from running import Run, base_config, packtrain, train
-from tiny_models import tiny_model
+from running import Run, after, base_config, packtrain, train
+from tiny_models import documents, gradient, off, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.config.schema import Peft
 from packtrain.model import precision
 from packtrain.model.adapters import add_adapters
+from packtrain.model.forward import add_loss_sum
 from packtrain.model.precision import decide_precision, settle_kernels
 from packtrain.model.spread import Ranks
+from packtrain.packing.collate import collate_padded
 from packtrain.plan.origin import origin_in
 from packtrain.proof import isolation
+from packtrain.train.engine import weights_cast_once
 from tests.train import forked
 
 
@@ -97,13 +105,11 @@ def test_a_run_says_what_it_computes_in_and_a_resumed_one_refuses_another_format
     trainer = {"max_steps": 2, "checkpoint_every": 1, "keep_checkpoints": None}
     config = base_config(tmp_path, trainer=trainer)
     run = train(tmp_path, config, "trainer.mixed_precision=fast")
-    log = (run.folder / "logs" / "rank-00000.log").read_text()
-    assert re.search(r"precision +float32 weights, computed in \w+ \(this CPU multiplies [\d.]+ times as fast", log)
-    first = run.folder / "checkpoints" / "step-000001"
-    decided = origin_in(first)["trainer.mixed_precision"]
+    assert re.search(r"precision +float32 weights, computed in \w+ \(this CPU multiplies [\d.]+ times", run.log)
+    decided = origin_in(run.checkpoint(1))["trainer.mixed_precision"]
     assert decided in ("no", "bf16")
     other = {"no": "bf16", "bf16": "no"}[decided]
-    file, resumed = str(tmp_path / "run.yaml"), f"trainer.resume={first}"
+    file, resumed = str(tmp_path / "run.yaml"), run.resume(1)
     apart = f"trainer.output_dir={tmp_path / 'again'}"
     refused = packtrain("sft", file, f"trainer.mixed_precision={other}", resumed, apart, expect=2)
     assert "trainer.mixed_precision" in refused.stderr and decided in refused.stderr
@@ -116,21 +122,14 @@ def record_and_run(arguments: tuple[str, ...], environment: Mapping[str, str], c
     from torch.distributed import fsdp
 
     asked: list[str] = []
-    inner, shard = torch.nn.parallel.DistributedDataParallel.__init__, fsdp.fully_shard
 
-    def fully_shard(*args: Any, **kwargs: Any) -> Any:
-        policy = kwargs["mp_policy"]
-        asked.append(f"{policy.param_dtype} {policy.reduce_dtype}")
+    def note(*_: Any, mp_policy: Any = None, gradient_as_bucket_view: Any = None, **__: Any) -> None:
+        bucket = f"gradient_as_bucket_view={gradient_as_bucket_view}"
+        asked.append(f"{mp_policy.param_dtype} {mp_policy.reduce_dtype}" if mp_policy else bucket)
         Path(environment["ASKED"]).write_text(json.dumps(asked))
-        return shard(*args, **kwargs)
 
-    def ddp(self: Any, *args: Any, **kwargs: Any) -> None:
-        asked.append(f"gradient_as_bucket_view={kwargs.get('gradient_as_bucket_view')}")
-        Path(environment["ASKED"]).write_text(json.dumps(asked))
-        inner(self, *args, **kwargs)
-
-    torch.nn.parallel.DistributedDataParallel.__init__ = ddp  # type: ignore[method-assign]
-    fsdp.fully_shard = fully_shard  # type: ignore[assignment]
+    ddp: Any = torch.nn.parallel.DistributedDataParallel
+    ddp.__init__, fsdp.fully_shard = after(note, ddp.__init__), after(note, fsdp.fully_shard)  # type: ignore[assignment]
     forked.run(arguments, environment, cwd, outputs)
 
 
@@ -150,3 +149,82 @@ def test_gradients_are_added_up_in_float32_and_not_copied(
     config = base_config(tmp_path, trainer={"max_steps": 1}, strategy={"name": strategy})
     train(tmp_path, config, changes, processes=2, begin=record_and_run)
     assert set(json.loads((tmp_path / "asked").read_text())) == {asked}
+
+
+LENGTHS = (17, 33, 64, 5)
+LOSS, GRADIENT = 1e-2, 5e-2
+"""How far bfloat16 may be from float32: losses, and gradients relative to their norm."""
+
+
+def loss_sum_model(family: str, **overrides) -> PreTrainedModel:
+    model = tiny_model(family, **overrides)
+    for weight in model.parameters():  # as wide as those of real models, whose rounding errors average out
+        weight.data *= 0.5 if weight.dim() > 1 else 1
+    add_fused_lm_head(model)
+    add_loss_sum(model)
+    return model
+
+
+def step(model: PreTrainedModel, *, bf16: bool, keep: bool = False) -> tuple[float, torch.Tensor]:
+    """The loss and all gradients over three padded micro-batches."""
+    model.zero_grad()
+    total = 0.0
+    with weights_cast_once() if keep else nullcontext():
+        for seed in range(3):
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                loss = model(**collate_padded(documents(LENGTHS, seed), 0), loss_sum=True)
+            (loss / 300).backward()
+            total += loss.item()
+    return total, gradient(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi", "cohere", "gemma2"])
+def test_losses_and_gradients_are_those_of_float32(family: str) -> None:
+    model = loss_sum_model(family)
+    loss, exact = step(model, bf16=False)
+    ours, rounded = step(model, bf16=True, keep=True)
+    assert ours == pytest.approx(loss, rel=LOSS) and off(rounded, exact) <= GRADIENT
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_the_head_computes_in_float32(weights: torch.dtype) -> None:
+    model = loss_sum_model("phi").to(weights)  # its head has a bias
+    batch = collate_padded(documents(LENGTHS), 0)
+    seen: list[torch.Tensor] = []
+    cast(Any, model.base_model).register_forward_hook(lambda *given: seen.append(given[-1].last_hidden_state))
+    with torch.autocast("cpu", torch.bfloat16, enabled=weights == torch.float32):
+        loss = model(**batch, loss_sum=True)
+    loss.backward()
+    head: Any = model.get_output_embeddings()
+    logits = F.linear(seen[0].float(), head.weight.float(), head.bias.float())
+    expected = F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum")
+    assert (loss.dtype, loss.item()) == (torch.float32, pytest.approx(expected.item(), rel=1e-5))
+    assert head.weight.grad.dtype == weights
+
+
+class Casts(TorchDispatchMode):
+    """Counts how often a tensor of one of `shapes` is cast to bfloat16."""
+
+    def __init__(self, shapes: set[torch.Size]) -> None:
+        super().__init__()
+        self.shapes, self.count = shapes, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and args[0].shape in self.shapes:
+            self.count += (kwargs or {}).get("dtype") == torch.bfloat16
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_weights_are_cast_once_a_step_with_the_same_gradients(checkpointing: bool) -> None:
+    model = loss_sum_model("llama").train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    layers = [module.weight for name, module in model.named_modules() if name.endswith("_proj")]
+    loss, expected = step(model, bf16=True)
+    with Casts({weight.shape for weight in layers}) as casts:
+        again, same = step(model, bf16=True, keep=True)
+    assert (again, casts.count) == (loss, len(layers)) and torch.equal(same, expected)
+    with torch.no_grad():
+        layers[0].mul_(1.5)
+    assert step(model, bf16=True, keep=True)[0] != loss  # what an optimizer did between two steps is seen

@@ -1,4 +1,4 @@
-"""Stopped at any moment and started again, a run ends with bitwise the same weights (CPU)."""
+"""Stopped at any moment and started again, a run ends with bitwise the same weights (CPU); also with its copy in a bucket."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import math
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import date
 from multiprocessing.process import BaseProcess
@@ -18,21 +22,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from here import run_here, train_here
-from running import ENVIRONMENT, Run, assert_same_bits, base_config, packtrain, train
-from safetensors.torch import load_file
+from running import ENVIRONMENT, Run, after, assert_same_bits, base_config, packtrain, train, written
 
 from packtrain.config.compose import load_config
 from packtrain.data.tokens.chat_template import CHATML
 from packtrain.diagnose.doctor import examine
 from packtrain.errors import Problem, UserError
+from packtrain.mirror import Mirror
 from packtrain.plan.origin import check_length
 from packtrain.run_folder import RunFolder
 from packtrain.system import listening
+from packtrain.train.checkpoint import state as checkpoint_state
 from packtrain.train.checkpoint.folder import complete
 from packtrain.train.loop import StepTrainer
 from packtrain.train.run_state import StopRequest
+from tests.ports import free_port
 from tests.train import forked
 
 DROPOUT = {"attention_dropout": 0.1}  # so that a lost random state would show
@@ -60,8 +65,7 @@ def test_lines_are_means_since_the_last_one_and_a_run_that_goes_on_writes_the_sa
     assert [line["step"] for line in run.steps] == ends
     means = [np.mean(each_step.losses[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
     assert run.losses == pytest.approx(means, rel=1e-6)
-    checkpoint = run.folder / "checkpoints" / "step-000006"
-    assert run_here(tmp_path, config, f"trainer.resume={checkpoint}", name="on").losses == run.losses[4:]
+    assert run_here(tmp_path, config, run.resume(6), name="on").losses == run.losses[4:]
 
 
 def test_a_run_that_goes_on_on_another_day_has_the_date_of_its_beginning(tmp_path, monkeypatch):
@@ -82,25 +86,16 @@ def test_a_run_that_goes_on_on_another_day_has_the_date_of_its_beginning(tmp_pat
 
 def start(folder: Path, config: dict[str, Any], name: str, processes: int = 1) -> tuple[list[BaseProcess], Path]:
     """Starts the ranks of a run, and comes back when it has a checkpoint; the file is what rank 0 says."""
-    config = {**config, "trainer": {**config["trainer"], "output_dir": str(folder / name)}}
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path = written(folder, {**config, "trainer": {**config["trainer"], "output_dir": str(folder / name)}}, name)
     said = [folder / f"{name}-{rank}.said" for rank in range(processes)]
     variables = forked.told_by_torchrun(processes) if processes > 1 else [{}]
-    ranks = [
-        forked.start(("sft", str(path)), {**ENVIRONMENT, **own}, folder, [file, file])
-        for own, file in zip(variables, said, strict=True)
-    ]
+    given = [({**ENVIRONMENT, **own}, folder, [file, file]) for own, file in zip(variables, said, strict=True)]
+    ranks = [forked.start(("sft", path), *one) for one in given]
     limit = time.monotonic() + 600
     while not any((folder / name / "checkpoints").glob("step-*")):  # an old one gives way to a newer one
         assert time.monotonic() < limit and all(one.is_alive() for one in ranks), said[0].read_text()
         time.sleep(0.01)
     return ranks, said[0]
-
-
-def signalled(process: BaseProcess, number: int) -> None:
-    assert process.pid is not None
-    os.kill(process.pid, number)
 
 
 def ends(ranks: list[BaseProcess]) -> list[int | None]:
@@ -117,7 +112,7 @@ def test_killed_and_resumed_gives_bitwise_the_same_weights(tmp_path: Path, proce
     expected = train(tmp_path, config, name="unbroken", processes=processes)
     ranks, _ = start(tmp_path, config, "killed", processes)
     for rank in ranks:
-        signalled(rank, signal.SIGKILL)
+        rank.kill()
     assert ends(ranks) == [-signal.SIGKILL] * processes
     assert not (tmp_path / "killed" / "final").exists(), "it was killed too late"
     resumed = train(tmp_path, config, name="killed", processes=processes)
@@ -134,12 +129,12 @@ def test_a_signal_ends_the_run_after_a_checkpoint_that_it_goes_on_from(
     name = f"signal-{number}-{processes}"
     config = config_of(folder, trainer={"max_steps": 100_000, "keep_checkpoints": 1})
     ranks, said = start(folder, config, name, processes)
-    signalled(ranks[-1], number)  # from there all stop after the same step
+    os.kill(ranks[-1].pid or 0, number)  # from there all stop after the same step
     assert ends(ranks) == [code] * processes, said.read_text()
     run = Run(folder / name)
     assert run.summary["status"] == "stopped"
     stopped_at = run.summary["steps"]
-    assert (folder / name / "checkpoints" / f"step-{stopped_at:06d}" / "manifest.json").exists()
+    assert (run.checkpoint(stopped_at) / "manifest.json").exists()
     resumed = train(folder, config, f"trainer.max_steps={stopped_at + 2}", name=name, processes=processes)
     assert [line["step"] for line in resumed.steps] == list(range(1, stopped_at + 3))
 
@@ -154,8 +149,7 @@ def test_a_signal_in_the_last_step_lets_the_run_come_to_its_end(
     monkeypatch.setattr(StopRequest, "listen", sent_in_step_1)
     run = run_here(tmp_path, base_config(tmp_path, trainer={"max_steps": steps}), expect=code)
     assert run.summary["status"] == ("stopped" if code else "done") and run.summary["steps"] == 1
-    assert (run.folder / "final").exists() != bool(code)
-    assert (run.folder / "checkpoints" / "step-000001").exists()
+    assert (run.folder / "final").exists() != bool(code) and run.kept == ["step-000001"]
 
 
 @pytest.mark.parametrize(
@@ -168,26 +162,19 @@ def test_a_signal_in_the_last_step_lets_the_run_come_to_its_end(
     ],
 )
 def test_a_signal_is_answered_within_the_step_and_a_second_ctrl_c_stops_there(
-    every: int | None,
-    number: int,
-    times: int,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    every: int | None, number: int, times: int, said: str, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
-    forward_and_backward, log = StepTrainer.forward_and_backward, tmp_path / "run/logs/rank-00000.log"
+    log = tmp_path / "run/logs/rank-00000.log"
 
-    def sent_meanwhile(self: StepTrainer, *given: Any) -> Any:
+    def send(self: StepTrainer, *_: Any) -> None:
         if self.state.step == 1:
             self.writer.wait()
             for _ in range(times):
                 signal.raise_signal(number)
                 while "finishing step 2" not in log.read_text():  # not at the end of the step
                     time.sleep(0.01)
-        return forward_and_backward(self, *given)
 
-    monkeypatch.setattr(StepTrainer, "forward_and_backward", sent_meanwhile)
+    monkeypatch.setattr(StepTrainer, "forward_and_backward", after(send, StepTrainer.forward_and_backward))
     config = base_config(tmp_path, trainer={"max_steps": 9, "checkpoint_every": every})
     with listening(lambda _: None), nullcontext() if times == 1 else pytest.raises(KeyboardInterrupt):
         run_here(tmp_path, config, expect=128 + number)
@@ -200,41 +187,43 @@ def test_a_signal_is_answered_within_the_step_and_a_second_ctrl_c_stops_there(
     assert (finding.status, list(finding.lines)) == ("stopped", [f"this run is stopped after step {steps}"])
 
 
-@pytest.mark.parametrize(("grace", "written"), [(1, 2), (60, 3)])
+@pytest.mark.parametrize(("grace", "newest"), [(1, 2), (60, 3)])
 def test_a_checkpoint_that_would_take_longer_than_the_grace_time_is_not_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace: int, written: int, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace: int, newest: int
 ) -> None:
     def listen(self: StopRequest) -> None:
         monkeypatch.setattr(self, "counts", lambda: [0, int(self.steps_left() == 0)])
 
-    def complete_slowly(staging: Path, target: Path) -> None:
-        time.sleep(1.2)
-        complete(staging, target)
-
     asked_twice_a_step = iter([1] * 5)
     monkeypatch.setattr(StopRequest, "listen", listen)
     monkeypatch.setattr(StopRequest, "steps_left", lambda self: next(asked_twice_a_step, 0), raising=False)
-    monkeypatch.setattr("packtrain.train.checkpoint.state.complete", complete_slowly)
+    slowly = after(lambda *_: time.sleep(1.2), complete)
+    monkeypatch.setattr("packtrain.train.checkpoint.state.complete", slowly)
     trainer = {"max_steps": 9, "checkpoint_every": 2}
-    config = base_config(tmp_path, trainer=trainer, topology={"grace": grace})
-    run = run_here(tmp_path, config, expect=143)
+    run = run_here(tmp_path, base_config(tmp_path, trainer=trainer, topology={"grace": grace}), expect=143)
     assert run.summary["status"] == "stopped" and run.summary["steps"] == 3
-    assert max(int(place.name[5:]) for place in (run.folder / "checkpoints").iterdir()) == written
-    assert ("after SIGTERM are left (topology.grace); the newest is that of step 2" in run.log) == (written == 2)
+    assert run.kept[-1] == f"step-{newest:06d}"
+    assert ("after SIGTERM are left (topology.grace); the newest is that of step 2" in run.log) == (newest == 2)
+
+
+def killed(folder: Path, name: str, *overrides: str) -> Run:
+    """A run as if it had been killed just before its end."""
+    run = train(folder, config_of(folder), *overrides, name=name)
+    (run.folder / "summary.json").unlink()
+    return run
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said(unbroken: tuple[Path, Run]) -> None:
     folder, expected = unbroken
-    train(folder, config_of(folder, trainer={"max_steps": 9}), name="damaged")
-    (folder / "damaged" / "summary.json").unlink()  # as if it had been killed just before its end
-    newest = folder / "damaged" / "checkpoints" / "step-000009"
+    run = killed(folder, "damaged")
+    newest = run.checkpoint(9)
     weights = bytearray((newest / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (newest / "model.safetensors").write_bytes(weights)
     output = packtrain("sft", str(folder / "damaged.yaml")).stdout
     assert "step-000009 is passed over: model.safetensors is not as it was written" in output
     assert "resuming from step-000006" in output
-    assert_same_bits(Run(folder / "damaged"), expected)
+    assert_same_bits(run, expected)
 
 
 def refused(folder: Path, name: str, *changes: str) -> list[Problem]:
@@ -246,13 +235,12 @@ def refused(folder: Path, name: str, *changes: str) -> list[Problem]:
 
 def test_what_would_change_the_course_is_refused_key_by_key(unbroken: tuple[Path, Run]) -> None:
     folder, _ = unbroken
-    train(folder, config_of(folder), "trainer.max_steps=3", name="changed")
-    (folder / "changed" / "summary.json").unlink()
+    killed(folder, "changed", "trainer.max_steps=3")
     free = ["trainer.log_every=2", "data.eval=null"]
     changes = ["trainer.seed=1", "data.max_length=30", "optim.learning_rate=0.5", "model.config.attention_dropout=0.5"]
     early, later = ["optim.learning_rate", "trainer.seed"], ["data.train", "model.config.attention_dropout"]
     result = packtrain("sft", str(folder / "changed.yaml"), *changes, *free, expect=2)
-    assert all(f"{key}: the checkpoint step-000003 was made with " in result.stderr for key in early)
+    assert [line.split(": ")[0] for line in result.stderr.splitlines() if "[changed-since-checkpoint]" in line] == early
     assert f"'trainer.resume_despite=[{','.join(early)}]'" in result.stderr and "log_every" not in result.stderr
     listed = f"trainer.resume_despite=[{','.join(early)}]"  # what shows only when data and model are loaded
     problems = refused(folder, "changed", *changes, *free, listed)
@@ -264,29 +252,27 @@ def test_what_would_change_the_course_is_refused_key_by_key(unbroken: tuple[Path
 
 def test_listed_changes_take_effect_and_are_said(unbroken: tuple[Path, Run]) -> None:
     folder, expected = unbroken
-    train(folder, config_of(folder), "trainer.max_steps=6", name="despite")
-    (folder / "despite" / "summary.json").unlink()
+    run = killed(folder, "despite", "trainer.max_steps=6")
     changes = ["optim.learning_rate=1e-12", "optim.schedule=linear", "optim.max_grad_norm=0.25", "trainer.log_every=3"]
     names = "optim.learning_rate, optim.schedule, optim.max_grad_norm, trainer.epochs"
     said = packtrain("sft", str(folder / "despite.yaml"), *changes, f"trainer.resume_despite=[{names}]").stdout
     for change in ("optim.learning_rate 0.001 → 1e-12", "→ 9 steps", "step-000006", "trainer.log_every 1 → 3"):
         assert change in said
-    run = Run(folder / "despite")
     assert run.losses[:6] == expected.losses[:6]
     assert run.steps[-1]["lr"] == pytest.approx(1e-12 * (9 - 8) / 9)
-    before, after = (
-        load_file(run.folder / place / "model.safetensors") for place in ("checkpoints/step-000006", "final")
-    )
+    before, after = run.weights("checkpoints/step-000006"), run.weights()
     assert all(torch.allclose(before[name], after[name], atol=1e-9) for name in after), "the old rate was used"
 
 
 def test_another_length_is_refused_where_the_learning_rate_depends_on_it(unbroken: tuple[Path, Run]) -> None:
     folder, _ = unbroken
-    train(folder, config_of(folder), "optim.schedule=cosine", "trainer.max_steps=3", name="length")
-    (folder / "length" / "summary.json").unlink()
+    killed(folder, "length", "optim.schedule=cosine", "trainer.max_steps=3")
     longer = ["optim.schedule=cosine", "trainer.max_steps=6"]
     (problem,) = refused(folder, "length", *longer)
     assert problem.where == "trainer.max_steps"
+    check_length(folder / "step-000003", 3, 3)
+    with pytest.raises(UserError, match=r"step-000003 is of step 3.* 2 \[ends-before-checkpoint\]"):
+        check_length(folder / "step-000003", 3, 2)
     config = load_config(str(folder / "length.yaml"), [*longer, "trainer.resume_despite=[trainer.max_steps]"])
     rates = [line["lr"] for line in train_here(config, folder / "length").steps]
     assert rates[3:] == pytest.approx([1e-3 * (1 + math.cos(math.pi * step / 6)) / 2 for step in (3, 4, 5)])
@@ -304,31 +290,20 @@ def test_a_finished_run_is_moved_aside_and_never_overwritten(tmp_path: Path) -> 
     assert "ready" in (tmp_path / "again" / "logs" / "rank-00001.log").read_text()
     assert len(Run(tmp_path / "again").losses) == 2
     assert Run(tmp_path / "again.1").losses == losses
-    assert json.loads((tmp_path / "again.1" / "summary.json").read_text())["status"] == "done"
-
-
-def test_a_run_that_would_end_before_its_checkpoint_is_refused(tmp_path: Path) -> None:
-    check_length(tmp_path / "step-000003", 3, 3)
-    with pytest.raises(UserError, match="step-000003 is of step 3, and this run would end after 2"):
-        check_length(tmp_path / "step-000003", 3, 2)
-
-
-def kill(run: Run) -> None:
-    """Leaves a run as if it had been killed before its end."""
-    (run.folder / "summary.json").unlink()
-    shutil.rmtree(run.folder / "final")
+    assert Run(tmp_path / "again.1").summary["status"] == "done"
 
 
 def test_a_killed_run_without_a_checkpoint_is_kept_when_another_begins(tmp_path: Path) -> None:
     config = base_config(tmp_path, trainer={"max_steps": 2})
     run = train(tmp_path, config)
-    kill(run)
+    (run.folder / "summary.json").unlink()  # as if it had been killed before its end
+    shutil.rmtree(run.folder / "final")
     (run.folder / "notes.md").write_text("the user's\n")
     kept = {name: (run.folder / name).read_bytes() for name in ("metrics.jsonl", "config.yaml", "plan.json")}
     again = train(tmp_path, config, "trainer.max_steps=1")
     assert {name: (tmp_path / "run.1" / name).read_bytes() for name in kept} == kept
     assert [line["step"] for line in again.steps] == [1] and (again.folder / "notes.md").exists()
-    assert "run held an earlier run: now in " in (again.folder / "logs" / "rank-00000.log").read_text()
+    assert "run held an earlier run: now in " in again.log
 
 
 def test_checkpoints_that_the_run_did_not_make_are_not_removed(tmp_path: Path) -> None:
@@ -348,3 +323,117 @@ def test_checkpoints_that_the_run_did_not_make_are_not_removed(tmp_path: Path) -
     assert (tmp_path / "run.1" / "final" / "model.safetensors").exists() and (longer.folder / "final").exists()
     (kept,) = longer.folder.glob("logs/*-config.yaml")  # the config that the new one has replaced
     assert "max_steps: 2" in kept.read_text()
+
+
+SECRET = "0123456789abcdefWonderful"
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
+    """A server with the bucket `runs`, and the variables by which it is reached."""
+    import boto3
+
+    port = free_port()
+    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL)
+    env = {"AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_MAX_ATTEMPTS": "1"}
+    env |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
+    secrets = {"aws_access_key_id": "someone", "aws_secret_access_key": SECRET}
+    client = boto3.client("s3", endpoint_url=env["AWS_ENDPOINT_URL"], region_name="us-east-1", **secrets)
+    until = time.monotonic() + 60
+    while True:
+        try:
+            client.create_bucket(Bucket="runs")
+            break
+        except Exception:
+            assert time.monotonic() < until
+            time.sleep(0.3)
+    yield server, env
+    server.kill()
+
+
+def killed_once_copied(*given: Any) -> None:
+    """The command, which waits after its first checkpoint until that is in the bucket, and is killed."""
+    copied, copy, complete = threading.Event(), Mirror._copy_checkpoint, checkpoint_state.complete
+
+    def copy_and_tell(self: Mirror, step: int, checkpoint: Path) -> None:
+        copy(self, step, checkpoint)
+        copied.set()
+
+    def last(staging: Path, target: Path) -> None:
+        complete(staging, target)
+        assert copied.wait(100)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Mirror._copy_checkpoint, checkpoint_state.complete = copy_and_tell, last
+    forked.run(*given)
+
+
+def test_a_killed_run_goes_on_bit_for_bit_on_a_fresh_machine(bucket: Any, tmp_path: Path) -> None:
+    _, env = bucket
+    config = base_config(tmp_path, trainer={"checkpoint_every": 2, "max_steps": 6})
+    unbroken = train(tmp_path, config, name="unbroken")
+    config["trainer"]["mirror"] = "s3://runs/some/where"
+    file = written(tmp_path, config)
+    packtrain("sft", file, f"trainer.output_dir={tmp_path}/one", env=env, begin=killed_once_copied, expect=-9)
+    import s3fs
+
+    system = s3fs.S3FileSystem(key="someone", secret=SECRET, endpoint_url=env["AWS_ENDPOINT_URL"])
+    done = packtrain("sft", file, f"trainer.output_dir={tmp_path}/two", env=env)
+    assert "resuming from step-" in done.stdout and "getting step-" in done.stderr
+    assert_same_bits(resumed := Run(tmp_path / "two"), unbroken)
+    assert [line["step"] for line in resumed.steps] == list(range(1, 7))
+    there = {name.removeprefix("runs/some/where/") for name in system.find("runs/some/where", refresh=True)}
+    assert {"final/model.safetensors", "summary.json", "report.html", "metrics.jsonl"} <= there
+    kept = {name.split("/")[1] for name in there if name.startswith("checkpoints/")}
+    assert kept == {"step-000004", "step-000006"}
+    packtrain("report", "s3://runs/some/where", "-o", str(tmp_path / "page.html"), env=env)
+    assert "<title>where" in (tmp_path / "page.html").read_text()
+    files = [path for path in (tmp_path / "two").rglob("*") if path.is_file()]
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+
+
+@pytest.mark.exhaustive
+def test_a_bucket_that_goes_away_in_the_middle_costs_a_warning(bucket: Any, tmp_path: Path) -> None:
+    import s3fs
+
+    server, env = bucket
+    system = s3fs.S3FileSystem(key="someone", secret=SECRET, endpoint_url=env["AWS_ENDPOINT_URL"])
+    config = base_config(tmp_path, trainer={"checkpoint_every": 2, "max_steps": 60, "mirror": "s3://runs/other"})
+    command = [
+        sys.executable,
+        "-m",
+        "packtrain",
+        "sft",
+        written(tmp_path, config),
+        f"trainer.output_dir={tmp_path}/four",
+    ]
+    run = subprocess.Popen(command, env={**forked.ENVIRONMENT, **env}, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 120
+    while not system.exists("runs/other/metrics.jsonl"):
+        assert run.poll() is None and time.monotonic() < until
+        time.sleep(0.1)
+        system.invalidate_cache()
+    os.kill(server.pid, signal.SIGKILL)
+    _, said = run.communicate(timeout=200)
+    assert run.returncode == 0 and (tmp_path / "four" / "final" / "model.safetensors").exists()
+    assert "s3://runs/other failed and is tried again" in said and "has not all of the run" in said
+    assert SECRET not in said
+
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "crash.py"
+
+
+@pytest.mark.exhaustive  # tests/train/test_resume.py kills three processes
+@pytest.mark.skipif(
+    not shutil.which("cc") or sys.platform != "linux", reason="what counts system calls is compiled with cc"
+)
+@pytest.mark.parametrize(
+    ("arguments", "killed"),
+    [(["--setups", "sft full 1"], 10), pytest.param([], 11, marks=pytest.mark.exhaustive)],
+    ids=["one process", "two processes, too"],
+)
+def test_whoever_is_killed_anywhere_comes_to_the_same_end(arguments: list[str], killed: int) -> None:
+    command = [sys.executable, str(SCRIPT), "--short", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr[-5000:]
+    assert "| as it resumes, killed again | 1 |" in done.stdout and f"{killed} came to the same end" in done.stdout

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from here import run_here
-from running import LLAMA, Run, base_config, train
+from running import Run, base_config, config_on, train
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from tiny_models import save_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase
 
-from packtrain.data.sources.quickstart import tokenizer
 from packtrain.errors import UserError
 from packtrain.model.save import mend_generation_config, try_saving
 
@@ -23,20 +23,14 @@ SHORT: dict[str, Any] = {"max_steps": 2}
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model as one downloads it."""
-    folder, words = tmp_path_factory.mktemp("model"), tokenizer()
-    settings = {key: value for key, value in LLAMA.items() if key != "model_type"}
-    config = LlamaConfig(vocab_size=len(words), pad_token_id=0, bos_token_id=None, eos_token_id=2, **settings)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    words.save_pretrained(folder)
-    return folder
+    return save_model(tmp_path_factory.mktemp("model"), pad_token_id=0, bos_token_id=None, eos_token_id=2)
 
 
 def starting_from(model: Path, folder: Path, generation: dict | str, **groups: dict) -> dict:
     """A config that trains `model`, whose generation_config.json says `generation`."""
     text = generation if isinstance(generation, str) else json.dumps(generation)
     (model / "generation_config.json").write_text(text)
-    config = base_config(folder, **{"trainer": SHORT, **groups})
-    return {**config, "model": {"path": str(model)}}
+    return config_on(model, folder, **{"trainer": SHORT, **groups})
 
 
 def generation(folder: Path) -> dict:
@@ -46,8 +40,7 @@ def generation(folder: Path) -> dict:
 
 
 def said(run: Run) -> list[str]:
-    log = (run.folder / "logs" / "rank-00000.log").read_text()
-    return [line for line in log.splitlines() if "generation_config.json" in line]
+    return [line for line in run.log.splitlines() if "generation_config.json" in line]
 
 
 @pytest.mark.sample("merged")
@@ -99,42 +92,37 @@ def test_a_generation_config_of_other_values_is_refused_before_training(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("fails_in", ["packtrain-saving-", ".final"])
-def test_a_tokenizer_that_cannot_be_saved_costs_no_training(
-    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_in: str
+@pytest.mark.parametrize(
+    ("kind", "fails_in"),
+    [
+        (PreTrainedTokenizerBase, "packtrain-saving-"),
+        (PreTrainedTokenizerBase, ".final"),
+        (LlamaConfig, ".final.partial"),
+    ],
+)
+def test_a_tokenizer_or_a_config_that_cannot_be_saved_costs_no_training(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, fails_in: str
 ) -> None:
-    save = PreTrainedTokenizerBase.save_pretrained
+    """It is found before step 1; where it shows at the end alone, weights are there."""
+    save = kind.save_pretrained
 
     def refuse(self: Any, folder: Any, **given: Any) -> Any:
         if Path(folder).name.startswith(fails_in):
-            raise TypeError("this tokenizer has a lambda")
+            raise TypeError("it has a lambda")
         return save(self, folder, **given)
 
-    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", refuse)
-    with pytest.raises(UserError, match="this tokenizer has a lambda"):
+    monkeypatch.setattr(kind, "save_pretrained", refuse)
+    with pytest.raises(UserError, match="it has a lambda"):
         run_here(tmp_path, starting_from(pretrained, tmp_path, {}))
-    assert (tmp_path / "run" / "metrics.jsonl").exists() == (fails_in == ".final")
-    if fails_in == ".final":
-        assert load_file(tmp_path / "run" / "final" / "model.safetensors")
-        AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
-
-
-def test_weights_are_written_though_a_config_is_refused(
-    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save = LlamaConfig.save_pretrained
-
-    def refuse(self: Any, folder: Any, **given: Any) -> Any:
-        if Path(folder).name == ".final.partial":
-            raise ValueError("changed meanwhile")
-        return save(self, folder, **given)
-
-    monkeypatch.setattr(LlamaConfig, "save_pretrained", refuse)
-    with pytest.raises(UserError, match="changed meanwhile"):
-        run_here(tmp_path, starting_from(pretrained, tmp_path, {}))
+    monkeypatch.undo()
     final = tmp_path / "run" / "final"
-    assert not (final / "config.json").exists()
-    assert load_file(final / "model.safetensors").keys() == load_file(pretrained / "model.safetensors").keys()
+    assert (
+        (tmp_path / "run" / "metrics.jsonl").exists() == (final / "model.safetensors").exists() == ("final" in fails_in)
+    )
+    if final.exists():
+        assert load_file(final / "model.safetensors").keys() == load_file(pretrained / "model.safetensors").keys()
+        assert kind == LlamaConfig or AutoModelForCausalLM.from_pretrained(final)
+        assert (final / "config.json").exists() == (kind != LlamaConfig)
 
 
 def test_a_model_that_cannot_generate_is_saved(pretrained: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import LARGE, Cell, Runs, assert_same_training, needs
-from running import base_config, conversations, train, write_jsonl
+from running import after, base_config, conversations, train, write_jsonl
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -30,8 +30,6 @@ from packtrain.train.loop import StepTrainer
 from packtrain.train.preflight import choose_on_all_ranks
 from tests.train import forked
 
-NEEDS_DEEPSPEED = needs("deepspeed")
-
 
 def counting(*given: Any) -> None:
     """The command; rank 0 writes what FSDP2 gathers and reduces in step 2."""
@@ -39,16 +37,9 @@ def counting(*given: Any) -> None:
 
     calls: Counter[str] = Counter()
 
-    def counted(name: str, do: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return do(*args, **kwargs)
-
-        return call
-
     for name in ("foreach_all_gather", "foreach_reduce"):
-        setattr(fsdp, name, counted(name, getattr(fsdp, name)))
-    begin, end = StepTrainer.next_batches, StepTrainer.update
+        setattr(fsdp, name, after(lambda *_, name=name, **__: calls.update([name]), getattr(fsdp, name)))
+    begin = StepTrainer.next_batches
 
     def next_batches(self: StepTrainer, *args: Any) -> Any:
         calls.clear()
@@ -56,12 +47,11 @@ def counting(*given: Any) -> None:
         calls["micro-batches"] = len(batches)
         return batches
 
-    def update(self: StepTrainer, *args: Any) -> Any:
+    def tell(self: StepTrainer, *_: Any) -> None:
         if self.state.step == 1 and self.accelerator.is_main_process:
             Path(self.settings.checkpoints.parent, "calls.json").write_text(json.dumps(calls))
-        return end(self, *args)
 
-    StepTrainer.next_batches, StepTrainer.update = next_batches, update
+    StepTrainer.next_batches, StepTrainer.update = next_batches, after(tell, StepTrainer.update)
     forked.run(*given)
 
 
@@ -88,7 +78,7 @@ def test_under_fsdp2_gradients_are_exchanged_once_a_step_where_they_fit(tmp_path
 
 
 @pytest.mark.exhaustive
-@NEEDS_DEEPSPEED
+@needs("deepspeed")
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
 def test_gradients_of_bfloat16_weights_are_added_up_in_float32(tmp_path: Path, name: str) -> None:
     """In steps of eight micro-batches a process and of one, all of the same document: each eighth is exact in bfloat16,
@@ -103,7 +93,7 @@ def test_gradients_of_bfloat16_weights_are_added_up_in_float32(tmp_path: Path, n
     assert many["grad_norm"] == one["grad_norm"]
 
 
-@NEEDS_DEEPSPEED
+@needs("deepspeed")
 def test_bfloat16_weights_of_deepspeed_do_not_round_the_precomputed_reference(tmp_path: Path) -> None:
     changes = ("model.dtype=bfloat16", "objective.reference=precomputed", "trainer.max_steps=1")
     run = Runs(tmp_path).run(Cell("dpo", "zero2"), "precomputed", *changes)
@@ -130,18 +120,15 @@ def test_mixed_precision_is_autocast_with_float32_outputs_where_accelerate_does_
     assert torch.equal(logits, expected.float())
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "attention"),
-    [("mamba", "fsdp2", "per_document"), ("bloom", "zero3", "per_document")],
-)
-def test_rows_that_processes_would_run_differently_often_are_refused(family: str, name: Any, attention: Any) -> None:
+@pytest.mark.parametrize(("family", "name"), [("mamba", "fsdp2"), ("bloom", "zero3")])
+def test_rows_that_processes_would_run_differently_often_are_refused(family: str, name: Any) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "n_layer": 1, "n_head": 2, "vocab_size": 50}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes))
     ranks = Ranks(0, 1, torch.device("cpu"), name)
     with pytest.raises(CheckFailed, match=name):
-        choose_on_all_ranks(attention, model, ranks, None, prove=False)
+        choose_on_all_ranks("per_document", model, ranks, None, prove=False)
     for other in ("ddp", "zero2"):
-        choose_on_all_ranks(attention, model, replace(ranks, strategy=other), None, prove=False)
+        choose_on_all_ranks("per_document", model, replace(ranks, strategy=other), None, prove=False)
 
 
 def test_what_a_launcher_left_in_the_environment_does_not_choose_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:

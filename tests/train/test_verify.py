@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from running import LLAMA, base_config, packtrain
-from tiny_models import tiny_model
-from transformers import AttentionInterface
+from running import LLAMA, base_config, joined, packtrain, written
+from tiny_models import break_borders, tiny_model, whole
 
 from packtrain.attention import segmented
 from packtrain.config.objective import Objective
@@ -31,7 +29,6 @@ from packtrain.train.run import verify_in
 from packtrain.train.verify import measure as verifying
 from packtrain.train.verify.command import print_verdicts
 from packtrain.train.verify.loss_proofs import MODES, Comparison, compare_modes, lengths_for, loss_on_random_examples
-from tests.train import forked
 
 MAMBA = {"model_type": "mamba", "hidden_size": 48, "state_size": 8, "num_hidden_layers": 2}
 MPT = {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 1024}
@@ -60,14 +57,12 @@ def compared(model: Any, folder: Path) -> Comparison:
 
 
 def test_an_exact_model_ends_with_0_and_one_json_document_and_leaves_the_run_folder_alone(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
     (other := tmp_path / "step-000002").mkdir()  # that of a run at another rate, which is not gone on with
     (other / "origin.json").write_text(origin := json.dumps({"optim.learning_rate": "0.5"}))
     whole = {"origin.json": {"bytes": len(origin), "blake2b": hashlib.blake2b(origin.encode()).hexdigest()}}
     (other / "manifest.json").write_text(json.dumps(whole))
-    path.write_text(yaml.safe_dump(base_config(tmp_path, trainer={"resume": str(other)})))
-    done = packtrain("verify", str(path), "strategy=fsdp2", "--json")
-    report = json.loads(done.stdout)
+    path = written(tmp_path, base_config(tmp_path, trainer={"resume": str(other)}))
+    report = json.loads(packtrain("verify", path, "strategy=fsdp2", "--json").stdout)
     assert report["modes_on"] == "spread"
     assert report["verdict"] == "exact" and report["backend"] == "segmented" and report["problem"] == ""
     assert report["architecture"] == "LlamaForCausalLM" and report["model"]
@@ -84,11 +79,9 @@ def test_an_exact_model_ends_with_0_and_one_json_document_and_leaves_the_run_fol
 
 
 def test_of_several_processes_the_worst_verdict_is_told_in_a_table_with_the_leak_and_its_cure(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(base_config(tmp_path, model={"config": MAMBA, "attention": "segmented"})))
+    path = written(tmp_path, base_config(tmp_path, model={"config": MAMBA, "attention": "segmented"}))
     strategy = "zero3" if find_spec("deepspeed") else "fsdp2"
-    done, other = forked.joined(2, "verify", str(path), f"strategy={strategy}")
-    assert (done.returncode, other.returncode) == (3, 3), done.stderr
+    done, _ = joined(2, "verify", path, f"strategy={strategy}", expect=3)
     for part in (strategy, "2 processes", "rank 0 of 2", "backbone.layers.0.mixer", "model.attention=auto"):
         assert part in done.stdout
     assert not (tmp_path / "run").exists()
@@ -145,20 +138,6 @@ def test_a_named_backend_that_leaks_is_named_with_the_first_module(tmp_path: Pat
     assert json.loads(capsys.readouterr().out) == report
 
 
-def forgets_all_borders(segments: Segments) -> Segments:
-    return Segments((segments.tokens,))
-
-
-def break_borders(monkeypatch: Any, broken: Callable[[Segments], Segments]) -> None:
-    """Every layer takes the row that it runs for the `broken` one."""
-    exact = segmented.segmented_attention
-
-    def attend(*args: Any, segments: Segments, **kwargs: Any) -> Any:
-        return exact(*args, segments=broken(segments), **kwargs)
-
-    monkeypatch.setitem(AttentionInterface._global_mapping, segmented.NAME, attend)
-
-
 @pytest.mark.parametrize(
     ("long", "right"),
     [(lambda row: len(row.lengths) > 4, []), (lambda row: row.tokens >= 256, ["padding_free"])],
@@ -167,7 +146,7 @@ def break_borders(monkeypatch: Any, broken: Callable[[Segments], Segments]) -> N
 def test_what_the_rows_of_the_isolation_proof_do_not_show_the_modes_do(
     long: Callable[[Segments], bool], right: list[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    break_borders(monkeypatch, lambda row: forgets_all_borders(row) if long(row) else row)
+    break_borders(monkeypatch, lambda _, row: whole(row) if long(row) else row)
     code, report = proved(tmp_path, LLAMA, attention="segmented")
     assert (code, report["verdict"]) == (3, "leaks")
     assert report["isolation"]["max_abs_diff_after"] < report["isolation"]["tolerance"]
@@ -221,19 +200,18 @@ def disturb_attention(model: torch.nn.Module) -> None:
             module.register_forward_hook(disturb)
 
 
-@pytest.mark.sample(without=("None",))
-@pytest.mark.parametrize("broken", [None, forgets_all_borders])
+@pytest.mark.sample("True")
+@pytest.mark.parametrize("broken", [False, True])
 def test_routers_that_choose_otherwise_in_16_bits_are_no_leak_and_hide_none(
-    broken: Callable | None, tmp_path: Path, monkeypatch: Any
+    broken: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     model = tiny_model("mixtral", num_local_experts=8, num_experts_per_tok=2).bfloat16()
     disturb_attention(model)
-    if broken is not None:
-        break_borders(monkeypatch, broken)
+    if broken:
+        break_borders(monkeypatch, lambda _, row: whole(row))
     comparison = compared(model, tmp_path)
-    assert comparison.tolerance.gradients > 5e-2
-    assert comparison.sees
-    assert comparison.off == ([] if broken is None else ["padding_free", "packed"])
+    assert comparison.tolerance.gradients > 5e-2 and comparison.sees
+    assert comparison.off == (["padding_free", "packed"] if broken else [])
 
 
 def test_the_gradients_are_those_of_all_trained_weights_and_none_are_left_behind(tmp_path: Path) -> None:

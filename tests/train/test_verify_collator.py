@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from running import LLAMA, base_config, packtrain
+from running import LLAMA, base_config, packtrain, written
 
 from packtrain.config.schema import Model, Peft, Trainer
 from packtrain.errors import UserError
@@ -16,53 +15,27 @@ from packtrain.train.verify.foreign_collator import verify_collator
 
 OF_OTHERS = """
 import os
-from transformers import DataCollatorWithFlattening, DataCollatorForSeq2Seq
+from transformers import DataCollatorWithFlattening
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-def flattening():
-    return DataCollatorWithFlattening()
-
-def of_trl(pad_token_id):
-    return DataCollatorForLanguageModeling(pad_token_id=pad_token_id, padding_free=True)
-
-def padding(tokenizer):
-    return DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id)
-
-flat = DataCollatorWithFlattening()
-
+flat, number = DataCollatorWithFlattening(), 3
+def flattening(): return flat
+def of_trl(pad_token_id): return DataCollatorForLanguageModeling(pad_token_id=pad_token_id, padding_free=True)
+def padding(tokenizer): return DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id)
 def padding_left(tokenizer):
     tokenizer.padding_side = "left"
-    return lambda features: tokenizer.pad([{n: one[n] for n in ("input_ids", "attention_mask")} for one in features], return_tensors="pt")
-
-def without_positions(features):
-    return {name: value for name, value in flat(features).items() if name != "position_ids"}
-
-def trains_borders(features):
-    row = flat(features)
-    return {**row, "labels": row["input_ids"].clone()}
-
-def last_first(features):
-    return flat(features[::-1])
-
+    names = ("input_ids", "attention_mask")
+    return lambda features: tokenizer.pad([{n: one[n] for n in names} for one in features], return_tensors="pt")
+def without_positions(features): return {name: value for name, value in flat(features).items() if name != "position_ids"}
+def trains_borders(features): return {**(row := flat(features)), "labels": row["input_ids"].clone()}
+def last_first(features): return flat(features[::-1])
 def cutting(features):
     return flat([{**one, "input_ids": one["input_ids"][:4], "labels": one["labels"][:4]} for one in features])
-
-def raising(features):
-    return {}[features[0]["text"]]
-
-def leaving(features):
-    os._exit(0)
-
-def with_more(features):
-    return {**flat(features), "inputs_embeds": 1}
-
-def nothing(features):
-    return [1, 2]
-
+def raising(features): return {}[features[0]["text"]]
+def leaving(features): os._exit(0)
+def with_more(features): return {**flat(features), "inputs_embeds": 1}
+def nothing(features): return [1, 2]
 class Needy:
     def __init__(self, tokenizer, rows): ...
-
-number = 3
 """
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
@@ -153,7 +126,7 @@ def test_what_is_wrong_with_a_collator_is_said(others: str, name: str, said: str
 
 def test_the_command_shows_it_and_its_exit_code_tells(tmp_path: Path, others: str) -> None:
     config = base_config(tmp_path, model={"config": {**MODELS["opt"], "model_type": "opt"}})
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    written(tmp_path, config)
     (tmp_path / "broken.py").write_text("import no_such_package")
 
     def command(*arguments: str, expect: int) -> Any:

@@ -117,40 +117,28 @@ def make(
         if not (folder / "model").exists():
             tiny_model("llama").save_pretrained(folder / "model")
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    common: dict[str, Any] = {"model": model, "processing_class": tokenizer(), **(options or {})}
-    if kind in ("grpo", "rloo", "distillation"):
-        rows = datasets.Dataset.from_dict({"prompt": prompts})
-        generation = {"max_completion_length": 16}
-        if kind == "distillation":
-            config = trl.DistillationConfig(**settings(folder, **generation, **given))
-            trainer: Any = trl.DistillationTrainer(
-                teacher_model=tiny_model("qwen3"), args=config, train_dataset=rows, **common
-            )
-        else:
-            config_of, trainer_of = (
-                (trl.GRPOConfig, trl.GRPOTrainer) if kind == "grpo" else (trl.RLOOConfig, trl.RLOOTrainer)
-            )
-            config = config_of(**settings(folder, num_generations=group, **generation, **given))
-            trainer = trainer_of(reward_funcs=_reward, args=config, train_dataset=rows, **common)
-        trainer._generate_single_turn = _generated(group).__get__(trainer)
-        return trainer
-    answers = {
-        "chosen": [words(5 + n % 7, n) for n in range(24)],
-        "rejected": [words(2 + n % 9, 50 + n) for n in range(24)],
+    chosen, rejected = (
+        [words(least + n % of, seed + n) for n in range(24)] for least, of, seed in ((5, 7, 0), (2, 9, 50))
+    )
+    labels = [number % 3 > 0 for number in range(24)]
+    columns: dict[str, dict[str, Any]] = {
+        "sft": {"text": [f"{prompt} {answer}" for prompt, answer in zip(prompts, chosen, strict=True)]},
+        "kto": {"prompt": prompts, "completion": chosen, "label": labels},
+        "dpo": {"prompt": prompts, "chosen": chosen, "rejected": rejected},
     }
-    if kind == "sft":
-        texts = [f"{prompt} {answer}" for prompt, answer in zip(prompts, answers["chosen"], strict=True)]
-        config = trl.SFTConfig(**settings(folder, **given))
-        return trl.SFTTrainer(args=config, train_dataset=datasets.Dataset.from_dict({"text": texts}), **common)
-    if kind == "kto":
-        labels = [number % 3 > 0 for number in range(24)]
-        rows = datasets.Dataset.from_dict({"prompt": prompts, "completion": answers["chosen"], "label": labels})
-        return trl.KTOTrainer(args=trl.KTOConfig(**settings(folder, **given)), train_dataset=rows, **common)
-    rows = datasets.Dataset.from_dict({"prompt": prompts, **answers})
-    if kind == "reward":
-        rows = rows.add_column("margin", [number % 3 / 4 for number in range(24)])
-        return trl.RewardTrainer(args=trl.RewardConfig(**settings(folder, **given)), train_dataset=rows, **common)
-    return trl.DPOTrainer(args=trl.DPOConfig(**settings(folder, **given)), train_dataset=rows, **common)
+    columns["reward"] = {**columns["dpo"], "margin": [number % 3 / 4 for number in range(24)]}
+    name = {"distillation": "Distillation"}.get(kind, kind.upper() if kind != "reward" else "Reward")
+    config_of, trainer_of = (getattr(trl, f"{name}{part}") for part in ("Config", "Trainer"))
+    own, of_kind, generates = dict[str, Any](), dict[str, Any](), kind not in columns
+    if generates:
+        own = {"max_completion_length": 16, **({} if kind == "distillation" else {"num_generations": group})}
+        of_kind = {"teacher_model": tiny_model("qwen3")} if kind == "distillation" else {"reward_funcs": _reward}
+    rows = datasets.Dataset.from_dict(columns.get(kind, {"prompt": prompts}))
+    given = {"processing_class": tokenizer(), **(options or {}), "args": config_of(**settings(folder, **own, **given))}
+    trainer = trainer_of(model=model, train_dataset=rows, **of_kind, **given)
+    if generates:
+        trainer._generate_single_turn = _generated(group).__get__(trainer)
+    return trainer
 
 
 def ran(trainer: Any, *, attached: bool, **options: Any) -> Ran:

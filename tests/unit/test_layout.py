@@ -24,7 +24,7 @@ LAYERS = (
     ("wording",),
     ("system",),
     ("errors",),
-    ("registry", "config.fault"),
+    ("registry", "faults"),
     ("optimizers",),
     ("registries",),
     ("config",),
@@ -59,7 +59,7 @@ FOR_TYPES = {(f"packtrain.{kind}.spec", "packtrain.config.schema") for kind in (
 """The rules of a thing take the whole config."""
 LAUNCH = {
     *("errors", "registry", "system", "wording"),
-    *("config.fault", "registries", "specs"),
+    *("faults", "registries", "specs"),
     *("config", "run_folder", "monitor", "plan", "mirror"),
 }
 """What `launch` imports: it starts training as processes, never by an import."""
@@ -126,7 +126,7 @@ def imports(name: str) -> Iterator[str]:
 def layer_of(name: str) -> str:
     _, layer, *inside = name.split(".") if "." in name else ("", "")
     if layer not in KINDS_OF_THINGS:
-        return "config.fault" if (layer, *inside) == ("config", "fault") else layer
+        return "faults" if (layer, *inside) == ("config",) else layer
     if inside in ([], ["spec"]):
         return "registries"
     own_folder = (ROOT / "packtrain" / layer / inside[0]).is_dir()

@@ -94,7 +94,7 @@ leak = Leak()
 leak.itself = leak
 """
 IMPORTS = """
-from packtrain import fast_imports
+from packtrain.system import fast_imports
 from packtrain.system import kept
 with fast_imports():
     import noisy

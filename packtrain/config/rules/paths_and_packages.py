@@ -1,22 +1,29 @@
-"""Rules about files, folders and packages that must exist, checked before anything is loaded."""
+"""Rules about files, folders and packages that must exist, checked before anything is loaded.
+
+A run folder stands for its final/, and a name in LLaMA-Factory's dataset_info.json for the file with its place: `lf:alpaca_en_demo` →
+`lf:data/dataset_info.json#alpaca_en_demo`."""
 
 from __future__ import annotations
 
 import glob
 import importlib.util
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
-from packtrain.config.fault import Fault
+from packtrain.config import Fault, is_list, is_mapping
 from packtrain.config.keys import near, suggest
 from packtrain.config.objective import REFERENCES
 from packtrain.config.rules.table import holds
-from packtrain.config.schema import LISTED, Data, RunConfig, sources
-from packtrain.errors import UserError
+from packtrain.config.schema import LISTED, Data, DataSource, RunConfig, sources
+from packtrain.errors import Json, UserError
 
 BUILT_IN = "quickstart"
 DATA_SUFFIXES = (
@@ -37,6 +44,9 @@ _PACKAGES = {
 """Package that a value needs, and where pip gets it."""
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
 _MODEL_FILES = ("config.json", "adapter_config.json")
+_LIST = "dataset_info.json"
+_LISTS = (_LIST, f"data/{_LIST}", f"*/{_LIST}", f"*/*/{_LIST}")
+"""Places of LLaMA-Factory's list of data sets, the nearest first. Its own configs are in examples/, its list is in data/."""
 
 
 def check_paths(config: RunConfig) -> Iterator[Fault]:
@@ -214,3 +224,60 @@ def _near(wanted: Path) -> list[Path]:
     """Return entries beside a missing path with a similar name."""
     entries = [] if wanted.exists() else glob.glob(f"{glob.escape(str(wanted.parent))}/*")
     return [wanted.parent / name for name in near(wanted.name, map(os.path.basename, entries))]
+
+
+def name_files(data: Data, folders: Sequence[Path]) -> Data:
+    """Add the file to each name without one: the nearest below each of the `folders` (the config's, and where the command runs).
+
+    Raises UserError for a name that no file has, or several have.
+    """
+
+    def named(value: object, key: str) -> object:
+        if is_list(value):
+            return [named(item, key) for item in value]
+        if is_mapping(value):
+            return {name: named(item, f"{key}.{name}") for name, item in value.items()}
+        if isinstance(value, DataSource):
+            return replace(value, path=named(value.path, key))
+        if not isinstance(value, str) or not value.startswith(LISTED) or "#" in value:
+            return value
+        return f"{LISTED}{_file_of(value.removeprefix(LISTED), folders, key)}#{value.removeprefix(LISTED)}"
+
+    return replace(data, train=named(data.train, "data.train"), eval=named(data.eval, "data.eval"))
+
+
+def read_info(file: Path) -> dict[str, Json]:
+    """Return the entries of a dataset_info.json by name. Raises UserError if it is unreadable or not LLaMA-Factory's."""
+    try:
+        entries = json.loads(file.expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        fix = "Write lf:NAME, or lf:FOLDER/dataset_info.json#NAME."
+        what = f"cannot read the list of data sets: {error}"
+        raise UserError(what, where=str(file), fix=fix, code="unreadable-data-set-list") from error
+    if not is_mapping(entries) or not all(map(is_mapping, entries.values())):
+        what = "this is no list of data sets as LLaMA-Factory has it, an object for each name"
+        raise UserError(what, where=str(file), fix="Name another file.", code="not-a-data-set-list")
+    return dict(entries)
+
+
+def _file_of(name: str, folders: Sequence[Path], key: str) -> Path:
+    found = [next(filter(None, (sorted(folder.glob(place)) for place in _LISTS)), list[Path]()) for folder in folders]
+    files = list(dict.fromkeys(chain.from_iterable(found)))
+    lists: dict[Path, dict[str, Path]] = {}
+    for file in files:
+        with suppress(UserError):  # `datasets` saves a file of this name beside its own
+            lists.setdefault(file.resolve(), {}).update(dict.fromkeys(read_info(file), file))
+    having = [entries[name] for entries in lists.values() if name in entries]
+    if len(having) == 1:
+        return having[0]
+    fix = f"Write {LISTED}FOLDER/{_LIST}#{name}."
+    if having:
+        what = f"{' and '.join(map(str, having))} both have {name!r}"
+        raise UserError(what, where=key, fix=fix, code="name-in-two-lists")
+    if not lists:
+        what = f"no {_LIST} is beside this config or below its folder"
+        raise UserError(what, where=key, fix=fix, code="no-data-set-list")
+    known = [entry for entries in lists.values() for entry in entries]
+    what = f"{' and '.join(map(str, files))} has no data set {name!r}"
+    fix = suggest(name, known, f"It has {', '.join(known[:8])} …", 3)
+    raise UserError(what, where=key, fix=fix, code="no-such-data-set")

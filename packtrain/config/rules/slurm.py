@@ -13,8 +13,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
-from packtrain.config import is_list, is_mapping
-from packtrain.config.fault import Fault
+from packtrain.config import Fault, is_list, is_mapping
 from packtrain.config.schema import Topology
 from packtrain.wording import is_certain, learn, speaks_of_secrets, variable_of, whole
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, fields
 from functools import cache
 
-from packtrain.config import is_mapping
-from packtrain.config.fault import Fault
+from packtrain.config import Fault, is_mapping
 from packtrain.config.schema import RunConfig
 
 TABLE = """

@@ -11,9 +11,10 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, cast
 
+from packtrain.config import is_list
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Format
-from packtrain.data.sources.chunks import UNLISTED, BadRow, RawRow, wrong_type
+from packtrain.data.sources.chunks import UNLISTED, BadRow, RawRow, is_object, wrong_type
 from packtrain.errors import UserError
 from packtrain.objectives.spec import OBJECTIVES, Examples, objective_for
 
@@ -31,8 +32,10 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 PROMPTS = ("conversations", "prompt", "messages", "instruction")
 """Columns that may hold the prompt of a preference; the first one present counts."""
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
-OPTIONAL = ("tools", "system", "input", "history", "reasoning_content", "attention_mask", "chat_template_kwargs")
-OPTIONAL += (*MASKS, "margin")
+OPTIONAL = (
+    *("tools", "system", "input", "history", "reasoning_content", "attention_mask", "chat_template_kwargs"),
+    *(*MASKS, "margin"),
+)
 LABEL = "label"
 """The column of packtrain kto that marks an answer as desirable or not."""
 LABELS = {"true": True, "false": False, "1": True, "0": False}
@@ -91,8 +94,8 @@ class Row:
     keys: frozenset[str]
     system: str | None = None
     nameless: frozenset[str] = frozenset()
-    asked: set[str] = field(default_factory=set)
-    unknown: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set[str])
+    unknown: set[str] = field(default_factory=set[str])
 
     def name(self, ours: str) -> str:
         """Return the file's name of our column."""
@@ -102,7 +105,7 @@ class Row:
         """Return whether the row has the column."""
         return self.name(ours) in self.values
 
-    def optional(self, ours: str) -> Any:
+    def optional(self, ours: str) -> object:
         """Return the value, or None without one."""
         self.asked.add(ours)
         return self.values.get(self.name(ours))
@@ -115,7 +118,7 @@ class Row:
         found = {name: _use_of(name, value, absent) for name, value in left if value not in (None, "", [], {})}
         return found | {name: NOTE if _classify(name)[0] else "" for name in self.unknown}
 
-    def take(self, ours: str) -> Any:
+    def take(self, ours: str) -> object:
         """Return the value; raises BadRow without this column."""
         self.asked.add(ours)
         name = self.name(ours)
@@ -150,12 +153,12 @@ def fill_in_questions(rows: list[tuple[str, RawRow]], columns: Mapping[str, str]
     """Give rows without an `instruction` a null one, as in tables. Only if another row of the chunk has one."""
 
     def asks(row: RawRow) -> bool:
-        return isinstance(row, dict) and column_of("instruction", row, columns) in row
+        return is_object(row) and column_of("instruction", row, columns) in row
 
     if not any(asks(row) for _, row in rows):
         return rows
     null = {columns.get("instruction", "instruction"): None}
-    return [(where, null | row if isinstance(row, dict) and not asks(row) else row) for where, row in rows]
+    return [(where, null | row if is_object(row) and not asks(row) else row) for where, row in rows]
 
 
 @lru_cache(4096)
@@ -191,7 +194,7 @@ def name_unread(source: str, unread: Mapping[str, str]) -> list[str]:
     return [f"{source}: {what}: {', '.join(names)}" for what, names in both if names]
 
 
-def parse_json(text: str, reason: str, what: str, where: str) -> Any:
+def parse_json(text: str, reason: str, what: str, where: str) -> object:
     """Parse JSON text. If it is not JSON, raise BadRow with a message that begins with `what`."""
     try:
         return json.loads(text)
@@ -203,7 +206,7 @@ def list_of(value: object, where: str) -> list[Any]:
     """Return a list, or the list in a JSON string. Csv and parquet files often hold nested columns as strings."""
     if isinstance(value, str):
         value = parse_json(value, "wrong type", "expected a list, found a string that is not JSON", where)
-    if not isinstance(value, list):
+    if not is_list(value):
         raise wrong_type("a list", value, where)
     return value
 
@@ -253,7 +256,8 @@ def detect_format(
     if len(fits) > 1:
         fix = f"Set data.format to {' or '.join(fits)}."
         raise refuse(f"the columns fit {' and '.join(fits)}", fix, code="two-formats-fit")
-    if not fits or (lacking := missing(fits[0], names)):
+    lacking = missing(fits[0], names) if fits else []
+    if lacking or not fits:
         what = f"data.format={fits[0]} needs the column {lacking[0]!r}" if fits else "the columns fit no known format"
         needs = "; ".join(f"{name} ({', '.join(REQUIRED[name])})" for name in fits or allowed)
         pair = "data.columns.prompt=question data.columns.chosen=better data.columns.rejected=worse"

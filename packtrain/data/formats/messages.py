@@ -21,9 +21,10 @@ from contextlib import suppress
 from itertools import chain, product
 from typing import Any
 
+from packtrain.config import is_list
 from packtrain.config.keys import suggest
 from packtrain.data.formats.columns import Row, list_of, parse_json
-from packtrain.data.sources.chunks import BadRow, JsonObject, drop_nulls, wrong_type
+from packtrain.data.sources.chunks import BadRow, Json, drop_nulls, is_object, wrong_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 CALLS = ("function_call", "tool_call")
@@ -36,8 +37,11 @@ SPEAKERS = {  # words of ShareGPT and others for the roles
     "system": "system",
     **dict.fromkeys(("tool", *RESULTS), "tool"),
 }
-_EXCHANGE = {name: role for name, role in SPEAKERS.items() if role != "tool" and name not in CALLS}
-_EXCHANGE |= {"input": "user", "output": "assistant"}
+_EXCHANGE = {
+    **{name: role for name, role in SPEAKERS.items() if role != "tool" and name not in CALLS},
+    "input": "user",
+    "output": "assistant",
+}
 """Keys of exchanges in the formats of ms-swift and XTuner."""
 STAND_INS = {**dict.fromkeys(("function", "ipython"), "tool"), "developer": "system"}
 """Roles replaced by another role if the template names only the other: most templates would drop their messages."""
@@ -60,8 +64,8 @@ KNOWN = {"role", "content", "name", "id", "tool_calls", "tool_call_id", "reasoni
 CALL = '{"name": …, "arguments": {…}}'
 _TAKEN = re.compile(r"conversations?|tools|tokenize|chat_template|return_\w+|add_generation_prompt|continue_final_\w+")
 _LISTED = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
-Messages = list[JsonObject]
-Tools = list[JsonObject]
+Messages = list[Json]
+Tools = list[Json]
 """Tools as templates want them: {"type": "function", "function": {…}}."""
 
 
@@ -87,16 +91,16 @@ def read_messages(row: Row, ours: str) -> Messages:
 
 def _unfold(turn: Any) -> list[Any]:
     """Return the turn as a list. An exchange ({"human": …, "assistant": …}) becomes its turns."""
-    is_turn = not isinstance(turn, dict) or turn.keys() & {"role", "from", "content", "value"}
+    is_turn = not is_object(turn) or turn.keys() & {"role", "from", "content", "value"}
     said = {} if is_turn else {_EXCHANGE[name]: text for name, text in turn.items() if text and name in _EXCHANGE}
     rest = {name: value for name, value in turn.items() if name not in _EXCHANGE} if said else {}
     found = (role for role in ("system", "user", "assistant") if role in said)
     return [{**(rest if role == "assistant" else {}), "role": role, "content": said[role]} for role in found] or [turn]
 
 
-def read_message(value: object, where: str, row: Row) -> JsonObject:
+def read_message(value: object, where: str, row: Row) -> Json:
     """Read one message of the file. Drops null keys, like apply_chat_template. Raises BadRow naming the field."""
-    if not isinstance(value, dict):
+    if not is_object(value):
         raise wrong_type("an object", value, where)
     message = {key: part for key, part in value.items() if part is not None}
     who, what = ("from", "value") if "from" in value and "role" not in value else ("role", "content")
@@ -116,7 +120,7 @@ def read_message(value: object, where: str, row: Row) -> JsonObject:
         message |= read_calls(value[what], f"{where}.{what}")
     message["role"] = _read_role(role, who, row.roles, f"{where}.{who}")
     _set_weight(message, where, what)
-    if isinstance(message.get("content"), list):
+    if is_list(message.get("content")):
         message = _join_parts(message, f"{where}.{what}")
     if calls := _read_tool_calls(message.pop("tool_calls", None) or [], f"{where}.tool_calls"):
         message["tool_calls"] = calls
@@ -129,7 +133,7 @@ def read_message(value: object, where: str, row: Row) -> JsonObject:
         if not (message["content"].strip() or message.keys() & {"tool_calls", "reasoning_content"}):
             raise BadRow("empty", "the assistant's turn is empty", f"{where}.{what}")
     unread = message.keys() - KNOWN - row.keys | (
-        message.keys() & {"name"} if message["role"] in row.nameless else set()
+        message.keys() & {"name"} if message["role"] in row.nameless else set[str]()
     )
     unknown = (key for key in unread if message[key] not in ("", [], {}))
     row.unknown.update(f"{where.partition('[')[0]}[].{key}" for key in unknown)
@@ -156,11 +160,11 @@ def _read_role(role: str, who: str, named: frozenset[str], where: str) -> str:
     raise BadRow("unknown role", what, where, fix)
 
 
-def _set_weight(message: JsonObject, where: str, inside: str) -> None:
+def _set_weight(message: Json, where: str, inside: str) -> None:
     """Keep `weight` 0 on an assistant's turn that is not trained, and no other weight."""
     given = _take_weights(message, where, message["role"])
-    if isinstance(parts := message.get("content"), list):
-        places = ((part, f"{where}.{inside}[{at}]") for at, part in enumerate(parts) if isinstance(part, dict))
+    if is_list(parts := message.get("content")):
+        places = ((part, f"{where}.{inside}[{at}]") for at, part in enumerate(parts) if is_object(part))
         taken = [_take_weights({**part}, place, message["role"]) for part, place in places]
         weights = {weight for one in taken if any(taken) for weight in one.values() or [1]}
         if len(weights) > 1 and message["role"] == "assistant" and 0 not in given.values():
@@ -174,7 +178,7 @@ def _set_weight(message: JsonObject, where: str, inside: str) -> None:
         message["weight"] = 0
 
 
-def _take_weights(value: JsonObject, where: str, role: str) -> dict[str, int]:
+def _take_weights(value: Json, where: str, role: str) -> dict[str, int]:
     """Remove and return the weights of a turn or a part. Raises BadRow unless they are 0 or 1."""
     given = dict[str, int]()
     for key in [key for key, weight in value.items() if _WEIGHT.fullmatch(key) and weight not in (None, [])]:
@@ -189,7 +193,7 @@ def _take_weights(value: JsonObject, where: str, role: str) -> dict[str, int]:
     return given
 
 
-def _set_thought(message: JsonObject, where: str) -> None:
+def _set_thought(message: Json, where: str) -> None:
     """Keep an assistant's thought only as `reasoning_content`."""
     given = {key: message.pop(key) for key in THOUGHTS if key in message}
     for key, thought in given.items():
@@ -199,13 +203,13 @@ def _set_thought(message: JsonObject, where: str) -> None:
             raise BadRow("ambiguous", f"{' and '.join(given)} differ", f"{where}.{key}", "Keep one.")
 
 
-def _join_parts(message: JsonObject, where: str) -> JsonObject:
+def _join_parts(message: Json, where: str) -> Json:
     """Join the content's parts: text, thought and calls each under their own key."""
     joined = {**message, "content": ""}
     order, last = list(dict.fromkeys(PARTS.values())), 0
     for index, part in enumerate(message["content"]):
         place = f"{where}[{index}]"
-        if not isinstance(part, dict):
+        if not is_object(part):
             raise wrong_type("an object with a type", part, place)
         kind = part.get("type")
         if kind not in PARTS or (kind != "text" and message["role"] != "assistant"):
@@ -229,49 +233,48 @@ def _join_parts(message: JsonObject, where: str) -> JsonObject:
     return joined
 
 
-def read_calls(value: object, where: str) -> JsonObject:
+def read_calls(value: object, where: str) -> Json:
     """Read the calls (JSON) of a turn of CALLS, after an optional <think>. Raises BadRow without a call."""
-    said: JsonObject = {}
+    said: Json = {}
     if isinstance(value, str):
         if value.lstrip().startswith("<think>"):
             thought, _, value = value.lstrip().removeprefix("<think>").partition("</think>")
             said["reasoning_content"] = thought.strip()
         value = parse_json(value, "not a call", f"expected a call of a tool as JSON, {CALL}, or a list of calls", where)
-    calls = value if isinstance(value, list) else [value]
+    calls = value if is_list(value) else [value]
     if not calls:
         raise BadRow("not a call", f"an empty list; expected {CALL}", where)
     return {**said, "tool_calls": _read_tool_calls(calls, where)}
 
 
-def _read_tool_calls(value: object, where: str) -> list[JsonObject]:
+def _read_tool_calls(value: object, where: str) -> list[Json]:
     """Return calls in OpenAI's form, but with arguments as objects. The API has JSON strings; templates want objects."""
-    calls = []
+    calls: list[Json] = []
     for index, call in enumerate(list_of(value, where)):
         place = f"{where}[{index}]"
         function = _read_function(call, CALL, place)
         arguments = function.pop("arguments", function.pop("parameters", None))
         if isinstance(arguments, str) and arguments.strip():
             arguments = parse_json(arguments, "not a call", "the arguments are not JSON", f"{place}.arguments")
-        if arguments and not isinstance(arguments, dict):
+        if arguments and not is_object(arguments):
             raise wrong_type("an object", arguments, f"{place}.arguments")
         name = {"id": str(call["id"])} if call.get("id") else {}
         calls.append({"type": "function", **name, "function": {**function, "arguments": arguments or {}}})
     return calls
 
 
-def _read_function(value: object, expected: str, where: str) -> JsonObject:
+def _read_function(value: object, expected: str, where: str) -> Json:
     """Return a copy of the function of a tool or a call. Takes {"type": "function", "function": {…}} or the function itself."""
-    given = value if isinstance(value, dict) else {}
+    given = value if is_object(value) else {}
     inner = given.get("function", {key: part for key, part in given.items() if key not in ("type", "id")})
-    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
+    if not is_object(inner) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise BadRow("wrong type", f"expected a function with a name, {expected}", where)
     return dict(inner)
 
 
 def read_tools(row: Row) -> Tools | None:
     """Return the tools of the column `tools`, if any. Templates want this form: {"type": "function", "function": {…}}."""
-    value, where = row.optional("tools"), row.name("tools")
-    tools = []
+    value, where, tools = row.optional("tools"), row.name("tools"), Tools()
     for index, tool in enumerate(list_of(value, where) if value else []):
         place, expected = f"{where}[{index}]", '{"name": …, "description": …, "parameters": {…}}'
         if isinstance(tool, str):
@@ -286,12 +289,12 @@ def read_listed_tools(messages: Messages) -> Tools:
     We read JSON (a list, or one object after the other) and, as in Hermes' data, a list of Python.
     """
     prompts = [message["content"] for message in messages if message["role"] in ("system", "developer")]
-    found: list[Any] = []
+    found: list[object] = []
     for text in chain.from_iterable(map(_LISTED.findall, prompts)):
         lines = re.sub(r"}\s*{", "},{", text)  # an object on each line
         for parse, written in product((json.loads, ast.literal_eval), (text, lines)):
             with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-                found += chain.from_iterable(one if isinstance(one, list) else [one] for one in parse(f"[{written}]"))
+                found += chain.from_iterable(one if is_list(one) else [one] for one in parse(f"[{written}]"))
                 break
     with suppress(BadRow):  # other words between the tags
         return [{"type": "function", "function": _read_function(tool, "", "")} for tool in found]
@@ -339,10 +342,11 @@ def refuse_closed_turn(prompt: Messages, answer: Messages, where: str) -> None:
         raise BadRow("closed turn", what, where, "Write the whole turn into the answer.")
 
 
-def read_variables(row: Row) -> JsonObject:
+def read_variables(row: Row) -> Json:
     """Return the row's own arguments for the chat template."""
-    value, where = row.optional("chat_template_kwargs") or {}, row.name("chat_template_kwargs")
-    if not isinstance(value, dict):
+    value: object = row.optional("chat_template_kwargs") or {}
+    where = row.name("chat_template_kwargs")
+    if not is_object(value):
         raise wrong_type("an object", value, where)
     variables = {key: part for key, part in value.items() if part is not None}
     if taken := next(filter(_TAKEN.fullmatch, variables), None):

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeGuard
 
 import pyarrow as pa
 
-from packtrain.errors import Problem
+from packtrain.config import is_list
+from packtrain.errors import Json, Problem
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
@@ -35,9 +36,7 @@ class BadRow(Exception):
         return Problem(self.what, place, fix, f"row-{self.reason.replace(' ', '-').lower()}")
 
 
-JsonObject = dict[str, Any]
-"""An object of a file; its values may be anything."""
-RawRow = JsonObject | BadRow
+RawRow = Json | BadRow
 Value = bytes | RawRow
 """A parsed row, or a line of JSON."""
 
@@ -56,7 +55,7 @@ class Chunk:
     size: int
     by_line: bool = True
     translate: Callable[[RawRow], RawRow] | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -112,9 +111,9 @@ def _as_python(value: pa.Scalar) -> object:
 
 def drop_nulls(value: object) -> object:
     """Return a value without the null fields of its objects."""
-    if isinstance(value, dict):
+    if is_object(value):
         return {key: drop_nulls(part) for key, part in value.items() if part is not None}
-    if isinstance(value, list) and value and not isinstance(value[0], (int, float, str)):  # not for lists of token ids
+    if is_list(value) and value and not isinstance(value[0], (int, float, str)):  # not for lists of token ids
         return [drop_nulls(part) for part in value]
     return value
 
@@ -130,7 +129,7 @@ def _parse_line(line: bytes) -> RawRow:
         return BadRow("broken JSON", f"broken JSON: {error}", fix=fix)
 
 
-def refuse_repeated_keys(pairs: list[tuple[str, object]]) -> JsonObject:
+def refuse_repeated_keys(pairs: list[tuple[str, object]]) -> Json:
     """Return a JSON object. Raises ValueError for a repeated key: Python would silently keep its last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -139,9 +138,14 @@ def refuse_repeated_keys(pairs: list[tuple[str, object]]) -> JsonObject:
     return values
 
 
+def is_object(value: object) -> TypeGuard[Json]:
+    """Return whether it is a JSON object."""
+    return isinstance(value, dict)
+
+
 def check_object(row: object) -> RawRow:
     """Return `row` if it is a JSON object, else a BadRow that names its type."""
-    return row if isinstance(row, dict) else wrong_type("an object", row, "")
+    return row if is_object(row) else wrong_type("an object", row, "")
 
 
 def wrong_type(expected: str, value: object, where: str) -> BadRow:

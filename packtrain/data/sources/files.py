@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, cast
+from typing import BinaryIO, TextIO, cast
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from packtrain.config import is_list
 from packtrain.config.schema import DataSource, SplitText
 from packtrain.data.formats.columns import COLUMNS
 from packtrain.data.sources.chunks import (
@@ -36,6 +37,7 @@ from packtrain.data.sources.chunks import (
     Value,
     check_object,
     cut_into_chunks,
+    is_object,
     refuse_repeated_keys,
 )
 from packtrain.data.tokens.pretrained import OFFLINE_ADVICE, offline_unless_reachable
@@ -106,8 +108,7 @@ def _open_bytes(path: Path | RemoteFile) -> BinaryIO:
         return cast(BinaryIO, gzip.open(_open_raw(path)))
     if name.endswith(".zst"):
         packed = pa.OSFile(str(path)) if isinstance(path, Path) else pa.PythonFile(path.open(), mode="r")
-        unpacked: Any = pa.CompressedInputStream(packed, "zstd")
-        return io.BufferedReader(unpacked, 1 << 20)
+        return io.BufferedReader(pa.CompressedInputStream(packed, "zstd"), 1 << 20)
     return _open_raw(path)
 
 
@@ -146,10 +147,9 @@ def _find_rows(text: bytes, path: Path | RemoteFile) -> list[object] | None:
             raise
         fix = "A broken list cannot be skipped row by row: mend it, or write one object a line (.jsonl)."
         raise UserError(f"broken JSON: {error}", where=str(path), fix=fix, code="broken-json") from error
-    if isinstance(value, list):
+    if not is_object(value):
         return value
-    parts = {name: part for name, part in value.items() if isinstance(part, list) and part}
-    lists = {name: part for name, part in parts.items() if all(isinstance(row, dict) for row in part)}
+    lists = {name: part for name, part in value.items() if is_list(part) and part and all(map(is_object, part))}
     is_row = kind_of(path) != ".json" and b"\n" not in text.strip() and len(value) > 1 and not _HOLDERS & lists.keys()
     (rows,) = lists.values() if len(lists) == 1 and not is_row else ([],)
     if rows and not (value.keys() & COLUMNS or {"role", "from"} & rows[0].keys()):
@@ -194,7 +194,7 @@ def _read_csv(path: Path | RemoteFile, separator: str | None) -> Iterator[tuple[
         separator = separator or max(",;\t", key=start.count)
         # strict: otherwise an open quote swallows the rest of the file
         reader = csv.reader(chain([start], file), delimiter=separator, strict=True)
-        names = next(filter(None, reader), [])
+        names = next((line for line in reader if line), list[str]())
         if repeated := [name for name in names if names.count(name) > 1]:
             fix = "Give each column its own name."
             what = f"two columns are called {repeated[0]!r}"
@@ -268,13 +268,13 @@ class RemoteFile:
 
     def open(self) -> BinaryIO:
         """Open the file; its bytes are fetched while they are read."""
-        return cast(Any, fsspec.open(self.url, "rb")).open()
+        return fsspec.open(self.url, "rb").open()
 
 
 def list_remote(url: str, where: str) -> list[RemoteFile]:
     """List the file at `url`, or all files of a folder or glob. Sorted by name. UserError if it cannot be reached."""
     try:
-        system, path = cast("tuple[Any, str]", fsspec.core.url_to_fs(url))
+        system, path = fsspec.core.url_to_fs(url)
         if any(sign in path for sign in "*?["):
             found = system.glob(path)
         else:

@@ -17,16 +17,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
-from packtrain.config.dataset_names import read_info
+from packtrain.config import is_list
 from packtrain.config.keys import suggest
-from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest
+from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest, read_info
 from packtrain.config.schema import LISTED, DataSource, Split, SplitText
 from packtrain.data.sources import quickstart
-from packtrain.data.sources.chunks import CHUNK_ROWS, UNLISTED, BadRow, Chunk, JsonObject, RawRow, cut_into_chunks
+from packtrain.data.sources.chunks import (
+    CHUNK_ROWS,
+    UNLISTED,
+    BadRow,
+    Chunk,
+    Json,
+    RawRow,
+    cut_into_chunks,
+    is_object,
+)
 from packtrain.data.sources.files import (
     READABLE,
     SUFFIXES,
@@ -54,7 +61,7 @@ _SPLITS = {
 }
 """Words for splits in file names, as in `datasets`."""
 _READABLE = f"{READABLE}, and folders of these or of datasets.save_to_disk."
-_QUICKSTART: dict[Examples, Callable[..., list[JsonObject]]] = {
+_QUICKSTART: dict[Examples, Callable[..., list[Json]]] = {
     "documents": quickstart.conversations,
     "pairs": quickstart.preferences,
     "answers": quickstart.labelled,
@@ -194,17 +201,19 @@ def _from_files(name: str, files: Sequence[Path | RemoteFile], split_text: Split
 def _from_dataset(name: str, dataset: datasets.Dataset) -> Source:
     """Make a source from a data set of the `datasets` library. Its fingerprint covers the origin and all transformations."""
 
-    def chunks() -> Iterator[Chunk]:
+    def chunks(start: int) -> Iterator[Chunk]:
+        return islice(cut(), start, None)
+
+    def cut() -> Iterator[Chunk]:
         first = 1
-        tables = cast(Iterator[pa.Table], dataset.with_format("arrow").iter(batch_size=CHUNK_ROWS))
-        for table in tables:
+        for table in dataset.with_format("arrow").iter(batch_size=CHUNK_ROWS):
             for batch in table.combine_chunks().to_batches():
                 numbers = range(first, first + batch.num_rows)
                 yield Chunk(name, numbers, batch, len(numbers), by_line=False)
                 first = numbers.stop
 
-    files = [(name, lambda first: islice(chunks(), first, None))]
-    return Source(name, f"table {dataset._fingerprint} {dataset.num_rows}", (), dataset.num_rows, files)
+    key = f"table {dataset._fingerprint} {dataset.num_rows}"  # pyright: ignore[reportPrivateUsage]
+    return Source(name, key, (), dataset.num_rows, [(name, chunks)])
 
 
 def _list_files(local: Path) -> list[Path]:
@@ -309,14 +318,14 @@ class Translation:
         if self.form == "openai":
             ours["messages"] = ours.pop("conversations", None)
         for name in ("conversations", "messages", "chosen", "rejected"):
-            if isinstance(turns := ours.get(name), list):
+            if is_list(turns := ours.get(name)):
                 ours[name] = [self._turn(turn) for turn in turns]
-            elif isinstance(turns, dict):
+            elif is_object(turns):
                 ours[name] = self._turn(turns)
         return ours
 
     def _turn(self, turn: object) -> object:
-        if not isinstance(turn, dict):
+        if not is_object(turn):
             return turn
         role_tag, content_tag = self.tags.get("role_tag", "from"), self.tags.get("content_tag", "value")
         spoken = {self.tags[name]: word for name, word in _TAGS.items() if name in self.tags}

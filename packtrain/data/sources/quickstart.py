@@ -239,7 +239,7 @@ WEIGHTS = (3, 3, 4, 3, 2, 2, 4, 1, 3)
 
 def preferences(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, object]]:
     """Make rows {"prompt", "chosen", "rejected"} of lists of messages, 4,000 for train; otherwise like `conversations`."""
-    rng, rows = random.Random(f"relevance-{split}-{seed}"), []
+    rng, rows = random.Random(f"relevance-{split}-{seed}"), list[dict[str, object]]()
     for _ in range(PAIR_COUNTS[split] if count is None else count):
         *prompt, answer = conversation(split, rng)
         rejected = {"role": "assistant", "content": _take_other_answer(split, answer["content"], rng)}
@@ -249,7 +249,7 @@ def preferences(split: Split, seed: int = 0, count: int | None = None) -> list[d
 
 def labelled(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, object]]:
     """Make rows {"prompt", "completion", "label"}; half of the answers belong to another question. Otherwise like `preferences`."""
-    rng, rows = random.Random(f"labels-{split}-{seed}"), []
+    rng, rows = random.Random(f"labels-{split}-{seed}"), list[dict[str, object]]()
     for _ in range(PAIR_COUNTS[split] if count is None else count):
         *prompt, answer = conversation(split, rng)
         right = rng.random() < 0.5

@@ -306,7 +306,7 @@ def _acquire(path: Path, building: Path, say: Callable[[str], None]) -> Abstract
     lock, written = FileLock(path), 0.0
     while True:
         with suppress(Timeout):
-            return lock.acquire(timeout=POLL_S)
+            return lock.acquire(timeout=POLL_S)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         progress()  # for the watchdog: this wait has its own limit
         if not written:
             say("another process is tokenising this data; waiting for it")

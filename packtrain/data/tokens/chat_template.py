@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packtrain.config.rules.paths_and_packages import as_name, template_files, template_names
-from packtrain.data.formats.conversations import Conversation
+from packtrain.data.formats.examples import Conversation
 from packtrain.data.formats.messages import THOUGHTS, Messages
-from packtrain.data.sources.chunks import JsonObject
+from packtrain.data.sources.chunks import Json, is_object
 from packtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Tem
     that cannot be read or is no template.
     """
     if name is None:
-        own = getattr(tokenizer, "chat_template", None)
-        named = own if isinstance(own, dict) else {"default": own}
+        own: object = getattr(tokenizer, "chat_template", None)
+        named: Json = own if is_object(own) else {"default": own}
         text, for_tools = named.get("default"), str(named.get("tool_use") or "")
         return Template(text, _find_twin(text), for_tools=for_tools) if isinstance(text, str) and text else None
     path = Path(os.path.expanduser(name))
@@ -162,7 +162,7 @@ def rewrite_for_template(template: str, conversation: Conversation, *, text_argu
     return conversation if messages is conversation.messages else replace(conversation, messages=messages)
 
 
-def _move_thought(message: JsonObject, key: str) -> JsonObject:
+def _move_thought(message: Json, key: str) -> Json:
     message = dict(message)
     thought = message.pop("reasoning_content", None)
     if thought is not None and key == "content":
@@ -172,7 +172,7 @@ def _move_thought(message: JsonObject, key: str) -> JsonObject:
     return message
 
 
-def _with_text_arguments(message: JsonObject) -> JsonObject:
+def _with_text_arguments(message: Json) -> Json:
     """Return the message with call arguments as JSON text, and null for an empty content."""
     calls = copy.deepcopy(message.get("tool_calls", []))
     for call in calls:
@@ -187,7 +187,7 @@ def _with_ids(messages: Messages, short: bool) -> Messages:
     number, waiting = 0, dict[str, str]()
     for message in messages:
         if "tool_calls" in message:
-            calls, waiting = [], {}
+            calls, waiting = list[Json](), {}
             for call in message["tool_calls"]:
                 given, number = call.get("id"), number + 1
                 name = given if given and (SHORT_ID.fullmatch(given) or not short) else f"call{number:05d}"

@@ -21,14 +21,23 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from packtrain.config.schema import Data, Format
 from packtrain.data.formats.columns import Row, fill_in_questions, hash_content, hash_row, merge_uses
-from packtrain.data.formats.conversations import Conversation, Example, PromptCompletion, Tokens, read_row
-from packtrain.data.formats.preferences import Answered, common_prompt, read_margin, read_preference, read_unpaired
+from packtrain.data.formats.examples import (
+    Answered,
+    Conversation,
+    Example,
+    PromptCompletion,
+    Tokens,
+    common_prompt,
+    read_margin,
+    read_preference,
+    read_row,
+    read_unpaired,
+)
 from packtrain.data.sources.chunks import BadRow, Chunk, RawRow
 from packtrain.data.tokens.cache import EncodedChunk, Fate
 from packtrain.data.tokens.chat_template import ADVICE, Template
@@ -44,7 +53,7 @@ SAME = "identical answers within data.max_length"
 UNUSABLE = (UNTRAINED, TOO_LONG, SAME)
 """Reasons for dropping rows that are not bad rows."""
 NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to stop."
-Flags = dict[str, Any]
+Flags = dict[str, float]
 """Fields of a row's Fate."""
 IdsAndMask = tuple[np.ndarray, np.ndarray]
 """Ids int32[n] of a document and its trained targets bool[n]."""

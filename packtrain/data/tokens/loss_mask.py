@@ -23,14 +23,14 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import render_jinja_template  # pyright: ignore[reportUnknownVariableType]
 
-from packtrain.data.formats.conversations import Conversation
+from packtrain.data.formats.examples import Conversation
 from packtrain.data.formats.messages import Messages
-from packtrain.data.sources.chunks import BadRow, JsonObject
+from packtrain.data.sources.chunks import BadRow, Json
 from packtrain.data.tokens.chat_template import Template, has_marks, rewrite_for_template
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
 from packtrain.errors import is_ours
@@ -174,7 +174,7 @@ class ChatEncoder:
             found.append(asked.removeprefix(said) if said and asked.startswith(said) else "")
         return "" if found[0].rstrip().endswith("<think>") else found[0], found[1].split("<think>")[0]
 
-    def _probe(self, *messages: JsonObject, generation_prompt: bool = False, **variables: object) -> str:
+    def _probe(self, *messages: Json, generation_prompt: bool = False, **variables: object) -> str:
         """Render the messages; return "" if the template refuses them."""
         with suppress(BadRow):
             return self._render(Conversation([*messages], variables=variables), generation_prompt=generation_prompt)[0]
@@ -222,11 +222,11 @@ class ChatEncoder:
     @cached_property
     def end_ids(self) -> frozenset[int]:
         """Return the tokens that end a turn. These are EOS, and this template's control token after an answer."""
-        ends = set() if self.tokenizer.eos_id is None else {self.tokenizer.eos_id}
+        ends = set[int]() if self.tokenizer.eos_id is None else {self.tokenizer.eos_id}
         text = self._probe({"role": "user", "content": "question"}, {"role": "assistant", "content": "ANSWER"})
         _, answer, rest = text.rpartition("ANSWER")
-        tail = self.tokenizer.ids(rest.lstrip()) if answer else []
-        if len(tail) and int(tail[0]) in self.tokenizer.special_ids:
+        tail = self.tokenizer.ids(rest.lstrip())
+        if answer and len(tail) and int(tail[0]) in self.tokenizer.special_ids:
             ends.add(int(tail[0]))
         return frozenset(ends)
 
@@ -318,11 +318,11 @@ class ChatEncoder:
         """Render the conversation, or its first `messages`. Return the text and the spans between generation marks."""
         template = template or self.template.text
         marked = has_marks(template)
-        variables: JsonObject = {**self.tokenizer.special_tokens, **conversation.variables}
+        variables: Json = {**self.tokenizer.special_tokens, **conversation.variables}
         try:
             texts, spans = render_jinja_template(
                 [conversation.messages if messages is None else messages],
-                tools=cast(Any, conversation.tools),
+                tools=[*conversation.tools] if conversation.tools else None,
                 chat_template=template,
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=generation_prompt,
@@ -351,13 +351,13 @@ def _check_others(conversation: Conversation, text: str, spans: list[Span], name
             raise BadRow(UNVERIFIED, what, f"messages[{turn}].content", fix)
 
 
-def _find_thought(message: JsonObject) -> str:
+def _find_thought(message: Json) -> str:
     """Return an assistant's thought, "" without one."""
     before, end, _ = message["content"].rpartition("</think>")
     return (message.get("reasoning_content") or (before.split("<think>", 1)[-1] if end else "")).strip()
 
 
-def _without_tag(message: JsonObject, tag: str) -> JsonObject:
+def _without_tag(message: Json, tag: str) -> Json:
     """Return a tool's answer without <tag> around it. Several answers keep the tags between them."""
     inner = re.fullmatch(rf"\s*<{tag}>\s*(.*?)\s*</{tag}>\s*", message["content"] or "", re.DOTALL)
     return {**message, "content": inner[1]} if inner and message["role"] == "tool" else message

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
 from packtrain.config.schema import Model
 from packtrain.errors import UserError, boundary
@@ -47,12 +48,12 @@ def is_reachable() -> bool:
 
 
 @contextmanager
-def offline_unless_reachable() -> Iterator[bool]:
+def offline_unless_reachable() -> Generator[bool]:
     """Work offline in the block if the hub does not answer; yield whether it does. Covers huggingface_hub, transformers and datasets."""
     from huggingface_hub import constants
 
     online = is_reachable()
-    modules: list[Any] = [constants, *filter(None, [sys.modules.get("datasets.config")])]
+    modules: list[ModuleType] = [constants, *filter(None, [sys.modules.get("datasets.config")])]
     with ExitStack() as offline:
         for module in modules:
             offline.enter_context(holding(module, HF_HUB_OFFLINE=module.HF_HUB_OFFLINE or not online))
@@ -90,7 +91,8 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
             f"cannot load a tokenizer from {source}", where, partial(fix_of, online), code="cannot-load-tokenizer"
         ),
     ):
-        loaded = AutoTokenizer.from_pretrained(**location(source, config))
+        load = AutoTokenizer.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        loaded = cast("PreTrainedTokenizerBase", load(**location(source, config)))
         if loaded.pad_token_id is None:
             loaded.pad_token = loaded.eos_token
         return loaded

@@ -84,7 +84,8 @@ class PlainTokenizer:
             starts = np.concatenate([part.starts + start for start, part in parts])
             return Encoded(ids, starts, np.concatenate([part.ends + start for start, part in parts]))
         encoding = self._encode(text)
-        starts, ends = np.array(encoding.offsets, np.int32).reshape(-1, 2).T.copy()
+        places = np.array(encoding.offsets, np.int32).ravel()
+        starts, ends = np.array(places[::2]), np.array(places[1::2])
         starts[:1] = 0
         starts[1:] = np.minimum(starts[1:], np.maximum.accumulate(ends[:-1]))
         return Encoded(np.array(encoding.ids, np.int32), starts, ends)

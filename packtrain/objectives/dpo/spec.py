@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from typing import TYPE_CHECKING
 
-from packtrain.config import is_list
-from packtrain.config.fault import Fault, Option, is_number
+from packtrain.config import Fault, Option, is_list, is_number
 from packtrain.objectives.spec import Figure, Spec
 from packtrain.wording import counted
 

@@ -19,8 +19,8 @@ from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model
 from packtrain.objectives.answers import Figures, Inputs, mean_of
 from packtrain.objectives.losses import bradley_terry
+from packtrain.objectives.spec import COMPARED_PAIRS
 from packtrain.packing.collate import collate_scored
-from packtrain.plan.memory import COMPARED_PAIRS
 from packtrain.proof.comparison import check_equal, evaluating, model_refusals, tolerance_of
 from packtrain.train.loader import MicroBatch
 from packtrain.train.log import console

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from packtrain.config.fault import Option, is_number
+from packtrain.config import Option, is_number
 from packtrain.objectives.spec import Figure, Spec
 
 SPEC = Spec(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -21,9 +21,7 @@ from packtrain.data.dataset import Document, TokenDataset
 from packtrain.errors import UserError
 from packtrain.model.forward import Head, choose_head, patch_forward
 from packtrain.model.load import base_model
-from packtrain.model.precision import Precision
 from packtrain.model.routers import router_loss, without_labels
-from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.objectives.answers import Inputs
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, on_device, shifted_labels
@@ -33,6 +31,9 @@ from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.objectives.loss import EvaluationBatches, Loss, Setup, by_name
 from packtrain.train.objectives.training_objective import Start, TrainingObjective
 from packtrain.train.preflight import FirstStepWatch
+
+if TYPE_CHECKING:
+    from packtrain.train.preparation import Prepared
 
 _PROBE_TOKENS = 64
 
@@ -130,15 +131,13 @@ class SFT(TrainingObjective):
 
     loss_class = SFTLoss
 
-    def decide_attention(
-        self, wanted: str, model: Any, ranks: Ranks, precision: Precision, *, prove: bool
-    ) -> AttentionChoice:
+    def decide_attention(self, run: Prepared) -> AttentionChoice:
         """See TrainingObjective. Raises UserError if rows would share tokens that a loss of routers counts by document."""
-        if self.packing.share_prefix and router_loss(base_model(model)) is not None:
+        if self.packing.share_prefix and router_loss(base_model(run.model)) is not None:
             what = "the load-balancing loss of routers counts a token in every document that has it"
             fix = "set it, or model.config.output_router_logits, to false"
             raise UserError(what, where="packing.share_prefix", fix=fix, code="routers-share-tokens")
-        return super().decide_attention(wanted, model, ranks, precision, prove=prove)
+        return super().decide_attention(run)
 
     def prove(self, start: Start) -> None:
         """Check the output head and the routers, and have the first steps watched."""

@@ -18,9 +18,8 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from packtrain.model.load import base_model
 from packtrain.model.spread import Placement, loading_whole
 from packtrain.strategies.spec import StrategySpec
-from packtrain.train.checkpoint.contents import CheckpointContents, Names, States, put_weights
 from packtrain.train.checkpoint.writer import CheckpointWriter
-from packtrain.train.engine import Engine
+from packtrain.train.engine import CheckpointContents, Engine, Names, States, put_weights
 
 OPTIMIZER_NAME = "optimizer.pt"
 """File of a checkpoint, named as by transformers' Trainer."""

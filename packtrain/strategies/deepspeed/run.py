@@ -37,9 +37,18 @@ from packtrain.model.weights import put_weight, take_slices
 from packtrain.plan.origin import world_of
 from packtrain.strategies.spec import StrategySpec
 from packtrain.system import holding
-from packtrain.train.checkpoint.contents import CheckpointContents, Names, States, exact_weight, put_weights, states_of
 from packtrain.train.checkpoint.writer import CheckpointWriter
-from packtrain.train.engine import Engine, Exact, Judge
+from packtrain.train.engine import (
+    CheckpointContents,
+    Engine,
+    Exact,
+    Judge,
+    Names,
+    States,
+    exact_weight,
+    put_weights,
+    states_of,
+)
 from packtrain.train.spikes import Norm
 
 _Untyped = Any

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from packtrain.config.fault import Fault
+from packtrain.config import Fault
 from packtrain.errors import Json
 from packtrain.strategies.spec import Launcher, Load, Overhead, Part, StrategySpec, check_dtype, check_optimizer
 

@@ -35,9 +35,8 @@ from packtrain.model.load import base_model
 from packtrain.model.spread import Placement, Ranks, embedding_apart, layers_of, mesh_of
 from packtrain.model.weights import put_slices, take_slices
 from packtrain.strategies.spec import StrategySpec
-from packtrain.train.checkpoint.contents import CheckpointContents, Names, States
 from packtrain.train.checkpoint.writer import CheckpointWriter
-from packtrain.train.engine import Engine
+from packtrain.train.engine import CheckpointContents, Engine, Names, States
 
 _SHARDS = "shards"
 """The folder of a checkpoint with weights and optimizer states."""

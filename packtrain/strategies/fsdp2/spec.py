@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from packtrain.config.fault import Fault
+from packtrain.config import Fault
 from packtrain.strategies.spec import Launcher, Load, Overhead, StrategySpec, check_dtype, check_optimizer
 
 if TYPE_CHECKING:

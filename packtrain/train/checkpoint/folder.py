@@ -23,16 +23,17 @@ from packtrain.errors import UserError
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
 from packtrain.model.weights import weights_hash
-from packtrain.plan.agreement import digest_of, shared_versions
 from packtrain.plan.origin import (
     MANIFEST,
     ORIGIN,
     PROCESSES,
     SHAPE,
     TOKENIZER,
+    digest_of,
     facts_of,
     list_checkpoints,
     same_course,
+    shared_versions,
     written_into,
 )
 from packtrain.run_folder import RunFolder, environment, object_of

@@ -32,7 +32,6 @@ from packtrain.packing.feed import PLACE
 from packtrain.plan.memory import optimizer_bytes
 from packtrain.plan.origin import ORIGIN, list_checkpoints, same_format, world_of, written_into
 from packtrain.run_folder import write_json
-from packtrain.train.checkpoint.contents import go_on, settings_of
 from packtrain.train.checkpoint.folder import complete, folder_of, prune, staging_of
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.engine import Engine, Exact, engine_of
@@ -142,10 +141,15 @@ class Checkpoints:
 
         From here on the optimizer and schedule settings of this run apply, not the checkpoint's.
         """
-        settings = settings_of(self._engine.plain_optimizer)
+        groups, schedule = self._engine.plain_optimizer.param_groups, self._engine.lr_schedule
+        settings = [{key: value for key, value in one.items() if key not in ("params", "step")} for one in groups]
         self._restore_states(checkpoint)
         steps = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)["last_epoch"]
-        go_on(self._engine.plain_optimizer, self._engine.lr_schedule, settings, steps)
+        bases = [own["initial_lr"] for own in settings]
+        rates = [base * share(steps) for base, share in zip(bases, schedule.lr_lambdas, strict=True)]
+        for group, own, rate in zip(self._engine.plain_optimizer.param_groups, settings, rates, strict=True):
+            group.update(own, lr=rate)
+        schedule.base_lrs, schedule.last_epoch, schedule._step_count, schedule._last_lr = bases, steps, steps + 1, rates
 
     def _restore_states(self, checkpoint: Path) -> None:
         """Load weights and optimizer. By name, unless strategy and number of processes are the checkpoint's."""

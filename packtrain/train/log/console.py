@@ -23,12 +23,10 @@ from rich.markup import escape, render
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from packtrain.config.objective import Objective
 from packtrain.data.dataset import DataReport
 from packtrain.model.adapters import joint_tensors
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements, layers_of
-from packtrain.plan.known_model import ReferenceChoice
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.comparison import has_routers
@@ -134,9 +132,8 @@ def log_model(log: Log, run: Prepared) -> None:
     if (source := getattr(base, "source", None)) and (remark := source.in_words(kept)):
         log.fact("files", remark)
     if peft.kind == "lora":
-        log.fact(
-            "adapters", f"LoRA, rank {peft.r}, alpha {peft.alpha}, dropout {peft.dropout:g}, on {adapted_share(model)}"
-        )
+        shape = f"LoRA, rank {peft.r}, alpha {peft.alpha}, dropout {peft.dropout:g}"
+        log.fact("adapters", f"{shape}, on {adapted_share(model)}")
     why = f" ({precision.why})" if precision.why != "asked for" else ""
     masters = ""
     if any(map(loses_updates, model.parameters())) and (optim.keeps_masters or strategy.keeps_masters):
@@ -161,19 +158,13 @@ def adapted_share(model: PreTrainedModel) -> str:
 
 def log_steps(log: Log, run: Prepared, steps: Steps, evaluation: Mapping[str, Steps]) -> None:
     """Log the size and number of steps, data, packing and optimizer."""
-    optim, packing, batch, thing = (
-        run.config.optim,
-        run.config.packing,
-        run.config.batch,
-        run.config.objective.spec.examples,
-    )
-    data, ranks = run.data, run.ranks
+    config, data, ranks, thing = run.config, run.data, run.ranks, run.config.objective.spec.examples
     total, evaluated = steps.schedule.total_steps, counted(sum(map(len, evaluation.values())), "steps")
     if log.evaluates:
         log.fact("held out", _documents(data.eval.report) if data.eval else "none")
         log.fact("evaluation", f"in {evaluated}, on {counted(ranks.world_size, 'processes')}, {ranks.strategy}")
         return
-    log.fact("optimizer", f"{optim.name}, learning rate {optim.learning_rate:g}, {optim.schedule}")
+    log.fact("optimizer", f"{config.optim.name}, learning rate {config.optim.learning_rate:g}, {config.optim.schedule}")
     log.fact("strategy", ranks.strategy)
     said = set[str]()
     for title, part in (("data", data.train), ("held out", data.eval)):
@@ -188,12 +179,12 @@ def log_steps(log: Log, run: Prepared, steps: Steps, evaluation: Mapping[str, St
     low, high = figures.micro_batches_min, figures.micro_batches_max
     log.fact(
         "packing",
-        f"{packing.mode}: {figures.documents / figures.steps:,.1f} {thing} and {figures.tokens / figures.steps:,.0f} tokens a step,"
+        f"{config.packing.mode}: {figures.documents / figures.steps:,.1f} {thing} and {figures.tokens / figures.steps:,.0f} tokens a step,"
         f" {low if low == high else f'{low} to {high}'} micro-batch{'' if high == 1 else 'es'} a process,"
         f" {figures.padding_fraction:.1%} padding,{shared} {figures.imbalance:.1%} imbalance over processes",
     )
-    examples = batch.examples_per_step or 0
-    each = f"up to {counted(examples, thing)}" if examples else f"{batch.tokens_per_step:,} tokens"
+    examples = config.batch.examples_per_step or 0
+    each = f"up to {counted(examples, thing)}" if examples else f"{config.batch.tokens_per_step:,} tokens"
     evaluated = f", evaluated in {evaluated}" if evaluation else ""
     log.fact("steps", f"{total:,}, each of {each}, on {counted(ranks.world_size, 'processes')}{evaluated}")
     if examples > len(data.train) and data.stream is None:
@@ -228,20 +219,6 @@ def log_prompts(log: Log, layout: str, why_not_shared: str) -> None:
     runs = {"shared": "computed once for both answers", "flat": f"computed for each answer ({why_not_shared})"}
     if layout in runs:
         log.fact("prompts", runs[layout])
-
-
-def log_loss(log: Log, losses: str, objective: Objective, reference: ReferenceChoice, dropout: float) -> None:
-    """Log the `losses` of preference training, and the reference. `dropout` is peft.dropout."""
-    held_to = {
-        "model": "a second copy of the model",
-        "adapters_off": "the model with its adapters off",
-        "adapters": f"the model with the adapters of {reference.adapters}",
-        "precomputed": "log-probabilities of the model before training, computed once",
-        "path": objective.reference,
-    }[reference.kind]
-    log.fact("loss", f"{losses}, beta {objective.beta:g}, against {held_to}")
-    if dropout:  # TRL turns dropout off
-        log.fact("dropout", f"off, peft.dropout={dropout:g} too, so that preferences are not noisy")
 
 
 def _documents(report: DataReport) -> str:

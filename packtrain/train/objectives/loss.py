@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -136,14 +136,10 @@ class Loss:
         """
         raise NotImplementedError
 
-    @contextmanager
-    def keeping_metrics(self) -> Iterator[None]:
+    def keeping_metrics(self) -> AbstractContextManager[object]:
         """Keep the metrics of the training steps unchanged by the forward passes inside the block."""
-        set_back = self.mark_metrics()
-        try:
-            yield
-        finally:
-            set_back()
+        (block := ExitStack()).callback(self.mark_metrics())
+        return block
 
 
 class ExampleLoss(Loss):

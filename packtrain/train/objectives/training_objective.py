@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list, reduce
 from filelock import FileLock
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from packtrain.config.schema import Peft, RunConfig
 from packtrain.data.tokens.cache import cache_folder
@@ -32,12 +32,14 @@ from packtrain.proof.choice import AttentionChoice, prove_backend
 from packtrain.proof.isolation import TREE
 from packtrain.system import aside, publish
 from packtrain.train.loader import MicroBatch, Steps
-from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import AnswerLoss, Loss, ReferenceLoss, Setup
 from packtrain.train.preflight import choose_on_all_ranks, same_everywhere
 from packtrain.train.verify.loss_proofs import check_answer_forward, check_first_loss
+
+if TYPE_CHECKING:
+    from packtrain.train.preparation import Prepared
 
 ReferenceSteps = TypeVar("ReferenceSteps", bound=Steps)
 """Steps with a field `reference`."""
@@ -82,37 +84,29 @@ class TrainingObjective:
         """Return the tokens of the longest document. The model must have as many positions."""
         return int(data.lengths.max())
 
-    def take_reference(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        ranks: Ranks,
-        precision: Precision,
-        *,
-        seed: int,
-    ) -> dict[str, str]:
-        """Load the reference, if any, before `model` is sharded.
+    def take_reference(self, run: Prepared) -> dict[str, str]:
+        """Load the reference, if any, before the model is sharded.
 
         Returns facts about it by config key. They must be equal in a run that resumes.
         """
         return {}
 
-    def decide_attention(
-        self, wanted: str, model: PreTrainedModel, ranks: Ranks, precision: Precision, *, prove: bool
-    ) -> AttentionChoice:
-        """Choose the backend for packed rows of `model`, and decide whether rows share beginnings (`layout`).
+    def decide_attention(self, run: Prepared) -> AttentionChoice:
+        """Choose the backend for packed rows, and decide whether rows share beginnings (`layout`).
 
-        `wanted` is model.attention. Raises CheckFailed if packing.share_prefix is true and the backend cannot share.
+        Raises CheckFailed if packing.share_prefix is true and the backend cannot share.
         """
+        model, ranks, autocast = base_model(run.model), run.ranks, run.precision.autocast
+        wanted, prove = run.config.model.attention, run.config.verify.preflight
         share = self.packing.share_prefix
         share = self.shares_unless_told if share is None else share
-        choice = choose_on_all_ranks(wanted, model, ranks, precision.autocast, prove=prove, pairs=share)
+        choice = choose_on_all_ranks(wanted, model, ranks, autocast, prove=prove, pairs=share)
         if not share:
             self.why_not_shared = "packing.share_prefix=false"
             return choice
         reason = choice.why_not_shared
         if reason is None:  # not tried yet, since nothing was proved
-            reason, _ = prove_backend(choice.backend.name, model, precision.autocast, TREE)
+            reason, _ = prove_backend(choice.backend.name, model, autocast, TREE)
         self.layout, self.why_not_shared = "flat" if reason else "shared", reason
         same_everywhere(self.layout, "layout of rows", "packing.share_prefix", ranks.world_size)
         if reason and self.packing.share_prefix:
@@ -177,19 +171,12 @@ class ReferenceObjective(TrainingObjective):
         """Name the losses, with their weights, for the log."""
         return " + ".join(self.objective.losses) or self.objective.kind
 
-    def take_reference(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        ranks: Ranks,
-        precision: Precision,
-        *,
-        seed: int,
-    ) -> dict[str, str]:
+    def take_reference(self, run: Prepared) -> dict[str, str]:
         """See TrainingObjective.
 
-        Raises UserError if `model` asks for a loss of its routers: answers have none.
+        Raises UserError if the model asks for a loss of its routers: answers have none.
         """
+        model = run.model
         if getattr(base_model(model).config.get_text_config(), "output_router_logits", False):
             what = f"packtrain {self.objective.kind} adds no load-balancing loss of routers, which the model asks for"
             fix = "set it to false: the preferences are then trained without it"
@@ -198,21 +185,22 @@ class ReferenceObjective(TrainingObjective):
             add_reference(cast(Any, model), self.reference.adapters)
         weights = ""
         if self.reference.kind in ("model", "path"):
-            loaded = self._load_reference(tokenizer, ranks, seed)
+            loaded = self._load_reference(run)
             weights = weights_hash(loaded)
-            spread(loaded, ranks, precision.autocast)
+            spread(loaded, run.ranks, run.precision.autocast)
             self._reference_model = loaded.eval()
         weights = weights or weights_hash(model)
         self.identity = identity_of_reference(model, self._peft, weights)
         return {"objective.reference": f"one of weights with hash {weights[:12]}"}
 
-    def _load_reference(self, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, seed: int) -> PreTrainedModel:
+    def _load_reference(self, run: Prepared) -> PreTrainedModel:
         """Load the frozen reference model. Its errors name objective.reference if that is a path."""
         model, named = self._model, self.reference.kind == "path"
         if named:
             model = replace(model, path=self.objective.reference, init="pretrained", experts="auto")
+        mesh, seed = reading_mesh(run.ranks), run.config.trainer.seed
         try:
-            loaded = load_model(model, Peft(), tokenizer, seed=seed, mesh=reading_mesh(ranks))
+            loaded = load_model(model, Peft(), run.tokenizer, seed=seed, mesh=mesh)
         except UserError as error:
             if not named:
                 raise
@@ -289,8 +277,17 @@ class ReferenceObjective(TrainingObjective):
 
     def prove(self, start: Start) -> None:
         """Precompute the reference's log-probabilities if configured. Then check the forward and the first loss."""
-        console.log_loss(start.log, self.losses_in_words, self.objective, self.reference, self._peft.dropout)
-        trainer = start.trainer
+        trainer, log, dropout = start.trainer, start.log, self._peft.dropout
+        held_to = {
+            "model": "a second copy of the model",
+            "adapters_off": "the model with its adapters off",
+            "adapters": f"the model with the adapters of {self.reference.adapters}",
+            "precomputed": "log-probabilities of the model before training, computed once",
+            "path": self.objective.reference,
+        }[self.reference.kind]
+        log.fact("loss", f"{self.losses_in_words}, beta {self.objective.beta:g}, against {held_to}")
+        if dropout:  # TRL turns dropout off
+            log.fact("dropout", f"off, peft.dropout={dropout:g} too, so that preferences are not noisy")
         if self.reference.kind == "precomputed":
             trainer.steps = self.with_reference(trainer.steps, start)
             for name, steps in trainer.evaluation.items():

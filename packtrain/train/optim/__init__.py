@@ -1,1 +1,1 @@
-"""Updates that survive the rounding of the weights: made, measured, and kept in final/."""
+"""The step of an optimizer: groups of weights, float32 over bfloat16, masters off the middle of their cells."""

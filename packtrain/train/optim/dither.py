@@ -229,7 +229,7 @@ class SeenUpdates:
         self.warned, self.measured, self.advice = False, 0, ""
         self.step = self._opened = 0
         self._sums: torch.Tensor | None = None
-        self._sampled: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
+        self._sampled: list[tuple[torch.Tensor, torch.Tensor | slice, torch.Tensor]] = []
         self._measuring = self._has_measured = self._untaken = False
         self._masters_of: Callable[[torch.Tensor], list[torch.Tensor]] = lambda stepped: []
 
@@ -260,12 +260,12 @@ class SeenUpdates:
                 self._has_measured = self._untaken = True
                 if (here := _flat(master)).numel():
                     at = _sample(here)
-                    self._sampled.append((master, at, _at(here, at).clone()))
+                    self._sampled.append((master, at, here[at].clone()))
 
     def after(self) -> None:
         """Add up how far the sample was moved."""
         for master, at, before in self._sampled:
-            after = _at(here := _flat(master), at)
+            after = (here := _flat(master))[at]
             sums = _seen_and_made(before, after, here.numel())
             self._sums = sums if self._sums is None else self._sums + sums
         self._sampled = []
@@ -316,13 +316,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return local(tensor.detach()).reshape(-1)
 
 
-def _sample(flat: torch.Tensor) -> torch.Tensor | None:
-    """Choose the indices of `flat` to measure, the same in every step; None for all."""
+def _sample(flat: torch.Tensor) -> torch.Tensor | slice:
+    """Choose the indices of `flat` to measure, the same in every step."""
     if len(flat) <= _SAMPLE:
-        return None
+        return slice(None)
     generator = torch.Generator(flat.device).manual_seed(len(flat))
     return torch.randint(0, len(flat), (_SAMPLE,), device=flat.device, generator=generator)
-
-
-def _at(flat: torch.Tensor, at: torch.Tensor | None) -> torch.Tensor:
-    return flat if at is None else flat[at]

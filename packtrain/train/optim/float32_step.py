@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from packtrain.plan.memory import STEPPED
+from packtrain.optimizers import STEPPED
 from packtrain.train.optim.dither import Dither, SeenUpdates, dithered, local, own_part
 
 MASTER, ROUNDINGS, AVERAGE = "master", "roundings", "average"

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
@@ -20,14 +17,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from packtrain import fast_imports
-from packtrain.config.schema import Model, Peft, RunConfig, Topology, Trainer
+from packtrain.config.schema import RunConfig, Topology
 from packtrain.errors import CheckFailed, Json
 from packtrain.objectives.spec import OBJECTIVES
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import detect_surroundings
 from packtrain.run_folder import RunFolder
 from packtrain.strategies.spec import STRATEGIES
+from packtrain.system import fast_imports, stdout_on_stderr
 from packtrain.wording import counted, listed
 
 _ISOLATION_FIGURES = {
@@ -63,21 +60,13 @@ def run_verification(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_on_collator(
-    model: Model,
-    peft: Peft,
-    trainer: Trainer,
-    spec: str,
-    *,
-    as_json: bool,
-    attention: str | None = None,
-    attached: bool = False,
-) -> int:
+def run_on_collator(config: RunConfig, spec: str, *, attention: str | None, attached: bool, as_json: bool) -> int:
     """Prove a foreign collator in this process, and show the report; return the exit code. See `verify_collator`."""
     with stdout_on_stderr(), fast_imports():
         from packtrain.train.verify.foreign_collator import verify_collator
     with stdout_on_stderr():
-        code, report = verify_collator(model, peft, trainer, spec, attention=attention, attached=attached)
+        parts = config.model, config.peft, config.trainer
+        code, report = verify_collator(*parts, spec, attention=attention, attached=attached)
     print_verdicts(cast(Report, finite(report)), as_json=as_json)
     return code
 
@@ -191,17 +180,3 @@ def finite(value: object) -> object:
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "none" if value is None else f"{value:.{digits}g}"
-
-
-@contextmanager
-def stdout_on_stderr() -> Iterator[None]:
-    """Send everything that this process and its children print inside the block to stderr."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)

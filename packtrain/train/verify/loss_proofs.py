@@ -39,12 +39,11 @@ from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
 from packtrain.objectives.answers import Targets
-from packtrain.objectives.spec import Examples
+from packtrain.objectives.spec import CHECKED_LOGITS, COMPARED_PAIRS, Examples
 from packtrain.packing.collate import IGNORE, row_arguments
 from packtrain.packing.prefixes import index_prefixes
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
-from packtrain.plan.memory import CHECKED_LOGITS, COMPARED_PAIRS
 from packtrain.proof.comparison import (
     CONTROL_FACTOR,
     Tolerance,

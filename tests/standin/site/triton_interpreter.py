@@ -35,9 +35,8 @@ def install() -> None:
         return output if output.data.dtype == np.bool_ else self.cast_impl(output, tl.bfloat16)
 
     for library in (libdevice, of_cuda):
-        library.rsqrt = lambda x: tl.math.rsqrt(
-            x
-        )  # looked up in each call: the interpreter replaces it while a kernel runs
+        # looked up in each call: the interpreter replaces it while a kernel runs
+        library.rsqrt = lambda x: tl.math.rsqrt(x)
         library.tanh = lambda x: 2 / (1 + tl.math.exp(-2 * x)) - 1
     interpreter._implicit_cvt, interpreter.GridExecutor.__call__ = convert, call
     interpreter.InterpreterBuilder.binary_op = operate

@@ -20,7 +20,7 @@ from tokenizers import processors
 
 from packtrain.config.schema import Data, DataSource
 from packtrain.data.formats.columns import Row
-from packtrain.data.formats.conversations import read_row
+from packtrain.data.formats.examples import read_row
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.errors import UserError
 from packtrain.train.log.console import _documents

@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from packtrain.config.rules.paths_and_packages import template_names
 from packtrain.config.schema import Data
-from packtrain.data.formats.conversations import Conversation
+from packtrain.data.formats.examples import Conversation
 from packtrain.data.prepare import prepare
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens.chat_template import (

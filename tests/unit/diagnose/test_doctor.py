@@ -14,8 +14,13 @@ import pytest
 
 from packtrain.diagnose.doctor import Finding, examine, show_run
 from packtrain.errors import UserError
+<<<<<<< HEAD
+from packtrain.launch.execute import RunLock
+from packtrain.monitor.heartbeat import UNKNOWN, Phase, ProcessState
+=======
 from packtrain.launch.execute import locked
 from packtrain.monitor.heartbeat import UNKNOWN, ProcessState
+>>>>>>> tb
 from packtrain.monitor.watchdog import RANKS, RankState
 from packtrain.run_folder import RunFolder
 
@@ -61,7 +66,8 @@ def test_an_attempt_that_started_nothing_is_not_mistaken_for_the_run_before(tmp_
     os.utime(run.logs / RANKS, (1, 1))
     found = examine(run)
     assert found.status == "failed" and "was ended before it had started any process" in found.lines[0]
-    with locked(run.root):
+    with RunLock() as lock:
+        lock.take(run.root)
         assert examine(run).lines == ["a run is about to start here, or has just ended"]
 
 

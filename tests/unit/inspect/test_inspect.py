@@ -11,7 +11,7 @@ from inspecting import MODEL, chat, clean, inspect, report, write
 
 from packtrain.config.compose import load_config
 from packtrain.inspect.corpus import estimate_attention_cost, open_corpus
-from packtrain.inspect.examples import lay_out_step
+from packtrain.inspect.summary import lay_out_step
 
 TRAIN = "data.train=chats.jsonl"
 

@@ -81,7 +81,7 @@ def test_the_files_in_deploy_are_what_the_command_writes(tmp_path: Path, engine:
 def test_what_is_missing_or_named_by_others_is_refused(tmp_path: Path) -> None:
     for engine, given, says in (
         ("kubeflow", (), "--image: pods need an image"),
-        ("kubeflow", ("--image", "a", "--spot"), "--spot: which machines may be taken away"),
+        ("kubeflow", ("--image", "a", "--spot"), "--spot: each cluster says in its own way"),
         ("skypilot", (), "--gpu: skypilot has to know"),
         ("dstack", ("--gpu", "H100", "--submit"), "--submit: dstack, the client of dstack, is not installed"),
     ):

@@ -16,9 +16,8 @@ import pytest
 
 from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, UserError, error_from_json
 from packtrain.launch import rendezvous
-from packtrain.launch.rendezvous import Group, MeetingPoint, Prepare, is_own, meet
+from packtrain.launch.rendezvous import Group, MeetingPoint, Member, Prepare, is_own, meet
 from packtrain.monitor.channel import SECRET, Client
-from packtrain.plan.agreement import Member
 from tests.ports import free_port
 from tests.unit.plan.test_agreement import member
 from tests.waiting import until

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import UserError
-from packtrain.launch.execute import LOCK, RunLock, check_free, is_locked, locked
+from packtrain.launch.execute import LOCK, RunLock, check_free, is_locked
 from packtrain.run_folder import RunFolder
 from tests.unit.command_line import packtrain
 
@@ -37,14 +37,15 @@ def test_a_folder_is_locked_by_one_run_until_it_ends_even_when_it_is_moved(tmp_p
     folder.summary.write_text('{"status": "done"}')
     check_free(folder.root)
     folder.open_attempt("auto")
-    with locked(folder.root):
+    with RunLock() as lock, RunLock() as other:
+        lock.take(folder.root)
         assert folder.begin(None) is not None
         assert is_locked(folder.root)
         with pytest.raises(UserError, match=r"\[run-folder-in-use\]"):
             check_free(folder.root)
         (folder.logs / "channel.json").write_text(json.dumps({"host": "n2"}))
-        with pytest.raises(UserError, match=r"a run of another machine is going on in .* \(n2\)"), locked(folder.root):
-            pass
+        with pytest.raises(UserError, match=r"a run of another machine is going on in .* \(n2\)"):
+            other.take(folder.root)
         assert not is_locked(tmp_path / "another")
     assert not is_locked(folder.root)
 

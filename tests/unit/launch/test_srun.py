@@ -16,7 +16,7 @@ from tests.waiting import until
 PROGRAM = """
 import sys
 from packtrain.errors import exit_code_of
-from packtrain.launch.slurm_jobs import run_srun
+from packtrain.launch.jobs import run_srun
 sys.exit(exit_code_of(lambda: run_srun(("srun", "--nodes", "2", "task"))))
 """
 FAKES = {

@@ -6,7 +6,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from packtrain.config.schema import Optim, RunConfig, Topology
-from packtrain.plan.agreement import Member, compare_members, shared_values
+from packtrain.launch.rendezvous import Member, compare_members
+from packtrain.plan.origin import shared_values
 
 
 def member(node: int, nodes: int = 2, **changes: Any) -> Member:

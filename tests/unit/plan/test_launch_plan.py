@@ -11,8 +11,7 @@ import pytest
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Packing, RunConfig, Strategy, Topology, Trainer
 from packtrain.errors import UserError
-from packtrain.plan.batch import plan_batch
-from packtrain.plan.launch_plan import LaunchPlan, plan_launch
+from packtrain.plan.launch_plan import LaunchPlan, plan_batch, plan_launch
 from packtrain.plan.surroundings import Surroundings, visible_gpus
 from packtrain.strategies.spec import STRATEGIES
 

@@ -12,8 +12,7 @@ from packtrain.config.schema import Batch, RunConfig, Topology, Trainer
 from packtrain.errors import CheckFailed, UserError
 from packtrain.launch.execute import execute
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
-from packtrain.plan.launchers import expand
-from packtrain.plan.surroundings import Surroundings
+from packtrain.plan.surroundings import Surroundings, expand
 
 
 def variables(text: str) -> dict[str, str]:

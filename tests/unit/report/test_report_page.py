@@ -15,8 +15,15 @@ from command_line import packtrain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtrain.report.figures import POINTS_OF_A_CURVE, figures_of, points_of, thin
-from packtrain.report.headline import answers, compare_settings, rank_times
+from packtrain.report.figures import (
+    POINTS_OF_A_CURVE,
+    answers,
+    compare_settings,
+    figures_of,
+    points_of,
+    rank_times,
+    thin,
+)
 from packtrain.report.page import page
 from packtrain.report.run_record import read_run
 from tests.unit.report.run_folders import FACTS, leave_run, lines_of

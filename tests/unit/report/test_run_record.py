@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import UserError
-from packtrain.launch.execute import locked
+from packtrain.launch.execute import RunLock
 from packtrain.report.page import page
 from packtrain.report.run_record import read_metrics, read_run
 from packtrain.run_folder import RunFolder
@@ -37,7 +37,8 @@ def test_a_failed_run_has_the_words_of_its_diagnosis(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_is_running_and_over_when_its_own_process_says_so(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "run", status="stopped")
-    with locked(folder.root):
+    with RunLock() as lock:
+        lock.take(folder.root)
         assert read_run(folder).status == "running"
         assert read_run(folder, over=True).status == "stopped"
 

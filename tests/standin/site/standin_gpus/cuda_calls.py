@@ -13,20 +13,16 @@ import torch
 from standin_gpus.device import MEMORY, check, count, current, index_of, make_current, register_host_memory, touch
 from standin_gpus.tensor import Bytes, waits
 
-PROPERTIES = types.SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3 (stand-in)",
-    total_memory=MEMORY,
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    uuid="GPU-standin",
-    warp_size=32,
-    max_threads_per_multi_processor=2048,
-    shared_memory_per_block_optin=232448,
-    regs_per_multiprocessor=65536,
-    L2_cache_size=50 * 2**20,
-    is_integrated=False,
-)
+_SIZES = {"total_memory": MEMORY, "L2_cache_size": 50 * 2**20, "shared_memory_per_block_optin": 232448, "warp_size": 32}
+_SIZES |= {"max_threads_per_multi_processor": 2048, "regs_per_multiprocessor": 65536, "multi_processor_count": 132}
+_OF = {
+    "name": "NVIDIA H100 80GB HBM3 (stand-in)",
+    "uuid": "GPU-standin",
+    "major": 9,
+    "minor": 0,
+    "is_integrated": False,
+}
+PROPERTIES = types.SimpleNamespace(**_SIZES, **_OF)
 
 
 class Stream:
@@ -148,26 +144,18 @@ def install() -> None:
         **random,
         **memory,
         **_each("init", "_lazy_init", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all", of=lambda: None),
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
+        **_each("is_available", "is_initialized", "is_bf16_supported", "can_device_access_peer", of=lambda: True),
+        **_each("is_current_stream_capturing", "_is_in_bad_fork", of=lambda: False),
+        **_each("utilization", of=lambda: 0),
+        **_each("get_device_properties", of=lambda: PROPERTIES),
+        **_each("get_device_capability", of=lambda: (PROPERTIES.major, PROPERTIES.minor)),
+        **_each("get_device_name", of=lambda: PROPERTIES.name),
+        **{one.__name__: one for one in (set_device, synchronize, current_stream, Stream, Event)},
         "device_count": count,
         "current_device": current,
-        "set_device": set_device,
         "device": Device,
-        "get_device_properties": lambda device=None: PROPERTIES,
-        "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
-        "get_device_name": lambda device=None: PROPERTIES.name,
-        "is_bf16_supported": lambda *_, **__: True,
-        "can_device_access_peer": lambda *_: True,
-        "utilization": lambda *_: 0,
-        "is_current_stream_capturing": lambda: False,
-        "_is_in_bad_fork": lambda: False,
-        "synchronize": synchronize,
-        "current_stream": current_stream,
-        "default_stream": lambda device=None: Stream(device),
         "stream": _on_stream,
-        "Stream": Stream,
-        "Event": Event,
+        "default_stream": lambda device=None: Stream(device),
         "nccl": types.SimpleNamespace(version=lambda: (2, 28, 3)),
         "cudart": lambda: types.SimpleNamespace(
             cudaHostRegister=register_host_memory,

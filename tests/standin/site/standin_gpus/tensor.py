@@ -99,16 +99,13 @@ class GpuTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, index: int, requires_grad: bool = False):
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            layout=inner.layout,
-            device=torch.device("cuda", index),
-            requires_grad=requires_grad,
-        )
+        form: dict[str, Any] = {"dtype": inner.dtype, "layout": inner.layout, "requires_grad": requires_grad}
+        form |= {
+            "strides": inner.stride(),
+            "storage_offset": inner.storage_offset(),
+            "device": torch.device("cuda", index),
+        }
+        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), **form)
 
     def __init__(self, inner: torch.Tensor, index: int, requires_grad: bool = False) -> None:
         self.inner, self.index = inner, index
@@ -375,13 +372,5 @@ def _add_types() -> None:
         product = (a.inner.float() * scale_a.inner) @ (b.inner.float() * scale_b.inner)
         return GpuTensor((product if bias is None else product + bias.inner).to(out_dtype), a.index)
 
-    replaced.update(
-        {
-            aten._scaled_mm.default: scaled_mm,
-            aten.histc.default: histc,
-            aten.mm.dtype: mm,
-            aten.mm.dtype_out: mm_out,
-            aten.addmm.dtype: addmm,
-            aten.addmm.dtype_out: addmm_out,
-        }
-    )
+    products = {aten.mm.dtype: mm, aten.mm.dtype_out: mm_out, aten.addmm.dtype: addmm, aten.addmm.dtype_out: addmm_out}
+    replaced.update({aten._scaled_mm.default: scaled_mm, aten.histc.default: histc, **products})

@@ -1,4 +1,4 @@
-"""Weights in its files that a model does not take are carried into final/, or refused."""
+"""Weights of a model's files that training does not take: carried into final/ or refused; those that text never reaches are frozen."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 from here import run_here
-from running import base_config, train
+from running import config_on, train
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_model
-from tiny_served import save_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiny_models import Weights, bring_code, save_model, tiny_model, with_files
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from packtrain.config.schema import Model, Peft
 from packtrain.data.sources.quickstart import tokenizer
@@ -26,24 +25,8 @@ from packtrain.model.load import load_model
 from packtrain.model.weights import carry
 from packtrain.serve.export import merge
 
-Weights = dict[str, torch.Tensor]
-MOE: dict[str, Any] = {
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 1,
-}
-
-
-def with_files(folder: Path, change: Callable[[Weights], Weights], **config: Any) -> Path:
-    """The model in `folder` with other weights in its file, and values in its config.json."""
-    file, settings = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
-    save_file({name: one.clone() for name, one in change(load_file(file)).items()}, file, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(settings | config))
-    return folder
+MOE: dict[str, Any] = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+MOE |= {"topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
 
 
 def nextn(weights: Weights) -> Weights:
@@ -68,10 +51,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_files(save_model(tmp_path_factory.mktemp("llama") / "base"), mtp, num_nextn_predict_layers=1)
 
 
-def trained_on(model: Path, folder: Path) -> dict[str, Any]:
-    return {**base_config(folder, trainer={"max_steps": 2}), "model": {"path": str(model)}}
-
-
 def all_weights(folder: Path) -> tuple[Weights, dict[str, str]]:
     """The weights of a folder, by its files and by its index."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -93,7 +72,7 @@ def same_as_they_were(final: Path, base: Path, own: str, number: int) -> None:
 
 
 def test_layers_for_more_tokens_are_in_final_as_they_were(glm: Path, tmp_path: Path) -> None:
-    run = run_here(tmp_path, trained_on(glm, tmp_path))
+    run = run_here(tmp_path, config_on(glm, tmp_path, trainer={"max_steps": 2}))
     number, total = 24, len(load_file(glm / "model.safetensors"))
     assert f"{number} of {total} weights are not the model's: model.layers.2.* ({number})" in run.log
     same_as_they_were(run.folder / "final", glm, ".layers.2.", number)
@@ -103,7 +82,7 @@ def test_layers_for_more_tokens_are_in_final_as_they_were(glm: Path, tmp_path: P
 def test_modules_that_the_library_passes_over_in_silence_are_in_final_and_a_merged_model(
     llama: Path, tmp_path: Path
 ) -> None:
-    config = {**trained_on(llama, tmp_path), "peft": {"kind": "lora", "merge": True}}
+    config = {**config_on(llama, tmp_path, trainer={"max_steps": 2}), "peft": {"kind": "lora", "merge": True}}
     run = run_here(tmp_path, config)
     assert "2 of 23 weights are not the model's: mtp.* (2)" in run.log
     same_as_they_were(run.folder / "final-merged", llama, "mtp.", 2)
@@ -114,7 +93,7 @@ def test_modules_that_the_library_passes_over_in_silence_are_in_final_and_a_merg
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero3", marks=pytest.mark.exhaustive)])
 def test_they_are_there_where_no_process_has_the_whole_model(llama: Path, tmp_path: Path, strategy: str) -> None:
-    run = train(tmp_path, trained_on(llama, tmp_path), f"strategy={strategy}", processes=2)
+    run = train(tmp_path, config_on(llama, tmp_path, trainer={"max_steps": 2}), f"strategy={strategy}", processes=2)
     same_as_they_were(run.folder / "final", llama, "mtp.", 2)
 
 
@@ -123,35 +102,24 @@ def load(model: Path, **config: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("biased", "config", "key"),
-    [
-        ("qkvo", {}, "model.config.attention_bias=true"),
-        ("gate up down", {}, "model.config.mlp_bias=true"),
-    ],
+    ("place", "biased", "key"), [("self_attn", "q k v o", "attention_bias"), ("mlp", "gate up down", "mlp_bias")]
 )
 def test_weights_that_trained_layers_lack_are_an_error_that_names_the_key(
-    biased: str, config: dict, key: str, tmp_path: Path
+    place: str, biased: str, key: str, tmp_path: Path
 ) -> None:
-    kinds = (
-        [f"self_attn.{one}_proj" for one in biased]
-        if biased == "qkvo"
-        else [f"mlp.{one}_proj" for one in biased.split()]
-    )
+    kinds = [f"{place}.{one}_proj" for one in biased.split()]
 
     def with_biases(weights: Weights) -> Weights:
-        return weights | {
-            f"model.layers.{at}.{kind}.bias": torch.ones(len(weights[f"model.layers.{at}.{kind}.weight"]))
-            for at in range(2)
-            for kind in kinds
-        }
+        names = [f"model.layers.{at}.{kind}" for at in range(2) for kind in kinds]
+        return weights | {f"{name}.bias": torch.ones(len(weights[f"{name}.weight"])) for name in names}
 
     base = with_files(save_model(tmp_path / "base"), with_biases)
     with pytest.raises(UserError) as refused:
         load(base)
     (problem,) = refused.value.problems
-    assert f"{2 * len(kinds)} of {21 + 2 * len(kinds)} weights" in problem.what and key in problem.fix
-    name, _, value = key.removeprefix("model.config.").partition("=")
-    taken = load(base, **{name: json.loads(value)})
+    assert f"{2 * len(kinds)} of {21 + 2 * len(kinds)} weights" in problem.what
+    assert f"model.config.{key}=true" in problem.fix
+    taken = load(base, **{key: True})
     assert taken.state_dict()[f"model.layers.1.{kinds[0]}.bias"].tolist()[0] == 1.0
 
 
@@ -192,15 +160,12 @@ def test_buffers_of_old_files_are_left_out_and_modules_kept_however_they_are_sto
     assert not OLD.keys() & held.keys()
 
 
-def test_layers_that_the_config_of_the_run_leaves_away_stay_away(tmp_path: Path) -> None:
-    source = load(save_model(tmp_path / "base"), num_hidden_layers=1).source
-    assert not source.kept and source.left == {"model.layers.1.*": 9}
-
-
-def test_a_reward_model_leaves_the_output_head_out(tmp_path: Path) -> None:
+def test_layers_that_the_config_leaves_away_and_the_head_of_a_reward_model_stay_away(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base")
-    scores = load_model(Model(path=str(base)), Peft(), tokenizer(), seed=0, scores=True)
-    assert scores.source.left == {"lm_head.*": 1} and not scores.source.kept  # type: ignore[attr-defined]
+    scores: Any = load_model(Model(path=str(base)), Peft(), tokenizer(), seed=0, scores=True)
+    left = {"model.layers.1.*": load(base, num_hidden_layers=1).source, "lm_head.*": scores.source}
+    assert [source.left for source in left.values()] == [{"model.layers.1.*": 9}, {"lm_head.*": 1}]
+    assert not any(source.kept for source in left.values())
 
 
 def test_a_config_does_not_promise_layers_that_no_file_has(tmp_path: Path) -> None:
@@ -213,24 +178,18 @@ def test_a_config_does_not_promise_layers_that_no_file_has(tmp_path: Path) -> No
 def gguf_file(file: Path, *more: tuple[str, tuple[int, ...]]) -> Path:
     """A llama of one layer, with `more` weights, by names and shapes."""
     writer, layer = gguf.GGUFWriter(str(file), "llama"), "blk.0."
-    writer.add_context_length(64)
-    writer.add_embedding_length(64)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(4)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(len(tokenizer()))
+    sizes = {"context_length": 64, "embedding_length": 64, "block_count": 1, "feed_forward_length": 96}
+    sizes |= {"head_count": 4, "head_count_kv": 4, "layer_norm_rms_eps": 1e-6, "vocab_size": len(tokenizer())}
+    for name, value in sizes.items():
+        getattr(writer, f"add_{name}")(value)
     shapes = {"token_embd": (len(tokenizer()), 64), "output": (len(tokenizer()), 64), "output_norm": (64,)}
     shapes |= {f"{layer}attn_{part}": (64, 64) for part in ("q", "k", "v", "output")}
     shapes |= {f"{layer}{part}_norm": (64,) for part in ("attn", "ffn")}
     shapes |= {f"{layer}ffn_gate": (96, 64), f"{layer}ffn_up": (96, 64), f"{layer}ffn_down": (64, 96)}
     for name, shape in (*((f"{name}.weight", shape) for name, shape in shapes.items()), *more):
         writer.add_tensor(name, np.ones(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    for part in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, part)()
     return file
 
 
@@ -238,15 +197,112 @@ def test_weights_of_gguf_files_are_counted_and_refused_as_well(tmp_path: Path) -
     nextn = ("blk.1.nextn.eh_proj.weight", (64, 128))
     source = load(gguf_file(tmp_path / "a.gguf", ("rope_freqs.weight", (8,)), nextn)).source
     assert (source.total, sum(source.left.values()), source.kept) == (14, 2, {})
-    with pytest.raises(UserError, match=r"1 of 13 weights .*blk\.\*\.attn_q\.bias"):
+    with pytest.raises(UserError, match=r"1 of 13 .*blk\.\*\.attn_q\.bias.*\[weights-without-place\]"):
         load(gguf_file(tmp_path / "b.gguf", ("blk.0.attn_q.bias", (64,))))
 
 
 def test_a_base_that_is_gone_at_the_end_leaves_a_final_that_loads(tmp_path: Path, glm: Path) -> None:
     shutil.copytree(glm, base := tmp_path / "base")
-    loaded: Any = load_model(Model(path=str(base)), Peft(), tokenizer(), seed=0)
+    loaded = load(base)
     loaded.save_pretrained(final := tmp_path / "final")
     (base / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError):
         carry(loaded, final)
     AutoModelForCausalLM.from_pretrained(final)
+
+
+WIDTHS: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+IDLE = """
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class Experts(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gate = nn.Linear(width, 64)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(64))
+
+    def forward(self, hidden):
+        share, chosen = self.gate(hidden).softmax(-1).max(-1)
+        return sum((share * (chosen == i))[..., None] * self.experts[i](hidden) for i in chosen.unique().tolist())
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = Experts(config.hidden_size)
+        self.tower = nn.Linear(config.hidden_size, config.hidden_size)
+        self.post_init()
+"""
+
+
+def gemma3(folder: Path) -> None:
+    """A language model with a tower for pictures."""
+    words = tokenizer()
+    own = {**WIDTHS, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": len(words), "sliding_window": 64}
+    tower = {**WIDTHS, "image_size": 28, "patch_size": 14}
+    config = AutoConfig.for_model("gemma3", text_config=own, vision_config=tower, mm_tokens_per_image=4)
+    config.text_config.pad_token_id = config.text_config.eos_token_id = words.eos_token_id
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words.save_pretrained(folder)
+
+
+def idle(folder: Path) -> None:
+    """A model whose code came with it: of 64 experts, each a module, a token chooses one; and a tower."""
+    words = tokenizer()
+    ids: dict[str, Any] = {"vocab_size": len(words), "pad_token_id": 0, "eos_token_id": words.eos_token_id}
+    config = LlamaConfig(**WIDTHS, **ids)
+    scope: dict[str, Any] = {}
+    exec(IDLE, scope)
+    torch.manual_seed(0)
+    scope["OwnForCausalLM"](config).save_pretrained(folder)
+    bring_code(folder, IDLE, json.loads((folder / "config.json").read_text()))
+    words.save_pretrained(folder)
+
+
+SGD = ["optim.name=sgd", "optim.learning_rate=0.5"]
+EXHAUSTIVE = [pytest.mark.exhaustive, pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    ("made", "overrides", "frozen"),
+    [
+        (idle, ["model.trust_remote_code=true"], ": tower"),
+        *(  # sgd: they give experts that idle on all ranks a gradient of zero, and Adam moves on by that
+            pytest.param(idle, [f"strategy={name}", "model.trust_remote_code=true", *SGD], ": tower", marks=EXHAUSTIVE)
+            for name in ("fsdp2", "zero3")
+        ),
+        *(
+            pytest.param(gemma3, [f"strategy={name}", *more], "model.vision_tower", marks=EXHAUSTIVE)
+            for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+            for more in ([], ["peft=lora"])
+        ),
+    ],
+)
+def test_two_processes_train_as_one(
+    tmp_path: Path, made: Callable[[Path], None], overrides: list[str], frozen: str
+) -> None:
+    made(tmp_path / "model")
+    config = config_on(tmp_path / "model", tmp_path, trainer={"max_steps": 3, "checkpoint_every": 2})
+    two = train(tmp_path, config, *overrides, name="two", processes=2)
+    one = train(tmp_path, config, *(item for item in overrides if not item.startswith("strategy")), name="one")
+    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+    kind = "adapter_model" if "peft=lora" in overrides else "model"
+    start = {} if kind == "adapter_model" else load_file(tmp_path / "model/model.safetensors")
+    ours, theirs = (load_file(run.folder / f"final/{kind}.safetensors") for run in (two, one))
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], atol=2e-4, rtol=0)
+        if start and "tower" in name:
+            assert torch.equal(weight, start[name])
+    said = [line for line in two.log.splitlines() if " frozen " in line]
+    assert [frozen in line for line in said] == [True]
+    if made is idle:
+        moved = [not weight.equal(start[name]) for name, weight in ours.items() if ".experts." in name]
+        assert any(moved) and not all(moved), "some idle in each step"

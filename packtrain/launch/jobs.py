@@ -1,7 +1,9 @@
-"""Slurm runs: a script for sbatch from slurm/run.sbatch.j2, or one srun task per machine.
+"""Jobs: a script for sbatch or one srun task per machine, and files for Kubeflow, SkyPilot and dstack.
 
-The template explains what a script does and why; `script` computes the values for it. Everything from the user is
+slurm/run.sbatch.j2 explains what a script does and why; `script` computes the values for it. Everything from the user is
 quoted, for bash or for sbatch's parsing of `#SBATCH` lines, except topology.command, setup and sbatch, which are code.
+The templates in deploy/ only start the same command on each machine; there packtrain reads the engine's variables
+(plan/surroundings.py). `--submit` hands the script or file to sbatch, or to the engine's own client.
 """
 
 from __future__ import annotations
@@ -10,16 +12,19 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from packtrain.config.compose import Point
+from packtrain.config.compose import Point, to_yaml
 from packtrain.config.rules.slurm import count_gpus, parse_options
 from packtrain.config.schema import Topology
 from packtrain.config.yaml_files import shipped, shown
@@ -32,13 +37,13 @@ from packtrain.plan.surroundings import Surroundings
 from packtrain.plan.topology import GPUS_PER_NODE
 from packtrain.run_folder import RunFolder
 from packtrain.system import listening, write_text
-from packtrain.wording import clean, counted
+from packtrain.wording import clean, counted, speaks_of_secrets
 
 TEMPLATE = "run.sbatch.j2"
 _MADE = "# Made by packtrain sbatch"
 _GPUS = {"gres", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "tres-per-task"}
 _MODULE = re.compile(r"\s*(module|ml)\b")  # only a login shell knows these
-_CAPTURED: Any = {"capture_output": True, "text": True, "errors": "replace", "timeout": 120, "check": False}
+_ANSWER_S = 120  # for a client of Slurm
 _STEP_S = 20  # time for Slurm to name and signal a step
 
 
@@ -253,10 +258,15 @@ def _runs(job: Job, number: str) -> dict[str, object]:
 def _state(number: str) -> str:
     """Return the state of a job in Slurm's words. "RUNNING", "PENDING (Resources)"; "?" if squeue does not say."""
     try:
-        states = subprocess.run(["squeue", "--noheader", f"--jobs={number}", "--format=%T (%r)"], **_CAPTURED).stdout
+        states = _ask("squeue", "--noheader", f"--jobs={number}", "--format=%T (%r)").stdout
     except (OSError, subprocess.TimeoutExpired):
         return "?"
     return next(iter(states.splitlines()), "?").removesuffix(" (None)")
+
+
+def _ask(*command: str, env: Mapping[str, str] | None = None, text: str = "") -> subprocess.CompletedProcess[str]:
+    run = partial(subprocess.run, capture_output=True, text=True, errors="replace", timeout=_ANSWER_S, check=False)
+    return run(command, env=env, input=text)
 
 
 def _sbatch(arguments: list[str], text: str) -> str:
@@ -264,7 +274,7 @@ def _sbatch(arguments: list[str], text: str) -> str:
     # in a shell of salloc, sbatch would take that job's variables as options of the new one
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     try:
-        done = subprocess.run(["sbatch", *arguments], env=env, input=text, **_CAPTURED)
+        done = _ask("sbatch", *arguments, env=env, text=text)
     except (OSError, subprocess.TimeoutExpired) as error:
         fix = "Run this on a login machine of the cluster; without --submit the script is printed, and can be copied there."
         what = f"sbatch cannot be called: {error}"
@@ -327,3 +337,107 @@ def _signal_step(name: str, number: int) -> bool:
     except (OSError, UnicodeError, subprocess.SubprocessError):
         return False
     return bool(steps)
+
+
+Engine = Literal["kubeflow", "skypilot", "dstack"]
+_SUBMIT = {
+    "kubeflow": (["kubectl", "apply", "-f"], "https://kubernetes.io/docs/tasks/tools"),
+    "skypilot": (["sky", "jobs", "launch", "--detach-run", "--yes"], "pip install skypilot"),
+    "dstack": (["dstack", "apply", "--detach", "--yes", "-f"], "pip install dstack"),
+}
+"""The client of each engine, which takes a file, and how to get the client."""
+_GRACE_S = 30  # Kubernetes' default
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """Machines for a run: a container `image` and the engine's name of a `gpu`.
+
+    `gpu` none means CPUs. The cloud may take `spot` machines away.
+    """
+
+    image: str | None = None
+    gpu: str | None = None
+    spot: bool = False
+
+
+def deployment(engine: Engine, job: Job, machines: Machines, folder: Path, secrets: list[str]) -> str:
+    """Return the file's text, for its `folder`, with the names of `secrets`. Raises UserError for unknown or already numbered machines."""
+    config, topology = job.points[0].config, job.topology
+    per_node, nodes = topology.gpus_per_node, topology.nodes or 1
+    named = [key for key in ("node_rank", "main_address") if getattr(topology, key) is not None]
+    if topology.kind != "auto" or named:
+        where = f"topology.{named[0] if named else 'kind'}"
+        what = f"{engine} names and numbers the machines itself"
+        raise UserError(what, where=where, fix="Remove the key.", code="numbered-by-launcher")
+    if per_node is None:
+        what = "how many GPUs each machine has is not known here"
+        fix = "Set it; with --gpu none to processes on CPUs."
+        raise UserError(what, where="topology.gpus_per_node", fix=fix, code="gpus-unknown")
+    if engine != "kubeflow" and machines.gpu is None:
+        what, fix = f"{engine} has to know which GPUs to ask for", "Name one: H100, A100-80GB, none."
+        raise UserError(what, where="--gpu", fix=fix, code="no-gpu-name")
+    if engine == "kubeflow" and machines.spot:
+        what = "each cluster says in its own way which machines may be taken away"
+        fix = "Leave it out, and add the cluster's own node selector to the file."
+        raise UserError(what, where="--spot", fix=fix, code="spot-unsupported")
+    if engine == "kubeflow" and not machines.image:
+        fix = "Build one by the Dockerfile, and push it to where the cluster finds it."
+        raise UserError("pods need an image with packtrain in it", where="--image", fix=fix, code="no-image")
+    if engine != "kubeflow" and job.config and (os.path.isabs(job.config) or ".." in Path(job.config).parts):
+        fix = "Copy it into this folder, and name it by its path from here."
+        what = f"{engine} copies this folder alone to the machines"
+        raise UserError(what, where=job.config, fix=fix, code="outside-job-folder")
+    first = replace(topology, kind="manual", nodes=nodes, node_rank=0, main_address="first")
+    there = Surroundings(gpus=per_node if machines.gpu != "none" else 0)
+    plan = plan_launch(replace(config, topology=first), there, job.verb, job.arguments)
+    program = topology.command or "packtrain"
+    inside = "/tmp/packtrain.yaml" if engine == "kubeflow" else None
+    arguments = [job.verb, inside] if inside else [job.verb, *job.arguments]
+    name = re.sub(r"[^a-z0-9]+", "-", Path(config.trainer.output_dir).name.lower()).strip("-")
+    values: Json = {
+        "made_by": "\n# ".join(f"Made by {clean(shlex.join(job.invoked_as))}".splitlines()),
+        "summary": f"{counted(nodes, 'machines')} × {per_node} = {counted(plan.num_processes, 'processes')}",
+        "name": (name if re.match("[a-z].", name) else f"run-{name}")[:40].strip("-"),  # valid as a host name
+        "here": os.path.relpath(".", folder),
+        "nodes": nodes,
+        "per_node": per_node,
+        "image": machines.image,
+        "gpu": machines.gpu if machines.gpu != "none" else None,
+        "on_cpus": machines.gpu == "none",
+        "spot": machines.spot,
+        "restarts": config.trainer.restarts,
+        "grace": topology.grace or _GRACE_S,
+        "setup": topology.setup,
+        "secrets": secrets,
+        "config": to_yaml(config).splitlines(),
+        "command": f"{program} {shlex.join(arguments)}",
+    }
+    return render(shipped("deploy") / f"{engine}.yaml.j2", values)
+
+
+def deploy_or_write(engine: Engine, job: Job, machines: Machines, *, submit: bool, file: Path | None) -> int:
+    """Submit the file by the engine's client, or write it to `file` or stdout. Returns the exit code.
+
+    Raises UserError if the client is not installed.
+    """
+    secrets = sorted(name for name in os.environ if speaks_of_secrets(name) and re.match("(HF|WANDB|AWS)_", name))
+    text = deployment(engine, job, machines, file.parent if file else Path(), secrets)
+    if file is not None:
+        write_text(file, text)
+    if submit:
+        command, install = _SUBMIT[engine]
+        if shutil.which(command[0]) is None:
+            what = f"{command[0]}, the client of {engine}, is not installed"
+            fix = f"{install}; or write the file with -o, and submit it there."
+            raise UserError(what, where="--submit", fix=fix, code="client-missing")
+        values = [f"--secret={name}" for name in secrets if engine == "skypilot"]  # it refuses names without them
+        with tempfile.NamedTemporaryFile("w", suffix=f"-{engine}.yaml", dir=".") as made:  # dstack copies its folder
+            made.write(text)
+            made.flush()
+            return subprocess.run([*command, *values, str(file or made.name)], check=False).returncode
+    if file is None:
+        print_unchanged(text)
+    else:
+        print(f"{file} is written: {shlex.join([*_SUBMIT[engine][0], str(file)])} submits it", file=sys.stderr)
+    return 0

@@ -1,0 +1,4 @@
+from collections.abc import Callable, Mapping
+
+class Callback:
+    def __init__(self, *, hooks: Mapping[str, Callable[..., None]]) -> None: ...

@@ -1,0 +1,13 @@
+from collections.abc import Iterator
+
+from pyarrow import NativeFile, RecordBatch
+
+class RecordBatchFileReader:
+    num_record_batches: int
+    def get_batch(self, number: int) -> RecordBatch: ...
+
+class RecordBatchStreamReader:
+    def __iter__(self) -> Iterator[RecordBatch]: ...
+
+def open_file(file: NativeFile) -> RecordBatchFileReader: ...
+def open_stream(file: NativeFile) -> RecordBatchStreamReader: ...
