@@ -11,14 +11,8 @@ import torch
 from padded_call import PACKED, REFUSED, SHARED, attachment_of, off, outputs_and_gradients, padded_call
 from page import PAGE, is_comparable, line, page
 from quirks import QUIRKS, UNBUILDABLE
-<<<<<<< HEAD
-from sweep import WINDOW, difference, documents, one_by_one, outcome_of, quietly_on_one_thread
-from test_experts import LENGTHS, by_transformers, micro_batches, routers_of, step
-=======
 from sweep import WINDOW, difference, documents, one_by_one, outcome_of
-from test_routers import by_transformers, gradients, micro_batches, relative, routers_of, step
-from test_routers import documents as documents_for_routers
->>>>>>> tb
+from test_experts import LENGTHS, by_transformers, micro_batches, routers_of, step
 from tiny import model_types, tiny_model
 from tiny_models import documents as documents_for_routers
 from tiny_models import gradient

@@ -178,17 +178,10 @@ def test_a_run_folder_in_use_ends_all_processes(cluster: Cluster, tmp_path: Path
     folder = RunFolder(prepared(tmp_path) / "run")
     folder.logs.mkdir(parents=True)
     folder.mark.touch()
-<<<<<<< HEAD
     with RunLock() as lock:  # which rank 0 alone looks at, while the other waits for it
         lock.take(folder.root)
-        run = cluster.begin(tmp_path, "topology.nodes=1")
-        said, _ = run.communicate(timeout=150)
-    assert run.returncode == 2 and said.count("trainer.output_dir") == 1, said
-=======
-    with locked(folder.root):  # which rank 0 alone looks at, while the other waits for it
         said = ended(cluster.begin(tmp_path, "topology.nodes=1"), 2, limit_s=150)
     assert said.count("trainer.output_dir") == 1, said
->>>>>>> tb
     assert_nothing_left()
 
 

@@ -14,13 +14,8 @@ import pytest
 
 from packtrain.diagnose.doctor import Finding, examine, show_run
 from packtrain.errors import UserError
-<<<<<<< HEAD
 from packtrain.launch.execute import RunLock
-from packtrain.monitor.heartbeat import UNKNOWN, Phase, ProcessState
-=======
-from packtrain.launch.execute import locked
 from packtrain.monitor.heartbeat import UNKNOWN, ProcessState
->>>>>>> tb
 from packtrain.monitor.watchdog import RANKS, RankState
 from packtrain.run_folder import RunFolder
 
