@@ -107,16 +107,15 @@ def test_experts_and_layers_that_are_left_out_by_chance_stay_trained(kind: type)
 def test_a_training_of_nothing_that_text_reaches_is_refused() -> None:
     model: Any = tiny_model("gemma3")
     adapted = add_adapters(model, Peft(kind="lora", target_modules=".*vision_tower.*fc1"), 0)
-    with pytest.raises(UserError, match="gets a gradient from text"):
+    with pytest.raises(UserError, match=r"\[no-gradient-from-text\]"):
         freeze_unreached(adapted, 40, None)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["zero1", "zero2", "fsdp2"]
-)  # a model that torch does not shard is as of an older torch
+# a model that torch does not shard is as of an older torch
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp2"])
 def test_strategies_that_mix_gradients_of_idle_weights_are_refused(strategy: str) -> None:
     model = tiny_model("llama")
-    with pytest.raises(UserError, match="reach different weights"):
+    with pytest.raises(UserError, match=r"\[gradients-differ-by-rank\]"):
         reduce_unreached(model, Ranks(0, 2, torch.device("cpu"), strategy), True)
     reduce_unreached(model, Ranks(0, 2, torch.device("cpu"), strategy), False)
     for ranks in (Ranks(0, 1, torch.device("cpu"), strategy), Ranks(0, 2, torch.device("cpu"), "zero3")):

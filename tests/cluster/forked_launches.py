@@ -50,9 +50,7 @@ class Ended:
     text: str
 
 
-def to_their_end(
-    hosts: TwoHosts, launches: Sequence[Sequence[Launch]], folder: Path, *preload: str
-) -> list[list[Ended]]:
+def to_their_end(hosts: TwoHosts, launches: list[list[Launch]], folder: Path, *preload: str) -> list[list[Ended]]:
     """How the launches of both hosts ended, which had imported `preload` before; `folder` is for their lists."""
     env = {"PYTHONPATH": str(ROOT), PRELOAD: " ".join(preload), "TORCH_CPP_LOG_LEVEL": "ERROR"}  # as launchers set it
     running = []

@@ -153,9 +153,8 @@ def _installed() -> bool:
     patience = ["-o", "Acquire::http::Timeout=10", "-o", "Acquire::Retries=0"]  # there may be no network
     for command in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
         try:
-            subprocess.run(
-                ["apt-get", "-q", *patience, *command], env=env, capture_output=True, timeout=180, check=True
-            )
+            given = ["apt-get", "-q", *patience, *command]
+            subprocess.run(given, env=env, capture_output=True, timeout=180, check=True)
         except subprocess.SubprocessError:
             return False
     return all(shutil.which(command) for command in COMMANDS)

@@ -58,14 +58,9 @@ def at_work(folder: Path, *python: str, **given: str | None) -> subprocess.Popen
     """
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     usual = {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, *python],
-        cwd=folder,
-        env={name: value for name, value in {**clean, **usual, **given}.items() if value is not None},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env = {name: value for name, value in {**clean, **usual, **given}.items() if value is not None}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *python], cwd=folder, env=env, **streams)
 
 
 def instead_of_torchrun(begin: Callable[..., Any]) -> None:

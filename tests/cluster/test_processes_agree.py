@@ -124,7 +124,7 @@ def test_checkpoints_on_disks_that_are_not_shared_are_refused_before_training(la
     """Each process has the run folder in a place of its own."""
     folder, ended = launches["disk"]
     assert [code for code, _ in ended] == [3, 3]
-    assert "and the first machine do not share the disk of this folder" in ended[0][1]
+    assert "[disk-not-shared]" in ended[0][1]
     assert "trainer.checkpoint_every=null" in ended[0][1]
     assert not (folder / "same/run/metrics.jsonl").exists()
     assert not list((folder / "same/run/logs").glob(".seen*"))

@@ -202,7 +202,7 @@ def test_a_killed_command_leaves_nothing(cluster: Cluster, tmp_path: Path) -> No
 def test_a_run_folder_in_a_copy_that_ray_deletes_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "working_dir_files/_ray_pkg_1"
     folder.mkdir(parents=True)
-    ended(cluster.begin(prepared(folder), "trainer.output_dir=run"), 2, "which Ray deletes")
+    ended(cluster.begin(prepared(folder), "trainer.output_dir=run"), 2, "[folder-not-shared]")
 
 
 def test_a_cluster_that_has_too_little_or_is_not_there(cluster: Cluster, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_cluster_that_has_too_little_or_is_not_there(cluster: Cluster, tmp_pat
     try:
         for nobody in (f"127.0.0.1:{free_port()}", "http://127.0.0.1:8265"):  # as ray job submit wants it
             cluster.env["RAY_ADDRESS"] = nobody
-            ended(cluster.begin(tmp_path), 2, "no Ray cluster is found")
+            ended(cluster.begin(tmp_path), 2, "[no-ray-cluster]")
     finally:
         cluster.env["RAY_ADDRESS"] = cluster.address
     assert shutil.which(RAY)
@@ -223,5 +223,5 @@ def test_a_cluster_that_is_lost_ends_the_command(tmp_path: Path) -> None:
         run = train_for_long(own, tmp_path)
     finally:
         own.stop()
-    ended(run, 4, "the Ray cluster no longer answers")
+    ended(run, 4, "[ray-lost]")
     assert_nothing_left()

@@ -100,9 +100,7 @@ class TwoHosts:
         """Changes /etc/hosts of a host, for commands that are started after this."""
         self._hosts[host][name] = address
 
-    def start(
-        self, host: int, *argv: str, cwd: Path, env: dict[str, str] | None = None, python: bool = True
-    ) -> Running:
+    def start(self, host: int, *argv: str, cwd: Path, env: dict | None = None, python: bool = True) -> Running:
         """Starts `python argv…` (or `argv…`) on a host."""
         self._started += 1
         own = self._folder / f"tmp{host}"
@@ -115,17 +113,11 @@ class TwoHosts:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "WORLD_", "RANK"))}
         given = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive", "TMPDIR": str(own)}
         output, errors = (self._folder / f"{self._started}.{kind}" for kind in ("out", "err"))
+        command = [*enter, *([sys.executable] if python else []), *argv]
+        place = {"cwd": cwd, "env": {**clean, **given, **(env or {})}, "start_new_session": True}
         with output.open("wb") as out, errors.open("wb") as err:
-            process = subprocess.Popen(
-                [*enter, *([sys.executable] if python else []), *argv],
-                cwd=cwd,
-                env={**clean, **given, **(env or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
-        return Running(process, output, errors)
+            streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+            return Running(subprocess.Popen(command, **place, **streams), output, errors)
 
     def processes(self, host: int | None = None) -> list[int]:
         """What runs on a host, or on both; without those that only wait to be buried."""

@@ -50,21 +50,33 @@ class Style:
 
 
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+LLAMA_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+GEMMA_TOKENS = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
 STYLES = {
-    "llama3": Style(
-        shipped("llama3"),
-        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-        "<|eot_id|>",
-        "<|begin_of_text|>",
-    ),
+    "llama3": Style(shipped("llama3"), LLAMA_TOKENS, "<|eot_id|>", "<|begin_of_text|>"),
     "qwen2_5": Style(shipped("qwen2_5"), CHATML_TOKENS, "<|im_end|>", None),
     "qwen3": Style(shipped("qwen3"), CHATML_TOKENS, "<|im_end|>", None),
     "mistral": Style(MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]"), "</s>", "<s>", "metaspace"),
-    "gemma": Style(
-        shipped("gemma"), ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>", "<bos>", "metaspace"
-    ),
+    "gemma": Style(shipped("gemma"), GEMMA_TOKENS, "<end_of_turn>", "<bos>", "metaspace"),
     "smollm": Style(SMOLLM, CHATML_TOKENS, "<|im_end|>", None),
 }
+CONTROL = r"<[|｜][^<>\n'\"]+>|<[^<>\n'\"|]+\|>|</?s>|</?think>|<\w+_of_\w+>|\[/?(?:INST|[A-Z]+_[A-Z]+)\]"
+
+
+def byte_level(words: str) -> Tokenizer:
+    """A tokenizer over bytes that splits text into `words` first."""
+    raw = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(words), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    raw.decoder = decoders.ByteLevel()
+    return raw
+
+
+def trained(raw: Tokenizer, size: int, special: list, alphabet: list[str]) -> Tokenizer:
+    how = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    raw.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=size, **how))
+    return raw
 
 
 @lru_cache
@@ -73,13 +85,8 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     style = STYLES[name]
     control = [AddedToken(token, special=True, normalized=False) for token in style.control]
     if style.spaces == "byte":
-        raw = Tokenizer(models.BPE())
-        words = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s?\p{L}+|\p{N}{1,3}|\s+|[^\s\p{L}\p{N}]+"), "isolated")
-        raw.pre_tokenizer = pre_tokenizers.Sequence(
-            [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
+        raw = byte_level(r"\s*[\r\n]+|\s?\p{L}+|\p{N}{1,3}|\s+|[^\s\p{L}\p{N}]+")
         raw.post_processor = processors.ByteLevel(trim_offsets=True)
-        raw.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
     else:
         raw = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
@@ -87,39 +94,18 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
         raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
         alphabet = [*map(chr, range(32, 127)), "é", "中"]
         control = [AddedToken("<unk>", special=True), *control]
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=control, initial_alphabet=alphabet, show_progress=False
-    )
-    raw.train_from_iterator(CORPUS, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=raw, bos_token=style.bos, eos_token=style.end, chat_template=style.template
-    )
+    raw = trained(raw, 500, control, alphabet)
+    own = {"bos_token": style.bos, "eos_token": style.end, "chat_template": style.template}
+    return PreTrainedTokenizerFast(tokenizer_object=raw, **own)
 
 
 @lru_cache
 def tokenizer_for(template: str) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer whose control tokens are those in the template's text."""
-    found = set(
-        re.findall(
-            r"<[|｜][^<>\n'\"]+>|<[^<>\n'\"|]+\|>|</?s>|</?think>|<\w+_of_\w+>|\[/?(?:INST|[A-Z]+_[A-Z]+)\]", template
-        )
-    )
+    found = {*re.findall(CONTROL, template)}
     thoughts = found & {"<think>", "</think>"}  # tokens of their own, but no control tokens
     control = [AddedToken(token, special=True, normalized=False) for token in sorted(found - thoughts)]
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s?\p{L}+|\s+"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    raw.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        special_tokens=["<BOS>", "<EOS>", *control],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    raw.train_from_iterator(CORPUS, trainer)
+    raw = byte_level(r"\s*[\r\n]+|\s?\p{L}+|\s+")
+    raw = trained(raw, 700, ["<BOS>", "<EOS>", *control], pre_tokenizers.ByteLevel.alphabet())
     raw.add_tokens([AddedToken(token, normalized=False) for token in sorted(thoughts)])
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<BOS>", eos_token="<EOS>", chat_template=template)

@@ -34,6 +34,7 @@ def test_the_names_and_their_arguments_are_those_that_scripts_rely_on() -> None:
         assert str(inspect.Signature(bare)) == expected, name
         assert all(one.annotation is not inspect.Parameter.empty for one in parameters), f"{name} is typed"
         assert inspect.getdoc(getattr(packtrain, name))
+    assert (files("packtrain") / "py.typed").is_file()
     with pytest.raises(AttributeError, match="'packtrain' has no attribute 'no_such_name'"):
         _ = packtrain.no_such_name  # type: ignore[attr-defined]
 
@@ -47,10 +48,6 @@ assert "torch" in sys.modules and "transformers" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_type_checkers_are_told_that_there_are_types() -> None:
-    assert (files("packtrain") / "py.typed").is_file()
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)

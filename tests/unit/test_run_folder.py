@@ -209,7 +209,7 @@ def test_what_a_run_reads_may_lie_beside(tmp_path: Path) -> None:
     folder.open_attempt("auto", [(key, str(tmp_path / name)) for key, name in beside.items()])
     folder.open_attempt("auto", [("the config", str(folder.config))])  # a run's own may be run again
     folder.plan.unlink()
-    with pytest.raises(UserError, match="the config"):
+    with pytest.raises(UserError, match=r"the config.*\[input-in-run-folder\]"):
         folder.open_attempt("auto", [("the config", str(folder.config))])
 
 

@@ -259,13 +259,13 @@ def test_float32_states_under_autocast_reach_the_kernel_in_half_precision(no_ker
 def test_what_no_kernel_can_express_is_refused(no_kernels: Callable) -> None:
     no_kernels("FlashAttention 2", flash_attention_2)
     tensors = {name: torch.zeros(1, 2, 4, 8) for name in ("query", "key", "value")}
-    for match, what in {
-        "a mask of its own": {"attention_mask": torch.zeros(1, 1, 4, 4)},
-        "keys of other tokens": {"key": torch.zeros(1, 2, 9, 8)},
-        "bias": {"position_bias": torch.zeros(1)},
+    for code, what in {
+        "layer-has-mask": {"attention_mask": torch.zeros(1, 1, 4, 4)},
+        "keys-of-other-tokens": {"key": torch.zeros(1, 2, 9, 8)},
+        "layer-has-bias": {"position_bias": torch.zeros(1)},
     }.items():
         given = {"attention_mask": None, **tensors, **what}
-        with pytest.raises(CheckFailed, match=match):
+        with pytest.raises(CheckFailed, match=code):
             flash.flash_attention(attention_layer(), **given, segments=Segments((3, 1)))
 
 

@@ -71,8 +71,7 @@ def test_every_shipped_choice_composes_on_the_command_line_and_in_a_defaults_lis
             config = load_config(path, overrides)
             assert asdict(config)[group] is not None
         except UserError as error:
-            allowed = ("not available in this version yet", "which is not installed")
-            assert all(any(reason in problem.what for reason in allowed) for problem in error.problems), error
+            assert {problem.code for problem in error.problems} == {"package-missing"}, error
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,7 @@ def test_a_package_that_is_not_installed_is_named_before_anything_is_loaded(over
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     problem = only(None, override, *COMPLETE)
     assert key in problem.where
-    assert f"{package}, which is not installed" in problem.what
+    assert package in problem.what and problem.code == "package-missing"
     assert "pip install" in problem.fix
 
 
@@ -105,7 +104,7 @@ def test_yaml_and_choices_and_command_line_win_in_this_order() -> None:
     run = write("defaults: [base, optim: adafactor, peft: null, _self_]\n")
     assert load_config(run, COMPLETE).optim.name == "adafactor"
     assert load_config(run, [*COMPLETE, "optim=adamw"]).optim.name == "adamw_torch_fused"
-    assert "not supported" in only(write("defaults: [base, override optim: adafactor, _self_]\n"), *COMPLETE).what
+    assert only(write("defaults: [base, override optim: adafactor, _self_]\n"), *COMPLETE).code == "bad-defaults-entry"
     run = write("packing: padding\noptim: adafactor\n")
     config = load_config(run, [*COMPLETE, "packing.strategy=in_order", "optim.learning_rate=0.5"])
     assert (config.packing.mode, config.packing.strategy) == ("padding", "in_order")
@@ -140,12 +139,12 @@ def test_the_resolved_yaml_is_read_back_to_an_equal_config(text: str) -> None:
 @pytest.mark.parametrize(
     ("line", "what", "fix"),
     [
-        ("optim: {learning_rte: 1}", "no such key", "Did you mean optim.learning_rate?"),
-        ("trainer: {per_device_train_batch_size: 1}", "no such key", "batch.examples_per_device"),
-        ("num_train_epochs: 3", "no such key", "trainer.epochs"),
-        ("optim.learning_rate: 1", "no such key", "Nest it: optim: {learning_rate"),
-        ("zzz: 1", "no such key", "The groups are model, data"),
-        ("data: {train: [{path: a/b, wieght: 1}]}", "no such key", "Did you mean weight?"),
+        ("optim: {learning_rte: 1}", "[no-such-key]", "Did you mean optim.learning_rate?"),
+        ("trainer: {per_device_train_batch_size: 1}", "[no-such-key]", "batch.examples_per_device"),
+        ("num_train_epochs: 3", "[no-such-key]", "trainer.epochs"),
+        ("optim.learning_rate: 1", "[no-such-key]", "Nest it: optim: {learning_rate"),
+        ("zzz: 1", "[no-such-key]", "The groups are model, data"),
+        ("data: {train: [{path: a/b, wieght: 1}]}", "[no-such-key]", "Did you mean weight?"),
         ("optim: 3", "the whole number 3 where a group", "Write optim: {name"),
         ("packing: {mode: paked}", "the text 'paked'", "Allowed: padding|padding_free|packed. Did you mean packed?"),
         ("trainer: {max_steps: yes}", "found true", "whole number ≥ 1, or null"),
@@ -162,15 +161,15 @@ def test_a_wrong_value_is_named_with_line_key_and_remedy(line: str, what: str, f
         write(f"# a comment\n{line}\n"), *COMPLETE[:1], *([] if "train:" in line else COMPLETE[1:2]), "batch=small"
     )
     assert found[0].where.startswith("run.yaml:2, ")
-    assert what in found[0].what
+    assert what in str(found[0])
     assert fix in found[0].fix
 
 
 @pytest.mark.parametrize(
     ("text", "place", "what"),
     [
-        ("a: [1\nb: 2", "run.yaml:2", "not valid YAML"),
-        ("a:\n\tb: 1", "run.yaml:2", "not valid YAML"),
+        ("a: [1\nb: 2", "run.yaml:2", "[not-yaml]"),
+        ("a:\n\tb: 1", "run.yaml:2", "[not-yaml]"),
         ("optim: {beta1: 0.5}\ndata:\n  train: a\n  train: b\n", "run.yaml:4", "duplicate key train"),
         ("- 1\n", "run.yaml:1", "mapping"),
         ("\ntrainer: {output_dir: '${'}", "run.yaml:2", "at input '${'"),
@@ -181,7 +180,7 @@ def test_a_wrong_value_is_named_with_line_key_and_remedy(line: str, what: str, f
 def test_a_file_that_cannot_be_read_is_refused_with_the_line(text: str, place: str, what: str) -> None:
     found = only(write(text), *COMPLETE)
     assert found.where.startswith(place)
-    assert what in found.what
+    assert what in str(found)
 
 
 def test_files_that_are_missing_and_faults_of_a_shipped_choice_are_placed_where_they_were_named() -> None:
@@ -190,7 +189,7 @@ def test_files_that_are_missing_and_faults_of_a_shipped_choice_are_placed_where_
     write("", "recipes/quickstart-sft.yaml")  # as in a checkout, where our recipes are found twice
     (recipe,) = problems("recipes/quickstart-sft")
     assert recipe.fix.startswith("Did you mean recipes/quickstart-sft.yaml or recipes/quickstart-")
-    assert "is a folder" in only(".").what
+    assert only(".").code == "config-not-a-file"
     run = write("trainer: {seed: 1}\nstrategy: {name: zero3}\ndefaults:\n  - optim: adafactor\n")
     assert only(run, *COMPLETE).where.startswith("run.yaml:4, defaults, optim.name")
     spread = ("strategy.name=zero3", "optim=adafactor")
@@ -201,29 +200,29 @@ def test_files_that_are_missing_and_faults_of_a_shipped_choice_are_placed_where_
     ("override", "what", "fix"),
     [
         ("optim.learning_rate=1e-4,1e-5", "sweeps", "packtrain sbatch"),
-        ("--dryrun", "no such option", "key=value"),
-        ("--gpus=8", "no such option", "Did you mean topology.gpus_per_node?"),
-        ("topology.account=lab", "there is no such key", "a line to topology.sbatch: --account=…"),
+        ("--dryrun", "[no-such-flag]", "key=value"),
+        ("--gpus=8", "[no-such-flag]", "Did you mean topology.gpus_per_node?"),
+        ("topology.account=lab", "[no-such-key]", "a line to topology.sbatch: --account=…"),
         ("run2.yaml", "not of the form key=value", "Example"),
-        ("a=[", "cannot be read", "Quote the value"),
-        ("topology.sbatch=[--mem=0, -p x]", "cannot be read", "\"topology.sbatch=['--mem=0','-p x']\""),
+        ("a=[", "[unreadable-argument]", "Quote the value"),
+        ("topology.sbatch=[--mem=0, -p x]", "[unreadable-argument]", "\"topology.sbatch=['--mem=0','-p x']\""),
         ("topology=loca", "no choice 'loca'", "Did you mean local?"),
-        ("data.train[0]=x", "no key has such a name", "lists are set whole"),
-        ("optim..beta1=1", "no key has such a name", "GROUP.NAME"),
-        ("optim=null", "the name of a choice", "optim=CHOICE"),
+        ("data.train[0]=x", "[not-a-key]", "lists are set whole"),
+        ("optim..beta1=1", "[not-a-key]", "GROUP.NAME"),
+        ("optim=null", "[group-needs-choice]", "optim=CHOICE"),
         ("~peft=lora", "no peft to take away", ""),
-        ("optim.BETA1=0.5", "no such key", "optim.beta1"),
+        ("optim.BETA1=0.5", "[no-such-key]", "optim.beta1"),
         ("peft.r=many", "the text 'many'", "whole number"),
         ("~optim.beta1", "no optim.beta1 to take away", ""),
         ("optim.beta1.x=1", "the mapping {'x': 1}", ""),
-        ("lora.r=3", "no such key", "Choose peft=lora"),
+        ("lora.r=3", "[no-such-key]", "Choose peft=lora"),
         ("tracking.report_to=wandb", "the text 'wandb'", "Write [wandb]."),
     ],
 )
 def test_a_wrong_override_is_named_as_such(override: str, what: str, fix: str) -> None:
     found = only(None, override, *COMPLETE)
     assert found.where.startswith("command line, ")
-    assert what in found.what
+    assert what in str(found)
     assert fix in found.fix
 
 
@@ -246,30 +245,34 @@ def test_all_problems_are_reported_at_once_and_each_at_its_own_place() -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
     [
-        (["data.train={split: x}"], "data.train", "no path"),
+        (["data.train={split: x}"], "data.train", "[source-without-path]"),
         (["data.train=./none.jsonl"], "data.train", "no file or folder ./none.jsonl"),
         (["data.train=[a/b,/none/at/all]"], "data.train[1]", "no file or folder /none/at/all"),
-        (["data.chat_template=mine.jinja"], "data.chat_template", "no file or folder"),
-        (["model.path=gone.gguf"], "model.path", "no file or folder"),
+        (["data.chat_template=mine.jinja"], "data.chat_template", "[no-such-path]"),
+        (["model.path=gone.gguf"], "model.path", "[no-such-path]"),
         (["batch.examples_per_step=null", "batch.tokens_per_step=20000"], "batch.tokens_per_step", "16384 or 24576"),
-        (["peft.r=4"], "peft.r", "does nothing without adapters"),
-        (["strategy=fsdp2", "optim=adafactor"], "optim.name", "keeps a state for a whole weight"),
-        (["strategy=zero3_offload", "optim=sgd"], "optim.name", "silently replace sgd"),
+        (["peft.r=4"], "peft.r", "[no-adapters]"),
+        (["strategy=fsdp2", "optim=adafactor"], "optim.name", "[optimizer-needs-whole-weights]"),
+        (["strategy=zero3_offload", "optim=sgd"], "optim.name", "[offload-needs-adamw]"),
         (["strategy=zero2", "optim.name=muon"], "optim.name", "needs whole matrices, to make them orthogonal"),
         (["optim.name=lomo"], "optim.name", "updates in the backward pass"),
-        (["optim.groups=[{match: '('}]"], "optim.groups[0].match", "is no regular expression"),
-        (["peft=lora", "peft.options={use_dorra: true}"], "peft.options.use_dorra", "adapters have no such option"),
+        (["optim.groups=[{match: '('}]"], "optim.groups[0].match", "[not-a-pattern]"),
+        (["peft=lora", "peft.options={use_dorra: true}"], "peft.options.use_dorra", "[no-such-option]"),
         (["peft=lora", "peft.options={use_dora: 1}"], "peft.options.use_dora", "found 1"),
         (["peft=lora", "peft.options={init_lora_weights: pissa}"], "peft.options.init_lora_weights", "found 'pissa'"),
-        (["peft=lora", "peft.options={layers_to_transform: [0]}"], "peft.options.layers_to_transform", "list of names"),
+        (
+            ["peft=lora", "peft.options={layers_to_transform: [0]}"],
+            "peft.options.layers_to_transform",
+            "[layers-need-names]",
+        ),
         (["strategy=zero1", "model.dtype=float16", "peft=lora"], "model.dtype", "cannot be spread by zero1"),
         (["+topology.environment.A=[1]"], "topology.environment.A", "found [1]"),
-        (["+topology.environment.WORLD_SIZE=2"], "topology.environment.WORLD_SIZE", "packtrain sets it itself"),
-        (["+topology.environment={A B: x}"], "topology.environment.A B", "no name of a variable"),
-        (["topology.main_address='n1 n2'"], "topology.main_address", "neither a host name nor an address"),
-        (["trainer.output_dir="], "trainer.output_dir", "the run folder has no name"),
-        (["objective.kind=dpo", "objective.loss=[]"], "objective.loss", "there is no loss"),
-        (["+topology.environment.WANDB_API_KEY=x"], "topology.environment.WANDB_API_KEY", "its name says"),
+        (["+topology.environment.WORLD_SIZE=2"], "topology.environment.WORLD_SIZE", "[variable-of-launcher]"),
+        (["+topology.environment={A B: x}"], "topology.environment.A B", "[not-a-variable]"),
+        (["topology.main_address='n1 n2'"], "topology.main_address", "[not-a-host]"),
+        (["trainer.output_dir="], "trainer.output_dir", "[no-run-folder]"),
+        (["objective.kind=dpo", "objective.loss=[]"], "objective.loss", "[no-loss]"),
+        (["+topology.environment.WANDB_API_KEY=x"], "topology.environment.WANDB_API_KEY", "[secret-in-config]"),
         (["topology.main_address=n1:29500"], "topology.main_address", "its port is topology.main_port"),
         (["data.eval=1.0"], "data.eval", "between 0 and 1"),
         (["trainer.resume=nevr"], "trainer.resume", "Did you mean never?"),
@@ -280,24 +283,24 @@ def test_all_problems_are_reported_at_once_and_each_at_its_own_place() -> None:
         (["objective.kind=dpo", "objective.options.loss_weights=[1,2]"], "options.loss_weights", "2 weights for 1"),
         (["objective.kind=dpo", "objective.loss=kto"], "objective.loss", "use packtrain kto (objective.kind=kto)"),
         (["objective.kind=kto", "objective.loss=[hinge]"], "objective.loss", "hinge is no loss of packtrain kto"),
-        (["objective.kind=reward", "objective.loss=nll"], "objective.loss", "nll is no loss of packtrain reward"),
+        (["objective.kind=reward", "objective.loss=nll"], "objective.loss", "[no-such-loss]"),
         (["objective.kind=dpo", "objective.options.ld_alfa=1"], "objective.options.ld_alfa", "Did you mean ld_alpha?"),
         (["objective.options.label_smoothing=0.1"], "objective.options.label_smoothing", "Use packtrain dpo"),
         (["+objective.ref_model=a/b"], "objective.ref_model", "Did you mean objective.reference?"),
         (["objective.beta=0.2"], "objective.beta", "or use packtrain dpo (objective.kind=dpo)"),
         (["objective.kind=dpo", "objective.options.neftune_noise_alpha=5"], "neftune_noise_alpha", "Use packtrain sft"),
         (["objective.kind=dpo", "objective.reference=modle"], "objective.reference", "Did you mean model?"),
-        (["objective.kind=dpo", "objective.reference=/none/at/all"], "objective.reference", "no file or folder"),
+        (["objective.kind=dpo", "objective.reference=/none/at/all"], "objective.reference", "[no-such-path]"),
         (
             ["objective.kind=kto", "objective.options={desirable_weight: 0, undesirable_weight: 0}"],
             "objective.options",
-            "trains nothing",
+            "[weights-all-zero]",
         ),
-        (["+optim.schedule_options.min_lr=1"], "optim.schedule_options.min_lr", "no such option"),
+        (["+optim.schedule_options.min_lr=1"], "optim.schedule_options.min_lr", "[no-such-option]"),
         (["optim.schedule=polynomial", "+optim.schedule_options.power=0"], "schedule_options.power", "number > 0"),
         (["optim.schedule=polynomial", "+optim.schedule_options.power=true"], "schedule_options.power", "number > 0"),
         (["data.eval=5%"], "data.eval", "0.05"),
-        (["trainer.mixed_precision=fp8", "strategy=zero2"], "trainer.mixed_precision", "DeepSpeed has not been tried"),
+        (["trainer.mixed_precision=fp8", "strategy=zero2"], "trainer.mixed_precision", "[zero-multiplies-fp8]"),
         (["trainer.torch_compile=true", "strategy=zero3"], "trainer.torch_compile", "zero3 gathers the weights"),
         (["optim.beta1=1"], "optim.beta1", "below 1"),
         (["objective.kind=dpo", "objective.options.ld_alpha=1.5"], "objective.options.ld_alpha", "from 0 to 1"),
@@ -308,7 +311,7 @@ def test_all_problems_are_reported_at_once_and_each_at_its_own_place() -> None:
 def test_an_impossible_combination_is_refused(overrides: list[str], key: str, said: str) -> None:
     found = only(None, *COMPLETE, *overrides)
     assert key in found.where
-    assert said in f"{found.what} {found.fix}"
+    assert said in str(found)
 
 
 SET = {
@@ -416,7 +419,7 @@ def test_the_head_of_a_reward_model_is_rounded_though_adapters_are_not(key: str)
 def test_a_key_of_other_tools_is_refused_with_its_place_here(path: str, advice: str) -> None:
     group, _, name = path.partition(".")
     found = only(write(f"{group}: {{{name}: x}}\n"), *COMPLETE)
-    assert (found.where, found.what, found.fix) == (f"run.yaml:1, {path}", "there is no such key", advice)
+    assert (found.where, found.code, found.fix) == (f"run.yaml:1, {path}", "no-such-key", advice)
     named = re.findall(rf"\b(?:{'|'.join(groups())})\.\w+", advice)
     assert path not in keys() and set(named) <= keys().keys()
 
@@ -450,21 +453,21 @@ def test_the_help_has_sixty_keys_or_all_and_explains_those_that_are_named(width:
         ("optim: &x {beta1: *x}\n", "run.yaml", "aliases (*) written out"),
         (BOMB, "run.yaml:", "aliases (*) written out"),
         ("optim: !foo {beta1: 1}\n", "run.yaml:1", "'!foo'"),
-        ("optim: ???\n", "run.yaml:1, optim", "Missing mandatory value"),
-        ("optim:\n  beta1: ???\n", "run.yaml:2, optim.beta1", "Missing mandatory value"),
+        ("optim: ???\n", "run.yaml:1, optim", "[unresolved-value]"),
+        ("optim:\n  beta1: ???\n", "run.yaml:2, optim.beta1", "[unresolved-value]"),
         ("trainer: {samples: ['${nope}']}\n", "run.yaml:1, trainer.samples[0]", "Interpolation key 'nope' not found"),
         (f"model: {{config: {'{a: ' * 200}1{'}' * 200}}}\n", "run.yaml", "40 levels"),
-        (f"model: {{config: {'{a: ' * 2000}1{'}' * 2000}}}\n", "run.yaml", "nested too deeply"),
-        ("\ndefaults: [peft: lora, peft: none]\n", "run.yaml:2, defaults", "two choices for peft"),
-        ("\ndefaults: ['${x}']\n", "run.yaml:2, defaults", "not supported"),
+        (f"model: {{config: {'{a: ' * 2000}1{'}' * 2000}}}\n", "run.yaml", "[nested-too-deeply]"),
+        ("\ndefaults: [peft: lora, peft: none]\n", "run.yaml:2, defaults", "[two-choices]"),
+        ("\ndefaults: ['${x}']\n", "run.yaml:2, defaults", "[bad-defaults-entry]"),
         (f"optim: {{learning_rate: 1{'0' * 400}}}\n", "run.yaml:1, optim.learning_rate", "the whole number 1000"),
         ("optim: {schedule_options: {num_cycles: many}}\n", "run.yaml:1, optim.schedule_options.num_cycles", "'many'"),
-        ('trainer: {output_dir: "a\\nb"}\n', "run.yaml:1, trainer.output_dir", "it has a line break"),
-        ('topology: {command: "a\\nb"}\n', "run.yaml:1, topology.command", "it has a line break"),
-        ('topology: {sbatch: ["--mem=0\\n-N 2"]}\n', "run.yaml:1, topology.sbatch[0]", "no option of sbatch"),
-        ("\ndefaults: [run, _self_]\n", "run.yaml", "leads back to the file"),
-        ("\ndefaults: peft\n", "run.yaml:2, defaults", "must be a list"),
-        ("trainer: {resume: ~nobody-here/run}\n", "run.yaml:1, trainer.resume", "no checkpoint folder"),
+        ('trainer: {output_dir: "a\\nb"}\n', "run.yaml:1, trainer.output_dir", "[line-break]"),
+        ('topology: {command: "a\\nb"}\n', "run.yaml:1, topology.command", "[line-break]"),
+        ('topology: {sbatch: ["--mem=0\\n-N 2"]}\n', "run.yaml:1, topology.sbatch[0]", "[not-an-sbatch-option]"),
+        ("\ndefaults: [run, _self_]\n", "run.yaml", "[circular-defaults]"),
+        ("\ndefaults: peft\n", "run.yaml:2, defaults", "[defaults-not-a-list]"),
+        ("trainer: {resume: ~nobody-here/run}\n", "run.yaml:1, trainer.resume", "[no-such-checkpoint]"),
         ("data: {cache_dir: run.yaml}\n", "run.yaml:1, data.cache_dir", "run.yaml is a file"),
     ],
 )
@@ -472,7 +475,7 @@ def test_a_hostile_file_is_refused_at_its_line(text: str, place: str, what: str)
     found = problems(write(text), *COMPLETE)
     assert len(found) == 1, [str(one) for one in found]
     assert found[0].where.startswith(place)
-    assert what in found[0].what
+    assert what in str(found[0])
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_a_stopped_run_names_its_newest_checkpoint(runs: Path) -> None:
     with pytest.raises(UserError) as caught:
         find_trained("runs/stopped")
     for words in (said, str(caught.value)):
-        assert "no final/ yet" in words and "runs/stopped/checkpoints/step-000010" in words
+        assert "[run-not-ended]" in words and "runs/stopped/checkpoints/step-000010" in words
 
 
 def test_a_near_run_is_named_and_the_hub_not_asked_and_a_folder_without_a_model_is_refused(runs: Path) -> None:

@@ -206,5 +206,5 @@ def test_each_side_counts_its_own_rows_and_one_without_a_document_is_an_error(tm
     assert train.report.held_out == len(held) and 22 <= held.report.rows <= 31
     unanswered = [{"messages": [{"role": "user", "content": f"Nobody answers {n}."}]} for n in range(30)]
     for lines, fraction in ((talks(1), 0.5), ([*talks(1), *unanswered], 0.1)):
-        with pytest.raises(UserError, match="cannot hold out"):
+        with pytest.raises(UserError, match=r"\[empty-side\]"):
             sides(tmp_path, write(tmp_path / "x.jsonl", *lines), eval=fraction)

@@ -70,7 +70,7 @@ def test_pairs_labels_and_running_text_are_read(tmp_path: Path) -> None:
     assert "5." in TOKENIZER.decode(pairs[0].rejected.input_ids)
     assert labels.labels.tolist() == [True, False]
     assert "two and two" in TOKENIZER.decode(text[0].input_ids) and text.report.format == "text"
-    with pytest.raises(UserError, match="marked as undesirable"):
+    with pytest.raises(UserError, match=r"\[row-unwanted-answer\]"):
         read(folder, "labels")
 
 
@@ -122,15 +122,15 @@ def test_an_entry_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         "a hub that packtrain does not read": {"ms_hub_url": "a/b"},
         "made by a script": {"script_url": "a"},
         "formatting is 'vicuna'": {"file_name": "x.json", "formatting": "vicuna"},
-        "is no key of an entry": {"file_name": "x.json", "colums": {}},
-        "a folder of a hub data set": {"hf_hub_url": "a/b", "folder": "python"},
+        r"\[unknown-entry-key\]": {"file_name": "x.json", "colums": {}},
+        r"\[folder-of-hub\]": {"hf_hub_url": "a/b", "folder": "python"},
     }.items():
         (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"x": entry}))
         with pytest.raises(UserError, match=what):
             read(tmp_path, "x")
     entry = {"formatting": "sharegpt", "columns": {"messages": "messages", "images": "pictures"}, "tags": TAGS}
     folder = listed(tmp_path, {"seen": (entry, {"messages": OPENAI, "pictures": ["a.png"]})})
-    with pytest.raises(UserError, match="not of text alone"):
+    with pytest.raises(UserError, match=r"\[row-not-text\]"):
         read(folder, "seen")
 
 

@@ -91,28 +91,17 @@ def test_bad_rows_are_named_at_once_but_not_hundreds_and_skipped_ones_are_counte
         ready(path, bad_rows="skip")
 
 
+PAIR = {"prompt": "Hello there!", "completion": " How are you?"}
+SHAREGPT = {"conversations": [{"from": "human", "value": "Hello there!"}, {"from": "gpt", "value": "How are you?"}]}
+SAID = {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]}
+TARGET = "How are you?<|im_end|>"
 FORMATS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "text": ({"text": "Hello there!"}, "text", "Hello there!<|im_end|>", " there!<|im_end|>"),
-    "pair": (
-        {"prompt": "Hello there!", "completion": " How are you?"},
-        "prompt_completion",
-        "Hello there! How are you?<|im_end|>",
-        " How are you?<|im_end|>",
-    ),
-    "sharegpt": (
-        {"conversations": [{"from": "human", "value": "Hello there!"}, {"from": "gpt", "value": "How are you?"}]},
-        "sharegpt",
-        "",
-        "How are you?<|im_end|>",
-    ),
+    "pair": (PAIR, "prompt_completion", f"Hello there! {TARGET}", f" {TARGET}"),
+    "sharegpt": (SHAREGPT, "sharegpt", "", TARGET),
     "alpaca": ({"instruction": "Hello there!", "input": "", "output": "How?"}, "alpaca", "", "How?<|im_end|>"),
-    "messages": (GOOD, "messages", "", "How are you?<|im_end|>"),
-    "prompt of messages": (
-        {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]},
-        "prompt_completion",
-        "",
-        "How are you?<|im_end|>",
-    ),
+    "messages": (GOOD, "messages", "", TARGET),
+    "prompt of messages": (SAID, "prompt_completion", "", TARGET),
     "labels": ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, "tokenised", "", TOKENIZER.decode([6, 7])),
     "mask": ({"input_ids": [5, 6, 7], "completion_mask": [0, 0, 1]}, "tokenised", "", TOKENIZER.decode([7])),
     "ids alone": ({"input_ids": [5, 6, 7]}, "tokenised", "", TOKENIZER.decode([6, 7])),
@@ -129,8 +118,7 @@ def test_each_format_is_recognised_and_trains_its_targets(ready, tmp_path, row, 
 
 
 def test_a_pair_and_a_leading_newline_are_tokenised_apart_only_where_a_token_crosses_the_border(ready, tmp_path):
-    rows = [{"prompt": "Hello there!", "completion": " How are you?"}, {"prompt": "Hello ", "completion": "there"}]
-    train = ready(write(tmp_path / "train.jsonl", *rows)).train
+    train = ready(write(tmp_path / "train.jsonl", PAIR, {"prompt": "Hello ", "completion": "there"})).train
     assert train.report.apart == 1
     assert train[0].input_ids.tolist() == TOKENIZER("Hello there! How are you?<|im_end|>")["input_ids"]
     prompt = TOKENIZER("Hello ")["input_ids"]
@@ -186,33 +174,28 @@ ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
 ASKED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n"
 
 
-@pytest.mark.parametrize(
-    "more, wanted",
-    [
+def test_alpaca_is_asked_as_others_ask_it(ready, tmp_path):
+    for more, wanted in (
         ({}, "Add.\n1 and 2"),
         ({"input": ""}, "Add."),
         ({"input": None}, "Add."),
         ({"instruction": ""}, "1 and 2"),
         ({"history": [["Hello", "there"]]}, "Hello<|im_end|>\n<|im_start|>assistant\nthere<|im_end|>\n{}Add.\n1 and 2"),
-    ],
-    ids=["input", "no input", "null", "no instruction", "history"],
-)
-def test_alpaca_is_asked_as_others_ask_it(ready, tmp_path, more, wanted):
-    row = ALPACA | {"system": "Answer with care."} | more
-    (text,) = texts(ready(write(tmp_path / "train.jsonl", row)))
-    asked = wanted.format("<|im_start|>user\n")
-    assert text == "<|im_start|>system\nAnswer with care.<|im_end|>\n" + ASKED.format(asked)
+    ):
+        row = ALPACA | {"system": "Answer with care."} | more
+        (text,) = texts(ready(write(tmp_path / "train.jsonl", row)))
+        asked = wanted.format("<|im_start|>user\n")
+        assert text == "<|im_start|>system\nAnswer with care.<|im_end|>\n" + ASKED.format(asked)
 
 
 def test_a_system_column_comes_first_whatever_the_format_and_once(ready, tmp_path):
     system = {"role": "system", "content": "Answer with care."}
-    turns = [{"from": "human", "value": QUESTION["content"]}, {"from": "gpt", "value": ANSWER["content"]}]
     (wanted,) = texts(ready(write(tmp_path / "train.jsonl", {"messages": [system, QUESTION, ANSWER]})))
     for row in (
         GOOD,
         {"messages": [system, QUESTION, ANSWER]},
-        {"conversations": turns},
-        {"conversations": [{"from": "system", "value": system["content"]}, *turns]},
+        SHAREGPT,
+        {"conversations": [{"from": "system", "value": system["content"]}, *SHAREGPT["conversations"]]},
         {"prompt": [QUESTION], "completion": [ANSWER]},
     ):
         assert texts(ready(write(tmp_path / "train.jsonl", row | {"system": system["content"]}))) == [wanted]
@@ -353,7 +336,7 @@ def test_a_system_prompt_that_the_template_leaves_out_is_refused(ready, tmp_path
     (template := tmp_path / "silent.jinja").write_text(turns)
     path = write(tmp_path / "train.jsonl", GOOD)
     ready(path, chat_template=str(template))
-    with pytest.raises(UserError, match=r"data\.system: the chat template leaves system prompts out"):
+    with pytest.raises(UserError, match=r"data\.system: .*\[system-left-out\]"):
         ready(path, chat_template=str(template), system="Be brief.")
 
 
@@ -394,7 +377,7 @@ def test_conversations_without_a_chat_template_are_an_error(tmp_path):
         tokenizer_object=tokenizer_of("llama3").backend_tokenizer, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>"
     )
     data = Data(train=write(tmp_path / "train.jsonl", GOOD), cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(UserError, match="need a chat template"):
+    with pytest.raises(UserError, match=r"\[row-no-chat-template\]"):
         prepare(data, bare, seed=0)
     assert len(prepare(replace(data, chat_template="llama3"), bare, seed=0).train) == 1
 
@@ -471,7 +454,7 @@ def test_a_doubled_bos_is_counted_and_said_once(tmp_path):
 
 def test_a_prompt_that_ends_in_the_assistants_turn_is_refused_as_the_template_would_close_it(ready, tmp_path):
     row = {"prompt": [QUESTION, {**ANSWER, "content": "How are"}], "completion": [{**ANSWER, "content": " you?"}]}
-    with pytest.raises(UserError, match=r"jsonl:2, completion: .*ends in a turn of the assistant"):
+    with pytest.raises(UserError, match=r"jsonl:2, completion: .*\[row-closed-turn\]"):
         ready(write(tmp_path / "rows.jsonl", {"prompt": [QUESTION], "completion": [ANSWER]}, row))
     called = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}
     row = {"prompt": [QUESTION, called], "completion": [{"role": "user", "content": "1"}, ANSWER]}

@@ -265,7 +265,7 @@ def test_white_space_that_a_tokenizer_leaves_out_of_its_offsets_is_not_overlooke
 def test_a_template_of_an_unknown_name_and_a_tokenizer_written_in_python_are_refused():
     with pytest.raises(UserError, match="llama3"):
         choose_template("lama3", tokenizer_of("llama3"))
-    with pytest.raises(UserError, match="CanineTokenizer is a tokenizer written in Python") as caught:
+    with pytest.raises(UserError, match=r"CanineTokenizer .*\[python-tokenizer\]") as caught:
         plain_tokenizer(CanineTokenizer())
     assert caught.value.problems[0].where == "model.tokenizer"
 

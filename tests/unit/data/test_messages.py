@@ -83,37 +83,26 @@ RESULT = {"role": "tool", "content": "25 degrees"}
 ONE = f"{TEXT % 'Paris 中'}<|im_end|>"
 HUMAN, GPT = ("human", ASK["content"]), ("gpt", END["content"])
 SEEN = ("observation", "25 degrees")
+EARLIER = {"role": "assistant", "content": None, "function_call": wrapped(PARIS)["function"]}
+SWIFT = [{"role": "tool_call", "content": json.dumps(call)} for call in (PARIS, ROME)]
 CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "objects": (of(ASK, called(PARIS), RESULT, END), [ONE, SUNNY]),
     "OpenAI": (
-        of(ASK, called(wrapped(PARIS, id="call_x"), content=None), {**RESULT, "tool_call_id": "call_x"}, END),
+        of(ASK, called(wrapped(PARIS, id="x"), content=None), {**RESULT, "tool_call_id": "x"}, END),
         [ONE, SUNNY],
     ),
     "parallel": (of(ASK, called(PARIS, ROME), RESULT, RESULT, END), [TWO, SUNNY]),
     "OpenAI's earlier function_call": (
-        of(
-            ASK,
-            {"role": "assistant", "content": None, "function_call": wrapped(PARIS)["function"]},
-            {"role": "function", "name": "weather", "content": "25 degrees"},
-            END,
-        ),
+        of(ASK, EARLIER, {**RESULT, "role": "function", "name": "weather"}, END),
         [ONE, SUNNY],
     ),
     "no arguments": (
         of(ASK, called({"name": "weather", "arguments": ""})),
-        ['<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call><|im_end|>'],
+        [ONE.replace('{"city": "Paris 中"}', "{}")],
     ),
     "sharegpt": (turns(HUMAN, ("function_call", json.dumps(PARIS)), SEEN, GPT), [ONE, SUNNY]),
     "sharegpt, parallel": (turns(HUMAN, ("function_call", json.dumps([PARIS, ROME]))), [TWO]),
-    "ms-swift": (
-        of(
-            ASK,
-            *({"role": "tool_call", "content": json.dumps(call)} for call in (PARIS, ROME)),
-            *({"role": "tool_response", "content": "25"},) * 2,
-            END,
-        ),
-        [TWO, SUNNY],
-    ),
+    "ms-swift": (of(ASK, *SWIFT, *({"role": "tool_response", "content": "25"},) * 2, END), [TWO, SUNNY]),
     "parts": (
         of(
             parts("user", ("text", ASK["content"])),
@@ -198,7 +187,7 @@ def test_a_system_prompt_with_other_tools_is_refused(tmp_path, tools):
 def test_a_template_without_system_prompts_would_lose_the_tools_in_one(tmp_path):
     own = copy.deepcopy(TOKENIZER)
     own.chat_template = "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(UserError, match="leaves out the tools"):
+    with pytest.raises(UserError, match=r"\[row-tools-left-out\]"):
         made(write(tmp_path, hermes(json.dumps(BOTH))), tokenizer=own, loss_on="all")
 
 

@@ -93,11 +93,8 @@ FAR = {
 @pytest.mark.parametrize("column", FAR.values(), ids=FAR.keys())
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_what_python_cannot_hold_in_a_column_that_nobody_reads_stops_nothing(tmp_path, column, kind):
-    message = {
-        "role": ["user", "assistant"] * 2,
-        "content": ["fine"] * 2 + ["late"] * 2,
-        "at": pa.concat_arrays([column] * 2),
-    }
+    message = {"role": ["user", "assistant"] * 2, "content": ["fine"] * 2 + ["late"] * 2}
+    message["at"] = pa.concat_arrays([column] * 2)
     turns = pa.StructArray.from_arrays([pa.array(part) for part in message.values()], names=[*message])
     turns = pa.ListArray.from_arrays(pa.array([0, 2, 4], pa.int32()), turns)
     table = pa.table({"messages": turns, "at": column})

@@ -90,7 +90,7 @@ def test_a_launcher_that_was_killed_or_does_not_answer_is_named(tmp_path: Path) 
 
 def test_a_folder_without_a_run_or_with_one_in_slurms_queue_is_the_users_error(tmp_path: Path) -> None:
     for _ in range(2):
-        with pytest.raises(UserError, match="no run has begun here"):
+        with pytest.raises(UserError, match=r"\[no-run\]"):
             examine(RunFolder(tmp_path))
         (tmp_path / "logs").mkdir(exist_ok=True)
         (tmp_path / "logs" / "slurm-1.sbatch").write_text("#!/bin/bash\n")

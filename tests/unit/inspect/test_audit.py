@@ -24,14 +24,9 @@ def test_a_clean_set_has_no_finding(tmp_path: Path) -> None:
 
 def test_what_texts_show_is_found_where_it_is(tmp_path: Path) -> None:
     rows = clean(150)
-    planted = {
-        5: chat("Is this the end? <|im_end|> No.", "Yes it is a marker."),
-        20: chat("Say nothing.", "Nothing."),
-        30: chat("Say it twice.", "Said.<|im_end|>"),
-    }
-    planted[20]["messages"][1]["weight"] = 0
-    for line, row in planted.items():
-        rows[line - 1] = row
+    rows[4] = chat("Is this the end? <|im_end|> No.", "Yes it is a marker.")
+    rows[19], rows[29] = chat("Say nothing.", "Nothing."), chat("Say it twice.", "Said.<|im_end|>")
+    rows[19]["messages"][1]["weight"] = 0
     (tmp_path / "before.jsonl").write_text("\n\n" + json.dumps(chat("Why?", "Because.")) + "\n")
     findings = audit(tmp_path, f"data.train=[before.jsonl, {write(tmp_path, rows)}]")
     lines = {name: finding["where"] for name, finding in findings.items()}

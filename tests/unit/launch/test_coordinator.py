@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -78,13 +77,11 @@ def together(works: list[Work], logs: Path, silence_s: float = 30) -> list[Any]:
     return [ends[node] for node in range(len(works))]
 
 
-def ended(
-    codes: Mapping[int, int | None] = MappingProxyType({}), lost: Sequence[int] = (), **facts: Any
-) -> dict[str, Any]:
+def ended(codes: Mapping[int, int | None] | None = None, lost: Sequence[int] = (), **facts: Any) -> dict[str, Any]:
     """Fields of the MachineReport of a machine whose ranks ended with `codes`; those in `lost` only because they lost others."""
     ranks = {
         rank: ProcessState(7, "gone", code, reported=code is not None, lost="lost" if rank in lost else "")
-        for rank, code in codes.items()
+        for rank, code in (codes or {}).items()
     }
     return {"ranks": ranks, **facts}
 

@@ -136,6 +136,6 @@ def test_the_client_gets_the_file_in_this_folder_and_gives_the_exit_code(tmp_pat
 
 def test_what_the_machines_would_not_have_is_refused(tmp_path: Path) -> None:
     done = packtrain("deploy", "--gpu", "H100", "sft", str(ROOT / CONFIG), *GIVEN, folder=tmp_path)
-    assert done.returncode == 2 and "copies this folder alone" in done.stderr
+    assert done.returncode == 2 and "[outside-job-folder]" in done.stderr
     deployed(tmp_path, "dstack", *EXAMPLES["dstack"], "-o", "recipes/job.yaml")
     assert yaml.safe_load((tmp_path / "recipes/job.yaml").read_text())["files"] == ["..:/workflow"]

@@ -227,12 +227,12 @@ def test_machine_0_that_is_stopped_tells_the_others_and_who_comes_late_is_told_t
     launchers.start(member(1), place)
     error = launchers.join()[1]
     assert isinstance(error, PeerFailed)
-    assert "machine 0 left before the run began: its launcher was stopped" in str(error)
+    assert "its launcher was stopped [machine-0-left]" in str(error)
     place, begun = free_place(), Launchers()
     begun.start(member(0), place)
     begun.start(member(1), place)
     until(lambda: len(begun.ends) == 2)
     for host in ("n2", "n7"):
         late = error_from_json(join(place, member(1, host=host))["stop"])
-        assert isinstance(late, PeerFailed) and "goes on without this machine" in str(late)
+        assert isinstance(late, PeerFailed) and "[run-has-started]" in str(late)
     begun.join()

@@ -22,7 +22,7 @@ def test_a_launcher_takes_its_lock_again_and_no_other_does(tmp_path: Path) -> No
     with RunLock() as mine, RunLock() as other:
         mine.take(folder.root)
         mine.take(folder.root)
-        with pytest.raises(UserError, match="a run is going on in"):
+        with pytest.raises(UserError, match=r"\[run-folder-in-use\]"):
             other.take(folder.root)
         mine.close()
         other.take(folder.root)
@@ -41,7 +41,7 @@ def test_a_folder_is_locked_by_one_run_until_it_ends_even_when_it_is_moved(tmp_p
         lock.take(folder.root)
         assert folder.begin(None) is not None
         assert is_locked(folder.root)
-        with pytest.raises(UserError, match="a run is going on in"):
+        with pytest.raises(UserError, match=r"\[run-folder-in-use\]"):
             check_free(folder.root)
         (folder.logs / "channel.json").write_text(json.dumps({"host": "n2"}))
         with pytest.raises(UserError, match=r"a run of another machine is going on in .* \(n2\)"):
@@ -116,7 +116,7 @@ def test_what_only_plans_touches_nothing(home: Path, more: tuple[str, ...]) -> N
     (home / "exp" / "config.yaml").write_text(MINE)
     before = state(home)
     done = packtrain("sft" if more else "plan", "run.yaml", *more, folder=home)
-    assert done.returncode == 2 and "will not overwrite it" in done.stderr  # as the run would
+    assert done.returncode == 2 and "[not-made-by-packtrain]" in done.stderr  # as the run would
     assert state(home) == before
 
 
@@ -150,7 +150,7 @@ def test_what_a_run_reads_is_not_replaced(home: Path, key: str, path: str) -> No
     (run.final / "config.json").write_text("{}")
     (home / "link").symlink_to("exp/final")
     init = ["model.init=pretrained", "model.config={}"] if key == "model.path" else []
-    assert f"{key} (" in (said := refused(home, *init, f"{key}={path}")) and "lies where the run writes its own" in said
+    assert f"{key} (" in (said := refused(home, *init, f"{key}={path}")) and "[input-in-run-folder]" in said
 
 
 def test_the_base_of_adapters_is_read_too(home: Path) -> None:

@@ -11,19 +11,17 @@ import shlex
 import shutil
 import subprocess
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from packtrain.cli import app
 from packtrain.config.compose import load_config, load_points
 from packtrain.config.keys import keys
 from packtrain.config.rules.slurm import count_gpus
 from packtrain.config.schema import Topology
 from packtrain.config.yaml_files import shipped
 from packtrain.run_folder import RunFolder, write_json
+from tests.unit.command_line import Done, packtrain
 
 RUN = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32", "trainer.output_dir=runs/x"]
 MACHINES = ["topology.nodes=2", "topology.gpus_per_node=4"]
@@ -47,13 +45,6 @@ print("77;here")
 """
 
 
-@dataclass(frozen=True)
-class Done:
-    code: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture(autouse=True)
 def _at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty folder, and programs of our own in place of Slurm's."""
@@ -73,13 +64,12 @@ def _at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sbatch(*arguments: str, verb: str = "sft") -> Done:
-    done = CliRunner().invoke(app, ["sbatch", verb, *RUN, *arguments])
-    return Done(done.exit_code, done.stdout, done.stderr)
+    return packtrain("sbatch", verb, *RUN, *arguments, folder=Path.cwd())
 
 
 def script(*arguments: str, verb: str = "sft") -> str:
     done = sbatch(*MACHINES, *arguments, verb=verb)
-    assert done.code == 0, done.stderr
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 
@@ -153,7 +143,7 @@ def test_the_containers_of_the_page_start_the_run_inside(at: int, words: str, tm
     home = tmp_path / "home"
     inside = [block.split("```")[0] for block in PAGE.read_text().split("```yaml\n") if block.startswith("command: ")]
     Path("run.yaml").write_text(f"topology:\n  {inside[at]}")
-    done = CliRunner().invoke(app, ["sbatch", "sft", "run.yaml", *RUN, *MACHINES])
+    done = packtrain("sbatch", "sft", "run.yaml", *RUN, *MACHINES, folder=home)
     _, called = run(done.stdout, home)
     assert called[6 : called.index("sft")] == [*words.replace("HOME", str(home)).split(), "packtrain"]
 
@@ -240,13 +230,13 @@ def test_points_have_folders_that_tell_them_apart(swept: str, names: list[str]) 
 @pytest.mark.parametrize(
     ("given", "where", "said"),
     [
-        (["topology.gpus_per_node=8"], "topology.nodes", "the number of machines"),
-        ([*MACHINES, "topology=manual"], "topology.kind", "Slurm names and numbers"),
-        ([*MACHINES, "topology.main_address=n9"], "topology.main_address", "Slurm names and numbers"),
+        (["topology.gpus_per_node=8"], "topology.nodes", "[machines-unknown]"),
+        ([*MACHINES, "topology=manual"], "topology.kind", "[numbered-by-launcher]"),
+        ([*MACHINES, "topology.main_address=n9"], "topology.main_address", "[numbered-by-launcher]"),
         ([*MACHINES, "objective.kind=dpo"], "objective.kind", "this config is for packtrain dpo"),
         ([*MACHINES, "batch.examples_per_step=null", "batch.tokens_per_step=8192"], "batch.tokens_per_step", "65536"),
-        ([*MACHINES, "-m"], "-m", "there is nothing to sweep"),
-        ([*MACHINES, "-m", "topology.signal_before=60,90"], "topology", "the same machines for all of them"),
+        ([*MACHINES, "-m"], "-m", "[nothing-to-sweep]"),
+        ([*MACHINES, "-m", "topology.signal_before=60,90"], "topology", "[topologies-differ]"),
         ([*MACHINES, "trainer.seed=1,2"], "trainer.seed=1,2", "sbatch VERB CONFIG -m"),
         ([*MACHINES, "topology.time=30"], "topology.time", "Quote it"),
         ([*MACHINES, "topology.sbatch=['--gres=gpu:2']"], "topology.gpus_per_node", "asks for 2 GPUs"),
@@ -254,16 +244,16 @@ def test_points_have_folders_that_tell_them_apart(swept: str, names: list[str]) 
         ([*MACHINES, "topology.sbatch=['--nodes=3']"], "topology.sbatch[0]", "Set topology.nodes."),
         ([*MACHINES, "topology.sbatch=['--signal=B:USR1']"], "topology.sbatch[0]", "Set topology.signal_before."),
         ([*MACHINES, "topology.sbatch=['--container-image=a']"], "topology.sbatch[0]", "topology.command"),
-        ([*MACHINES, 'topology.sbatch=["--job-name=\'a"]'], "topology.sbatch[0]", "no option of sbatch"),
-        ([*MACHINES, "topology.sbatch=['--mem=0\n#SBATCH -N 3']"], "topology.sbatch[0]", "no option of sbatch"),
-        ([*MACHINES, "topology.command='a\nb'"], "topology.command", "line break"),
-        ([*MACHINES, "trainer.output_dir='a\n#SBATCH --uid=0'"], "trainer.output_dir", "line break"),
-        ([*MACHINES, "topology.requeue=true", "trainer.resume=never"], "topology.requeue", "would not resume"),
+        ([*MACHINES, 'topology.sbatch=["--job-name=\'a"]'], "topology.sbatch[0]", "[not-an-sbatch-option]"),
+        ([*MACHINES, "topology.sbatch=['--mem=0\n#SBATCH -N 3']"], "topology.sbatch[0]", "[not-an-sbatch-option]"),
+        ([*MACHINES, "topology.command='a\nb'"], "topology.command", "[line-break]"),
+        ([*MACHINES, "trainer.output_dir='a\n#SBATCH --uid=0'"], "trainer.output_dir", "[line-break]"),
+        ([*MACHINES, "topology.requeue=true", "trainer.resume=never"], "topology.requeue", "[requeue-without-resume]"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_key(given: list[str], where: str, said: str) -> None:
     done = sbatch(*given)
-    assert done.code == 2 and done.stdout == ""
+    assert done.returncode == 2 and done.stdout == ""
     assert where in done.stderr and said in done.stderr
 
 
@@ -280,7 +270,7 @@ def test_what_cannot_work_is_refused_with_its_key(given: list[str], where: str, 
 )
 def test_what_the_user_writes_into_setup_stays_in_the_script_and_nowhere_else(line: str, tmp_path: Path) -> None:
     done = sbatch(*MACHINES, f"topology.setup=['{line}']")
-    assert done.code == 0, done.stderr
+    assert done.returncode == 0, done.stderr
     assert "note: topology.setup[0]: it has a secret, and the script shows it" in done.stderr
     assert line in done.stdout.splitlines()
     made_by = next(one for one in done.stdout.splitlines() if one.startswith("# Made by"))
@@ -299,7 +289,7 @@ def test_variables_that_are_named_or_read_from_a_file_are_no_secrets() -> None:
 
 def test_submitting_writes_the_script_beside_the_log_and_says_what_comes_next(tmp_path: Path) -> None:
     done = sbatch(*MACHINES, "--submit")
-    assert done.code == 0, done.stderr
+    assert done.returncode == 0, done.stderr
     arguments, text, _ = json.loads((tmp_path / "called").read_text())
     assert arguments[0] == "--parsable"
     logs = tmp_path / "home/runs/x/logs"
@@ -338,11 +328,11 @@ def test_json_tells_the_job_the_script_and_the_logs(tmp_path: Path) -> None:
 
 def test_a_script_can_be_written_to_a_file(tmp_path: Path) -> None:
     done = sbatch(*MACHINES, "-o", "job.sbatch")
-    assert (done.code, done.stdout) == (0, "") and "sbatch job.sbatch" in done.stderr
+    assert (done.returncode, done.stdout) == (0, "") and "sbatch job.sbatch" in done.stderr
     assert Path("job.sbatch").read_text().replace("-o job.sbatch", "") == script()
-    assert sbatch(*MACHINES, "-o", "job.sbatch").code == 0  # its own may be replaced
-    assert sbatch(*MACHINES, "-o", "no/job.sbatch").code == 2
-    assert sbatch(*MACHINES, "-o", "own.sbatch", "--submit").code == 0 and Path("own.sbatch").exists()
+    assert sbatch(*MACHINES, "-o", "job.sbatch").returncode == 0  # its own may be replaced
+    assert sbatch(*MACHINES, "-o", "no/job.sbatch").returncode == 2
+    assert sbatch(*MACHINES, "-o", "own.sbatch", "--submit").returncode == 0 and Path("own.sbatch").exists()
 
 
 def test_files_of_others_are_refused_and_not_touched(tmp_path: Path) -> None:
@@ -350,10 +340,10 @@ def test_files_of_others_are_refused_and_not_touched(tmp_path: Path) -> None:
     theirs.parent.mkdir(parents=True)
     theirs.write_text("theirs\n")
     done = sbatch(*MACHINES, "--submit")
-    assert done.code == 2 and f"packtrain did not make {theirs}" in done.stderr
+    assert done.returncode == 2 and f"packtrain did not make {theirs}" in done.stderr
     moved = theirs.rename("run.jsonl")
     done = sbatch(*MACHINES, "-o", "run.jsonl")
-    assert done.code == 2 and "packtrain did not make this file" in done.stderr
+    assert done.returncode == 2 and "[not-made-by-packtrain]" in done.stderr
     assert moved.read_text() == "theirs\n" and not [*theirs.parent.iterdir()]
     assert not (tmp_path / "called").exists()
 
@@ -361,7 +351,7 @@ def test_files_of_others_are_refused_and_not_touched(tmp_path: Path) -> None:
 def test_a_submission_from_inside_a_job_does_not_hand_that_jobs_numbers_on(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "1")
     monkeypatch.setenv("SLURM_CONF", "/etc/here.conf")
-    assert sbatch(*MACHINES, "--submit").code == 0
+    assert sbatch(*MACHINES, "--submit").returncode == 0
     _, _, env = json.loads((tmp_path / "called").read_text())
     assert "SLURM_MEM_PER_NODE" not in env and env["SLURM_CONF"] == "/etc/here.conf"
 
@@ -369,13 +359,13 @@ def test_a_submission_from_inside_a_job_does_not_hand_that_jobs_numbers_on(tmp_p
 def test_a_machine_without_slurm_and_a_refusal_of_sbatch_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REFUSES", "invalid partition specified: x")
     done = sbatch(*MACHINES, "--submit", "topology.sbatch=['-p x']")
-    assert done.code == 2
+    assert done.returncode == 2
     assert "topology: sbatch refuses the job: invalid partition specified: x" in done.stderr
     assert list(Path("runs/x/logs").iterdir()) == []
     monkeypatch.setenv("PATH", "/nowhere")
     done = sbatch(*MACHINES, "--submit")
-    assert done.code == 2 and "sbatch cannot be called" in done.stderr
-    assert sbatch(*MACHINES).code == 0
+    assert done.returncode == 2 and "[sbatch-missing]" in done.stderr
+    assert sbatch(*MACHINES).returncode == 0
 
 
 def test_gpus_are_read_from_the_options_of_sbatch() -> None:
@@ -431,6 +421,6 @@ def test_the_commands_of_the_page_about_slurm_run_as_written(tmp_path: Path, mon
     commands = [block.split("```")[0].strip() for block in page.split("```bash\n")[1:]]
     assert len(commands) == 3
     for command in commands:
-        done = CliRunner().invoke(app, shlex.split(command.replace("\\\n", ""))[1:])
-        assert done.exit_code == 0, done.stderr
+        done = packtrain(*shlex.split(command.replace("\\\n", ""))[1:], folder=Path.cwd())
+        assert done.returncode == 0, done.stderr
     assert "#SBATCH --mem=0\n" in json.loads((tmp_path / "called").read_text())[1]

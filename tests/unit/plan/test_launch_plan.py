@@ -220,15 +220,12 @@ def test_visible_gpus_are_counted_as_cuda_does() -> None:
         assert visible_gpus(2, shown) == visible
 
 
-@pytest.mark.parametrize(
-    ("batch", "max_steps", "known"),
-    [
+def test_steps_and_tokens_of_the_run_are_in_the_json_where_they_need_no_data() -> None:
+    for batch, max_steps, known in (
         ({"examples_per_step": 32}, 500, (500, 16000, None)),
         ({"tokens_per_step": 65536}, 500, (500, None, 32768000)),
         ({"examples_per_step": 32}, None, (None, None, None)),
-    ],
-)
-def test_steps_and_tokens_of_the_run_are_in_the_json_where_they_need_no_data(batch, max_steps, known):
-    config = RunConfig(batch=Batch(**batch), trainer=Trainer(output_dir="runs/x", max_steps=max_steps))
-    document = plan_launch(config, Surroundings()).batch.to_json()
-    assert tuple(document[name] for name in ("steps", "examples", "tokens")) == known
+    ):
+        config = RunConfig(batch=Batch(**batch), trainer=Trainer(output_dir="runs/x", max_steps=max_steps))
+        document = plan_launch(config, Surroundings()).batch.to_json()
+        assert tuple(document[name] for name in ("steps", "examples", "tokens")) == known

@@ -448,17 +448,17 @@ def test_where_activations_are_not_known_the_rest_is_counted(overrides: list[str
     assert known([*given, *(one.format(folder=tmp_path) for one in overrides)], device=1).fits is False
 
 
-@pytest.mark.parametrize(
-    ("processes", "overrides", "strategy", "tries"),
-    [
-        (8, [], "ddp", f"strategy=fsdp2, {SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
-        (8, [NONE], "zero2", f"strategy=zero3, {AUTO}, {SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
-        (8, [FULL], "fsdp2", f"{SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
-        (1, [NONE, "peft=lora"], "ddp", f"{AUTO}, {SMALLER}, {OFFLOAD}, larger GPUs"),
-        (8, ["optim.name=adafactor"], "ddp", f"{SMALLER}, peft=lora, larger GPUs"),  # ddp alone has it
-        (1, ["objective.kind=dpo", "objective.loss=aot"], "zero3_offload", "peft=lora, larger GPUs"),
-    ],
-)  # fmt: skip
+DOES_NOT_FIT = [
+    (8, [], "ddp", f"strategy=fsdp2, {SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
+    (8, [NONE], "zero2", f"strategy=zero3, {AUTO}, {SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
+    (8, [FULL], "fsdp2", f"{SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
+    (1, [NONE, "peft=lora"], "ddp", f"{AUTO}, {SMALLER}, {OFFLOAD}, larger GPUs"),
+    (8, ["optim.name=adafactor"], "ddp", f"{SMALLER}, peft=lora, larger GPUs"),  # ddp alone has it
+    (1, ["objective.kind=dpo", "objective.loss=aot"], "zero3_offload", "peft=lora, larger GPUs"),
+]
+
+
+@pytest.mark.parametrize(("processes", "overrides", "strategy", "tries"), DOES_NOT_FIT)
 def test_what_does_not_fit_is_flagged_with_what_to_try(processes, overrides, strategy, tries):
     model = [*sized("qwen3", **QWEN3_8B), "model.dtype=bfloat16", "batch.examples_per_step=64"]
     found = known([*model, *overrides], processes, GIB, strategy)
