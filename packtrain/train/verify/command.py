@@ -33,8 +33,6 @@ _ISOLATION_FIGURES = {
     "a document in a row and alone differ by": "max_abs_diff_alone",
 }
 _COLOURS = {"exact": "green", "leaks": "red", "unsupported": "yellow"}
-Report = Json
-"""verify.json: the report of measure.py or foreign_collator.py in plain values."""
 Row = tuple[str, float | None, float | None]
 
 
@@ -67,7 +65,7 @@ def run_on_collator(config: RunConfig, spec: str, *, attention: str | None, atta
     with stdout_on_stderr():
         parts = config.model, config.peft, config.trainer
         code, report = verify_collator(*parts, spec, attention=attention, attached=attached)
-    print_verdicts(cast(Report, finite(report)), as_json=as_json)
+    print_verdicts(cast(Json, finite(report)), as_json=as_json)
     return code
 
 
@@ -82,7 +80,7 @@ def on_this_machine(config: RunConfig, verb: str) -> LaunchPlan:
     return plan_launch(replace(config, topology=here), replace(surroundings, env=own), verb)
 
 
-def print_verdicts(report: Report, *, as_json: bool) -> None:
+def print_verdicts(report: Json, *, as_json: bool) -> None:
     """Print the report of measure.py or foreign_collator.py as a JSON document or a table."""
     if as_json:
         print(json.dumps(report, indent=2))
@@ -109,7 +107,7 @@ def print_verdicts(report: Report, *, as_json: bool) -> None:
         console.print(f"  → {escape(report['fix'])}")
 
 
-def _head(report: Report) -> Iterator[tuple[str, str]]:
+def _head(report: Json) -> Iterator[tuple[str, str]]:
     """Yield name and text of the lines above the table."""
     mixed = report.get("mixed_precision", "no")
     precision = report["dtype"] + (f", computed in {mixed}" if mixed != "no" else "")
@@ -138,7 +136,7 @@ def _head(report: Report) -> Iterator[tuple[str, str]]:
     yield "documents", f"{len(lengths)} of {', '.join(map(str, lengths))} random tokens; {report['seconds']} s"
 
 
-def _isolation_rows(report: Report, proof: str = "isolation") -> Iterator[Row]:
+def _isolation_rows(report: Json, proof: str = "isolation") -> Iterator[Row]:
     """Yield the table's rows for the proof `isolation` or `pairs`."""
     figures, of = report[proof], "" if proof == "isolation" else f", {proof}"
     for what, name in _ISOLATION_FIGURES.items():
@@ -148,7 +146,7 @@ def _isolation_rows(report: Report, proof: str = "isolation") -> Iterator[Row]:
     yield f"control: the same without borders{of}", figures["control"], figures["least_control"]
 
 
-def _rows(report: Report) -> Iterator[Row]:
+def _rows(report: Json) -> Iterator[Row]:
     """Yield each measurement, its figure and its tolerance. For a control the tolerance is the least figure it must show."""
     yield from _isolation_rows(report)
     if "collator" in report:

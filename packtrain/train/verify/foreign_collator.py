@@ -24,7 +24,7 @@ from packtrain.attention.backends import own_attention
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Model, Peft, Trainer
 from packtrain.data.tokens.pretrained import load_tokenizer
-from packtrain.errors import TRACEBACK, CheckFailed, PacktrainError, UserError, boundary
+from packtrain.errors import TRACEBACK, CheckFailed, Json, PacktrainError, UserError, boundary
 from packtrain.library.attach import attach
 from packtrain.model.load import base_model, load_model
 from packtrain.model.precision import decide_precision
@@ -33,7 +33,6 @@ from packtrain.objectives.answers import Inputs
 from packtrain.packing.collate import IGNORE, on_device
 from packtrain.proof.comparison import evaluating
 from packtrain.proof.isolation import DOCUMENTS, LENGTHS, find_leak, logits_of, measure, run_each_alone, vocabulary_size
-from packtrain.train.verify.command import Report
 from packtrain.wording import first_line
 
 Collator = Callable[..., Any]
@@ -74,7 +73,7 @@ class Collated:
 @torch.no_grad()
 def verify_collator(
     model: Model, peft: Peft, trainer: Trainer, spec: str, *, attention: str | None = None, attached: bool = False
-) -> tuple[int, Report]:
+) -> tuple[int, Json]:
     """Prove the collator `spec` on the model of a config; return exit code and report.
 
     The exit code is 0 for exact, else 3. `attention` is transformers' name of an implementation (None: its default). `attached` proves it
@@ -159,7 +158,7 @@ def _ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> np.ndarr
 
 def _measure_isolation(
     model: PreTrainedModel, spec: str, collator: Collator, ids: np.ndarray, autocast: torch.dtype | None
-) -> Report:
+) -> Json:
     """Return the figures and the verdict."""
     own = np.split(ids[0], DOCUMENTS.starts[1:])
 
@@ -203,7 +202,7 @@ def _measure_isolation(
     return {**report, "verdict": verdict, "problem": problem, "fix": fix}
 
 
-def _finding(report: Report, verdict: str) -> tuple[str, str, str]:
+def _finding(report: Json, verdict: str) -> tuple[str, str, str]:
     """Return verdict, problem and fix; problem and fix are "" if all is exact."""
     ours = "use packtrain's attach and PackedCollator (docs/library.md); --attach shows this collator with it"
     if report["leaks"]:

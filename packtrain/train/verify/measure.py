@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from packtrain.attention.over_ranks import KEY, open_group
 from packtrain.attention.spec import BACKENDS
 from packtrain.config.schema import RunConfig
-from packtrain.errors import CheckFailed, Disagreement, Problem
+from packtrain.errors import CheckFailed, Disagreement, Json, Problem
 from packtrain.model.forward import Head, outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks, loading_whole
@@ -40,7 +40,7 @@ from packtrain.train.optim.dither import FEW, expected_share
 from packtrain.train.preflight import why_not_split, why_not_together
 from packtrain.train.preparation import Prepared, begin, load, masters_of, settle_precision, spread_model
 from packtrain.train.sync import Peers
-from packtrain.train.verify.command import Report, finite
+from packtrain.train.verify.command import finite
 from packtrain.train.verify.loss_proofs import (
     MODES,
     SHARED,
@@ -77,7 +77,7 @@ def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
 
     The code is 0 if every process finds `exact`, else 3. Raises UserError if something cannot be loaded or is not available, CheckFailed
     if the proof cannot run."""
-    outcome: Report | CheckFailed
+    outcome: Json | CheckFailed
     try:
         outcome = _measure(config, ranks, peers)
     except Disagreement:  # raised on all processes
@@ -90,16 +90,16 @@ def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
             f"out of memory on {ranks.device}: {first_line(error)}", fix=fix, code="proof-out-of-memory"
         )
     with waiting("the reports of all ranks"):
-        outcomes = cast(list[Report | CheckFailed], gather_object([outcome]))
+        outcomes = cast(list[Json | CheckFailed], gather_object([outcome]))
     for refusal in (found for found in outcomes if isinstance(found, CheckFailed)):
         raise refusal
-    worst = max(cast(list[Report], outcomes), key=lambda report: _BADNESS.index(report["verdict"]))
+    worst = max(cast(list[Json], outcomes), key=lambda report: _BADNESS.index(report["verdict"]))
     if ranks.main:
         write_json(RunFolder.of(config.trainer).verification, finite(worst))
     return 0 if worst["verdict"] == "exact" else CheckFailed.exit_code
 
 
-def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> Report:
+def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> Json:
     """Return the report, in plain values."""
     started, share = time.perf_counter(), config.packing.share_prefix
     run = _load(begin(config, ranks, peers))
