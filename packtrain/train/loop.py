@@ -20,12 +20,12 @@ from transformers.trainer_utils import align_special_tokens
 from packtrain.errors import Json
 from packtrain.model.spread import max_over_ranks
 from packtrain.monitor.heartbeat import waiting
-from packtrain.packing.collate import on_device, to_device
+from packtrain.packing.collate import on_device
 from packtrain.train.checkpoint.folder import folder_of
 from packtrain.train.checkpoint.state import Checkpoints
 from packtrain.train.engine import engine_of
 from packtrain.train.loader import MicroBatch, Steps, WorkRecord, step_loader
-from packtrain.train.log.metrics import EXCHANGE_EVERY, LateCopy, RankTimes, SourceCounts, StepClock, StepMetrics
+from packtrain.train.log.metrics import EXCHANGE_EVERY, RankTimes, SourceCounts, StepClock, StepMetrics, StepSums
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import FEW, SeenUpdates
 from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch, try_largest
@@ -98,8 +98,7 @@ class StepTrainer:
         self.state, self.listeners = RunState(), [*listeners]
         self._steps_watched, self._resumed_from = 0, None
         self._loss_and_counts = (torch.zeros(()), torch.zeros(4))  # of the current step, for `_judge_for_engine`
-        self._marks: LateCopy | None = None
-        """Sums of a stream's Feed.marks over all ranks. They show whether ranks read the same rows."""
+        self._sums: StepSums  # of the current step
         self._losses_since_log: list[torch.Tensor] = []
         self._forget_step: Callable[[], None] = lambda: None
         """Removes the current step's figures from the objective's metrics: a skipped step leaves none."""
@@ -163,22 +162,25 @@ class StepTrainer:
     def sum_counts(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
         """Return the counts of the global step, int64 [4]: trained targets, tokens, slots, examples.
 
-        The same reduction carries two numbers of stop requests, at times the ranks' times, and a stream's marks. The host reads the result
-        after the update (`_read_counts`): reading it here would wait for the device.
+        The same reduction carries stop requests, at times the ranks' times, and a stream's marks, which show whether ranks read the same
+        rows. The host reads the result after the update (`_read_counts`): reading it here would wait for the device.
         """
         counts = [sum(column) for column in zip(*(batch.own_counts for batch in micro_batches), strict=True)]
         self.clock.enter("counts")
         with_times = (self.state.step + 1) % max(self.settings.trainer.log_every, EXCHANGE_EVERY) == 0
         timed = self.clock.steps if with_times else 0
-        times, feed = self.clock.reduction_values() if timed else [], self.steps.feed
-        marks = feed.marks if feed else ()
-        total = to_device(torch.tensor([*counts, *self.settings.stop.counts(), *times, *marks]), self.loss.device)
+        parts = {
+            "counts": counts,
+            "stops": self.settings.stop.counts(),
+            "times": self.clock.reduction_values() if timed else [],
+            "marks": self.steps.feed.marks if self.steps.feed else [],
+        }
         with waiting("the counts of all ranks"):
-            total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
-        self.step_metrics.open(total[:6], self.state.step)  # the four counts and the stop requests
-        self.times.store(total[6 : 6 + len(times)], timed)
-        self._marks = LateCopy(total[-len(marks) :]) if marks else None
-        return total[:4]
+            self._sums = StepSums(self.accelerator, self.loss.device, parts)
+        total = self._sums.on_device
+        self.step_metrics.open(total["counts"], self.state.step)
+        self.times.store(total["times"], timed)
+        return total["counts"]
 
     def forward_and_backward(self, micro_batches: list[MicroBatch], counts: torch.Tensor) -> torch.Tensor:
         """Run all micro-batches forward and backward. Ranks exchange gradients when Engine.exchanging_gradients says so.
@@ -339,11 +341,12 @@ class StepTrainer:
     def _read_counts(self) -> None:
         """Read the step's tokens, stop requests and marks on the host."""
         with waiting("the counts of all ranks"):  # the host waits here if its GPU lags behind
-            _, tokens, _, _, *requests = self.step_metrics.take_last()
-        if self._marks:
-            self.steps.feed.check_marks(*self._marks.tolist(), self.accelerator.num_processes)
+            total = self._sums.read()
+        if self.steps.feed is not None and total["marks"]:
+            self.steps.feed.check_marks(*total["marks"], self.accelerator.num_processes)
+        _, tokens, _, _ = total["counts"]
         self.state.tokens += tokens
-        self.settings.stop.agree(*requests)
+        self.settings.stop.agree(*total["stops"])
 
     def _watch_first_steps(self, micro_batches: list[MicroBatch]) -> None:
         """Compare packed rows of the first steps with runs of their single documents. The time does not count as training."""

@@ -22,8 +22,8 @@ from packtrain.train.loader import step_loader
 from packtrain.train.loop import StepTrainer
 from tests.unit.test_layout import files_of_section
 
-LATE = {"packtrain/train/log/metrics.py::tolist": LAST - FIRST + 1}
-"""The counts of each step, once its work is queued: they have arrived before its forward pass (LateCopy)."""
+LATE = {"packtrain/train/log/metrics.py::read": LAST - FIRST + 1}
+"""The counts of each step, once its work is queued: they have arrived before its forward pass (StepSums)."""
 OF_TRANSFORMERS = {"transformers/masking_utils.py::_ignore_causal_mask_sdpa"}
 """Whether a batch with a mask needs it; flattened rows have none."""
 MASKED = {"packing.mode=padding", "model.attention=per_document"}

@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -30,6 +30,7 @@ from packtrain.errors import Json
 from packtrain.model.flops import training_flops
 from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits, own_heartbeat
 from packtrain.objectives.spec import Figure
+from packtrain.packing.collate import to_device
 from packtrain.run_folder import losses_of_sets
 from packtrain.system import write_text
 from packtrain.train.loader import Steps
@@ -57,22 +58,30 @@ EXCHANGE_EVERY = 10
 """Minimum number of steps between two exchanges of the ranks' times: each makes a reduction longer."""
 
 
-class LateCopy:
-    """Copy of a tensor on the CPU, made behind the device's queued work. Reading waits for it, but not for later work."""
+class StepSums:
+    """Named lists of integers, added up over all ranks in one reduction.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._here, self._arrived = tensor, None
-        if tensor.is_cuda:
-            self._here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._here.copy_(tensor, non_blocking=True)
+    The sums are on the device under their names. They are also copied to the host, behind the device's queued work.
+    """
+
+    def __init__(self, accelerator: Accelerator, device: torch.device, parts: Mapping[str, Sequence[int]]) -> None:
+        own = torch.tensor([number for numbers in parts.values() for number in numbers])
+        total = cast(torch.Tensor, accelerator.reduce(to_device(own, device), reduction="sum"))
+        self._lengths = {name: len(numbers) for name, numbers in parts.items()}
+        self._host, self._arrived = total, None
+        if total.is_cuda:
+            self._host = torch.empty(total.shape, dtype=total.dtype, pin_memory=True)
+            self._host.copy_(total, non_blocking=True)
             self._arrived = torch.cuda.Event(blocking=True)
             self._arrived.record()
+        self.on_device = dict(zip(parts, total.split([*self._lengths.values()]), strict=True))
 
-    def tolist(self) -> list[int]:
-        """Return its numbers."""
+    def read(self) -> dict[str, list[int]]:
+        """Return the sums on the host. Waits for their copy, but not for later work of the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._here.tolist()
+        numbers = iter(self._host.tolist())
+        return {name: [*itertools.islice(numbers, length)] for name, length in self._lengths.items()}
 
 
 class StepMetrics:
@@ -82,7 +91,7 @@ class StepMetrics:
         self, accelerator: Accelerator, model: torch.nn.Module, dtype: torch.dtype, steps: Steps, *, forwards: int
     ) -> None:
         """`dtype`: the compute dtype. `forwards`: a step's forward passes besides the trained one (Loss.extra_forwards)."""
-        self._sum = torch.zeros(6, dtype=torch.int64, device=accelerator.device)  # of the counts of `open`
+        self._sum = torch.zeros(4, dtype=torch.int64, device=accelerator.device)  # of the counts of `open`
         self.forget()
         named = str(dtype).removeprefix("torch.")
         self.peak = get_peak_flops_per_device(accelerator, named) if accelerator.device.type == "cuda" else None
@@ -91,16 +100,11 @@ class StepMetrics:
         self._flops = training_flops(model, forwards=forwards) if self.peak else None
 
     def open(self, counts: torch.Tensor, step: int) -> None:
-        """Begin `step` with its global counts: trained targets, tokens, slots, examples, SIGINTs, SIGTERMs."""
-        self._last, self._sum = LateCopy(counts), self._sum + counts
+        """Begin `step` with its global counts, int64 [4]: trained targets, tokens, slots, examples."""
+        self._sum = self._sum + counts
         if self._flops is not None:
             self._flops_made += self._flops.of(*self._steps.documents_of(step))
         self._since = time.perf_counter() if self._since is None else self._since
-
-    def take_last(self) -> list[int]:
-        """Return the counts of the step that was begun last."""
-        assert self._last is not None
-        return self._last.tolist()
 
     def add_waiting(self, seconds: float) -> None:
         """Add the seconds that a step waited for its data. The time of a line begins with its first wait."""
@@ -113,14 +117,13 @@ class StepMetrics:
 
     def forget(self) -> None:
         """Drop the figures since the last line."""
-        self._last: LateCopy | None = None
         self._since = cast("float | None", None)
         self._flops_made, self._waited = 0.0, 0.0
         self._sum = torch.zeros_like(self._sum)
 
     def close(self) -> Json:
         """Return the figures of the steps since the last line, and begin the next line."""
-        _, tokens, slots, examples, _, _ = self._sum.tolist()
+        _, tokens, slots, examples = self._sum.tolist()
         seconds = max(time.perf_counter() - (self._since or time.perf_counter()), 1e-9)
         device, made, waited = self._sum.device, self._flops_made, self._waited
         self.forget()
