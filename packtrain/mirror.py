@@ -279,8 +279,7 @@ def fetch_record(url: str, folder: Path) -> None:
             system.get_file(path, str(folder / path.rpartition("/")[2]))
     except Exception as error:
         fix = "Check the URL, and the credentials that its package finds."
-        what = f"{url} cannot be read: {_shortly(error)}"
-        raise UserError(what, where=url, fix=fix, code="url-unreadable") from error
+        raise UserError(f"{url} cannot be read: {_shortly(error)}", where=url, fix=fix, code="bad-url") from error
 
 
 def _shortly(error: BaseException) -> str:

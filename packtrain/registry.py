@@ -79,7 +79,7 @@ class Registry(Generic[Thing]):
 
 @cache
 def _find(registry: Registry[Thing]) -> tuple[dict[str, Thing], dict[str, str]]:
-    """Return things by name, and where those of other packages are declared."""
+    """Return things by name, and the places where other packages declare theirs."""
     by_name = {thing.name: thing for thing in registry.own or _built_in(registry)}
     places = dict[str, str]()
     for thing, where in _of_others(registry):

@@ -40,7 +40,7 @@ DECISIVE_PACKAGES = (
     *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "tokenizers"),
     *("flash-attn", "flash-attn-4", "kernels", "liger-kernel"),
 )
-"""Packages that results depend on, beside those of strategies."""
+"""Packages that results depend on. Strategies add theirs."""
 
 
 _Kind = TypeVar("_Kind")

@@ -1,4 +1,4 @@
-"""Text for users: numbers and names in words, errors in one line, visible letters, and no secrets.
+"""Text for users: numbers and names in words, errors in one line, no secrets.
 
 A secret is `certain` if it has the form of a well-known token, a password in a URL, a signed query or a private key. The values of secret
 environment variables and secrets learnt from earlier text (`learn`) are certain, too. A secret is suspected because of the name before a
@@ -51,6 +51,7 @@ _SECRET_NAME = re.compile(
 )
 _INNOCENT_NAME = re.compile(
     r"tokeni[sz]|tokens?_(?:per|type|id|index)|^tokens$|per_token"
+    r"|(?:^|_)(?:add|added|eot|special|stop)_tokens"
     r"|(?:max|min|num|new|sample|trained|total|loss|real|cut|padding|prompt|suppress)_(?:\w*_)?tokens$"
     r"|key_(?:value|head|dim|bias)|key_heads"
     r"|\b(?:bos|eos|pad|unk|sep|cls|mask|image|audio|video|start|end)_token$",

@@ -55,8 +55,7 @@ def run_bench(
     """
     if not MIN_S <= seconds <= MAX_S:  # nan is neither
         fix = f"Give {MIN_S} to {MAX_S}."
-        what = f"bench cannot measure in {seconds:g} s"
-        raise UserError(what, where="--seconds", fix=fix, code="seconds-out-of-range")
+        raise UserError(f"bench cannot measure in {seconds:g} s", where="--seconds", fix=fix, code="bad-seconds")
     with tempfile.TemporaryDirectory(prefix="packtrain-bench-", ignore_cleanup_errors=True) as folder:
         runs = ShortRuns(_keep_nothing(config, Path(folder)), execute, Path(folder))
         print(f"measuring for about {seconds:g} s after loading; nothing is kept", file=sys.stderr)

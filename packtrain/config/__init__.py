@@ -1,4 +1,7 @@
-"""The config of a run: its keys, composition, checks and rules. Here: faults in values, and options passed on to other libraries."""
+"""The config of a run: its keys, composition, checks and rules.
+
+This file declares faults in values, and options that are passed on to other libraries.
+"""
 
 from __future__ import annotations
 

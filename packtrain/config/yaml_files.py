@@ -76,8 +76,7 @@ def find_config(name: str) -> Path:
                 raise UserError("a config file ends with .yaml", where=name, fix=fix, code="config-not-yaml")
             return candidate.absolute()
     if os.path.exists(path):
-        what = "this is a folder or no regular file"
-        raise UserError(what, where=name, fix="Name a .yaml file.", code="config-not-a-file")
+        raise UserError("this is a folder or no regular file", where=name, fix="Name a .yaml file.", code="not-a-file")
     ours = {item.stem: f"recipes/{item.name}" for item in sorted(recipes.glob(f"*{SUFFIX}"))}
     known = {**ours, **{item.stem: str(item) for item in path.parent.glob(f"*{SUFFIX}")}}
     meant = " or ".join(known[stem] for stem in near(path.stem, known))
@@ -105,8 +104,7 @@ def read_config(path: Path) -> ConfigFile:
             where = f"{shown(path)}:{first.start_mark.line + 1}, {key}"
             if len(lines) > _MOST or key.count(".") + key.count("[") > _DEEPEST:
                 what = f"more than {_MOST} values or {_DEEPEST} levels, with aliases (*) written out"
-                fix = "Write less, or name a file with the data."
-                raise UserError(what, where=where, fix=fix, code="too-many-values")
+                raise UserError(what, where=where, fix="Write less, or name a file with the data.", code="too-large")
             if value.tag.endswith((":int", ":float")) and _MISREAD_NUMBER.fullmatch(value.value):
                 what = f"YAML takes {value.value} for another number (octal or base 60)"
                 fix = "Write the number in full digits, or in quotes if it is text."
@@ -123,8 +121,7 @@ def read_config(path: Path) -> ConfigFile:
         fix = "An interpolation is written ${group.key}, the text ${ as \\${."
         raise UserError(str(error).split("\n")[0], where=where, fix=fix, code="bad-interpolation") from error
     except RecursionError as error:
-        what = "nested too deeply"
-        raise UserError(what, where=shown(path), fix="Write it flatter.", code="nested-too-deeply") from error
+        raise UserError("nested too deeply", where=shown(path), fix="Write it flatter.", code="too-deep") from error
     except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:  # a bad tag raises the others
         mark = getattr(error, "problem_mark", None)
         what = f"not valid YAML: {getattr(error, 'problem', None) or error}"

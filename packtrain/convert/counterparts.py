@@ -239,7 +239,9 @@ def template(value: Value, theirs: Theirs) -> Outcome:
     if text.endswith((".jinja", ".j2")) or name in template_names():
         return Outcome({"data.chat_template": name if name in template_names() else text}, mark + why)
     if text.startswith(("default", "tokenizer_default")) or is_off(text):
-        return Outcome(why="the tokenizer's own", became="data.chat_template")
+        _, has_other, other = text.partition("tokenizer_default_fallback_")
+        why = f"; of a tokenizer without one it is {other} there: then set data.chat_template" if has_other else ""
+        return Outcome(why=f"the tokenizer's own{why}", became="data.chat_template")
     what = f"packtrain has none of the name {text}: the tokenizer's own is taken, see packtrain inspect"
     return Outcome(why=what, kind="no counterpart")
 

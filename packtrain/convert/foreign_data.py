@@ -22,6 +22,7 @@ from packtrain.convert.counterparts import (
     whole,
 )
 from packtrain.convert.foreign_file import Foreign, Settings, Value
+from packtrain.data.formats.messages import SPEAKERS
 from packtrain.errors import UserError
 from packtrain.objectives.spec import OBJECTIVES
 
@@ -47,7 +48,8 @@ _AS_HERE: dict[str, tuple[Value, ...]] = {
     "message_property_mappings": ({"role": "role", "content": "content"}, {"role": "from", "content": "value"}),
 }
 """Settings of axolotl's data sets that change nothing with these values."""
-_SPEAKERS = {"system", "human", "user", "gpt", "assistant", "model", "bot", "tool"}
+_ON = ("roles_to_train", "train_on_eos", "train_on_eot")
+"""Settings of axolotl's data sets that are on by default."""
 _OWN_TEXTS = "has prompt texts of its own there (such as ### Instruction), here they are the chat template's: see packtrain inspect"
 _PLAIN_TYPE = re.compile(r"(bradley_terry\.)?chat_template(\.\w+)?|completion|pretrain|sharegpt|None")
 _FIELDS = ("chosen", "rejected", "instruction", "output", "system", "input", "prompt", "completion", "label", "tools")
@@ -127,8 +129,9 @@ def axolotl_train(name: str, value: Value, theirs: Theirs) -> Outcome:
 def _means_the_same(name: str, value: Value) -> bool:
     """Return whether a setting of axolotl's data set is read, or changes nothing."""
     if name == "roles":
-        return {str(said) for given in value.values() for said in given} <= _SPEAKERS
-    return bool(_READ.fullmatch(name)) or value in _AS_HERE.get(name, ()) or is_off(value)
+        return all(SPEAKERS.get(str(said)) == role for role, given in (value or {}).items() for said in given)
+    off = value is None or (is_off(value) and name not in _ON)
+    return bool(_READ.fullmatch(name)) or value in _AS_HERE.get(name, ()) or off
 
 
 def llamafactory_data(key: str, value: Value, theirs: Theirs) -> Outcome:
@@ -213,28 +216,39 @@ def trl_data(value: Value, theirs: Theirs) -> Outcome:
     if theirs.get("datasets", "dataset_mixture", "dataset_mixer"):
         return Outcome(why="the mixture is trained on in its place", kind="not needed")
     source = {"path": str(value), "subset": theirs.get("dataset_config"), "split": theirs.get("dataset_train_split")}
-    chosen = theirs.verb != "sft" or theirs.get("assistant_only_loss", "completion_only_loss") is not None
-    train = _sources("data.train", [source], theirs, *([] if chosen else [_EVERY_TURN]))
+    train = _sources("data.train", [source], theirs, *_turns(theirs))
     if is_off(theirs.get("eval_strategy", "evaluation_strategy")):
         return train
     held_out = _sources("data.eval", [{**source, "split": theirs.get("dataset_test_split") or "test"}], theirs)
     return Outcome({**train.values, **held_out.values}, train.why)
 
 
+def _turns(theirs: Theirs) -> list[str]:
+    chosen = theirs.verb != "sft" or theirs.get("assistant_only_loss", "completion_only_loss") is not None
+    return [] if chosen else [_EVERY_TURN]
+
+
 def mixture(value: Value, theirs: Theirs) -> Outcome:
     """Convert several data sets with shares, from a list of settings or name: share."""
     settings = {"datasets": value} if isinstance(value, list) else dict(value)
     split = names(theirs.get("dataset_splits") or "train")[0]
-    found, guess = [], list[str]()
+    found, guess = [], _turns(theirs)
     for item in settings.get("datasets", [{"id": name, "weight": at, "split": split} for name, at in settings.items()]):
-        path = str(item.get("id") or item.get("path") or item["data_files"])
-        source = {"path": path, "subset": item.get("config", item.get("name"))}
-        found.append({**source, "split": item.get("split"), "weight": item.get("weight", item.get("fraction"))})
-        lost = [f"{name} has no counterpart" for name in {*item} & {"data_dir"}] + (
-            [_SHARE] if item.get("fraction") else []
+        path = str(item.get("id") or item.get("path") or "")
+        builds = bool(item.get("data_files")) and "/" not in path  # `json` is no data set
+        more = {"subset": item.get("config", item.get("name")), "split": item.get("split")}
+        more["weight"] = item.get("weight", item.get("fraction"))
+        found += [{"path": part, **more} for part in (names(item["data_files"]) if builds else [path])]
+        lost = [_SHARE] if item.get("fraction") else []
+        unread = ("data_dir",) if builds else ("data_dir", "data_files")
+        lost += [f"{name} has no counterpart" for name in unread if item.get(name)]
+        lost += (
+            [f"columns other than {', '.join(names(item['columns']))} are dropped there, and read here"]
+            if item.get("columns")
+            else []
         )
         guess += [DIFFERS + what for what in lost]
-    size = number(settings.get("test_split_size") or 0)
+    size = number(settings.get("test_split_size", theirs.get("test_split_size")) or 0)
     guess += [f"test_split_size is {size:g} rows, ours a share: 0.01 is a guess"] if size >= 1 else []
     train = _sources("data.train", found, theirs, *guess)
     return Outcome({**train.values, "data.eval": size if size < 1 else 0.01} if size else train.values, train.why)

@@ -101,7 +101,7 @@ def read_foreign(path: Path) -> Foreign:
 def _text(path: Path) -> str:
     what, code = "there is no such file", "no-such-config"
     if path.exists():
-        what, code = "this is a folder or no regular file, or has more than 2 MiB", "config-not-a-file"
+        what, code = "this is a folder or no regular file, or has more than 2 MiB", "not-a-file"
     try:
         if path.is_file() and path.stat().st_size <= _LONGEST:  # reading a pipe could block
             return path.read_text(encoding="utf-8-sig")
@@ -130,7 +130,7 @@ def _parse(path: Path) -> Settings:
         inside += [*item.values()] if isinstance(item, dict) else item if isinstance(item, list) else []
     if inside:
         what = f"more than {_MOST_VALUES:,} values, with aliases (*) written out"
-        raise UserError(what, where=str(path), fix="Write fewer, or name a file with the data.", code="too-many-values")
+        raise UserError(what, where=str(path), fix="Write fewer, or name a file with the data.", code="too-large")
     return {str(key): value for key, value in values.items()}
 
 
@@ -165,7 +165,7 @@ def _words(text: str, variables: Mapping[str, str]) -> Iterator[list[str]]:
         lexer = shlex.shlex(_expanded(line, variables), posix=True, punctuation_chars=";&|<>")
         lexer.whitespace_split, lexer.commenters = True, ""
         with suppress(ValueError):  # a quote that is not closed
-            for ends, words in groupby([*lexer, ";"], key=lambda word: set(word) <= set(";&|<>")):
+            for ends, words in groupby([*lexer, ";"], key=lambda word: word != "" and set(word) <= set(";&|<>")):
                 yield [] if ends else [*words]
 
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from packtrain.data.streaming import Stream
 
-VERSION = 21
+VERSION = 22
 """Increase it whenever the same rows would give other tokens or masks, so that old caches are not used."""
 FEW_ROWS, FEW_BYTES, FEW_CHUNKS = 10_000, 4 << 20, 40
 """Limits of the data that this process tokenises itself, in about the time that workers take to start."""
@@ -167,8 +167,7 @@ class Tokeniser:
             identity = source.identity(partial(hash_file, memory=self.folder / "hashes"))
         except OSError as error:
             where = str(error.filename or given.path)
-            what = f"cannot be used: {error.strerror or error}"
-            raise UserError(what, where=where, code="unusable-source") from error
+            raise UserError(f"cannot be used: {error.strerror or error}", where=where, code="bad-source") from error
         parts = (VERSION, identity, encoder.objective, encoder.tokenizer.content, *self.settings)
         key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 

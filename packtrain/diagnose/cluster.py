@@ -68,7 +68,7 @@ def show_cluster(load: Load, arguments: Sequence[str], *, as_json: bool) -> int:
     if processes.nodes == 1:
         fix = "Set topology (docs/multi-node.md), or omit --cluster."
         what = "the run has one machine: there is nothing to compare"
-        raise UserError(what, where="--cluster", fix=fix, code="one-machine")
+        raise UserError(what, where="--cluster", fix=fix, code="nothing-to-compare")
     if processes.role == "srun":
         return run_srun(plan_launch(config, around, "env", arguments).srun)
     report = start(lambda: own_report(*gather(lambda: config), asdict(config)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
@@ -45,10 +45,6 @@ def summarise(corpus: Corpus, processes: int) -> Shown:
     shown = _choose_typical(corpus)
     bad = corpus.bad_rows()
     places = find_places(corpus, rows_named(findings) | {int(corpus.row_of[document]) for document in shown} | {*bad})
-    labels = None
-    if corpus.labels is not None:
-        desirable = int(corpus.labels[corpus.train.rows].sum())
-        labels = {"desirable": desirable, "undesirable": len(corpus.train) - desirable}
     cost = estimate_attention_cost(corpus)
     percentiles = np.percentile(corpus.train.lengths, PERCENTILES).astype(int).tolist()
     return {
@@ -61,7 +57,7 @@ def summarise(corpus: Corpus, processes: int) -> Shown:
         "split": report.split,
         "cut_tokens": report.cut_tokens,
         "documents": report.documents,
-        "labels": labels,
+        "labels": report.labels and asdict(report.labels),
         "unit": spec.examples,
         "tokens": report.tokens,
         "trained_tokens": report.trained_tokens,
@@ -221,8 +217,7 @@ def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = N
     schedule = schedule_of(corpus, packing, processes, cost or 0.0)
     if not 1 <= step <= schedule.total_steps:
         what = f"step {step}, but the run has {counted(schedule.total_steps, 'steps')}"
-        fix = f"Give a number from 1 to {schedule.total_steps}."
-        raise UserError(what, where="--step", fix=fix, code="no-such-step")
+        raise UserError(what, where="--step", fix=f"Give a number from 1 to {schedule.total_steps}.", code="no-step")
     layout = schedule.layout(step - 1, processes)
     firsts = corpus.train.rows.reshape(-1, corpus.spec.documents)[:, 0]  # the first document of each example
     numbers = {int(number) for parts in layout for part in parts for number in part[:most]}

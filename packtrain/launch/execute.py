@@ -43,6 +43,7 @@ from packtrain.monitor.heartbeat import STACKS, TimeLimits
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan.known_model import base_of
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
+from packtrain.plan.network_settings import LOOPBACK
 from packtrain.plan.origin import check_config, shared_values, shared_versions
 from packtrain.plan.surroundings import detect_surroundings
 from packtrain.run_folder import RunFolder, environment, object_of, write_json
@@ -163,7 +164,6 @@ def writing() -> Iterator[None]:
 
 LAUNCHER_LOG = "launcher.log"
 MAX_SILENCE_S = 30
-LOOPBACK = "127.0.0.1"
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "CROSS_SIZE")
 """Variables of torchrun, Open MPI, other MPIs, srun and DeepSpeed's launcher. A process with none was started by hand."""
 
@@ -219,7 +219,9 @@ def execute(
             if plan.nodes == 1:  # several machines meet first, so that all of them get the error
                 check_free(folder.root)
             return _launch_and_restart(plan, config, folder, open_folder)
-        if _writes_run_folder(plan):
+        # a single process writes the run folder under any RANK, else rank 0 does
+        rank = plan.command.env.get("RANK", os.environ.get("RANK", "0")) if plan.num_processes > 1 else "0"
+        if plan.node == 0 and rank == "0":
             open_folder(plan, config.trainer.resume)
             Restarts(0, folder).write_record([])  # drop the record of launches that did not begin to train
         os.environ.update(plan.command.env)
@@ -248,7 +250,7 @@ def _launch_and_restart(
         config=shared_values(asdict(config)),
     )
     meeting_point = MeetingPoint(
-        _main_address(plan),
+        plan.accelerate.get("main_process_ip", LOOPBACK),
         plan.accelerate["main_process_port"] if plan.nodes > 1 else config.topology.main_port or 0,  # 0: any free port
         config.topology.join_timeout,
         config.trainer.output_dir,
@@ -285,16 +287,6 @@ def _limits(config: RunConfig) -> TimeLimits:
     return TimeLimits(config.topology.step_timeout, config.topology.join_timeout)
 
 
-def _main_address(plan: LaunchPlan) -> str:
-    return plan.accelerate.get("main_process_ip", LOOPBACK)
-
-
-def _writes_run_folder(plan: LaunchPlan) -> bool:
-    """Return whether this process writes the run folder. Rank 0 does; so does a single process, under any RANK."""
-    rank = plan.command.env.get("RANK", os.environ.get("RANK", "0")) if plan.num_processes > 1 else "0"
-    return plan.node == 0 and rank == "0"
-
-
 def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: Group, restarts: Restarts) -> Verdict:
     """Run this machine's workers; return the verdict when the workers of all machines have ended.
 
@@ -314,7 +306,8 @@ def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: 
             ranks = [(name, range(node * per_node, (node + 1) * per_node)) for node, name in names]
             watchdog = stack.enter_context(closing(Watchdog(ranks, limits, folder.logs)))
             watchdog.attach(server)
-            stack.enter_context(published(folder.logs, server, _main_address(plan)))
+            address = plan.accelerate.get("main_process_ip", LOOPBACK)
+            stack.enter_context(published(folder.logs, server, address))
             machine_0 = Coordinator(group.names, per_node, silence_s, watchdog, restarts)
             server.serve("machine", machine_0.answer)
         argv = _argv_with_copies(plan, config, folder, scratch, group.store_port)

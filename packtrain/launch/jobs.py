@@ -1,4 +1,4 @@
-"""Jobs: a script for sbatch or one srun task per machine, and files for Kubeflow, SkyPilot and dstack.
+"""Jobs of Slurm, Kubeflow, SkyPilot and dstack: their scripts and files, and how they are submitted.
 
 slurm/run.sbatch.j2 explains what a script does and why; `script` computes the values for it. Everything from the user is
 quoted, for bash or for sbatch's parsing of `#SBATCH` lines, except topology.command, setup and sbatch, which are code.
@@ -45,6 +45,14 @@ _GPUS = {"gres", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "t
 _MODULE = re.compile(r"\s*(module|ml)\b")  # only a login shell knows these
 _ANSWER_S = 120  # for a client of Slurm
 _STEP_S = 20  # time for Slurm to name and signal a step
+Engine = Literal["kubeflow", "skypilot", "dstack"]
+_SUBMIT = {
+    "kubeflow": (["kubectl", "apply", "-f"], "https://kubernetes.io/docs/tasks/tools"),
+    "skypilot": (["sky", "jobs", "launch", "--detach-run", "--yes"], "pip install skypilot"),
+    "dstack": (["dstack", "apply", "--detach", "--yes", "-f"], "pip install dstack"),
+}
+"""The client of each engine, which takes a file, and how to get the client."""
+_GRACE_S = 30  # Kubernetes' default
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +285,7 @@ def _sbatch(arguments: list[str], text: str) -> str:
         done = _ask("sbatch", *arguments, env=env, text=text)
     except (OSError, subprocess.TimeoutExpired) as error:
         fix = "Run this on a login machine of the cluster; without --submit the script is printed, and can be copied there."
-        what = f"sbatch cannot be called: {error}"
-        raise UserError(what, where="--submit", fix=fix, code="sbatch-missing") from error
+        raise UserError(f"sbatch cannot be called: {error}", where="--submit", fix=fix, code="no-sbatch") from error
     if done.returncode:  # its message names the option
         lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines() if line]
         fix = "See what there is: sinfo -o '%P %D %c %m %G %l %f' (partition, machines, cores, MB, GPUs, time limit, features)."
@@ -313,7 +320,7 @@ def run_srun(argv: Sequence[str]) -> int:
         except OSError as error:
             what = f"srun cannot be started, though this is inside a Slurm job: {error.strerror}"
             fix = "Load Slurm's module; type -a srun shows what is there."
-            raise UserError(what, where="PATH", fix=fix, code="srun-missing") from error
+            raise UserError(what, where="PATH", fix=fix, code="no-srun") from error
         pass_on()
         code = process.wait()
     if code == 1 and not received:
@@ -337,16 +344,6 @@ def _signal_step(name: str, number: int) -> bool:
     except (OSError, UnicodeError, subprocess.SubprocessError):
         return False
     return bool(steps)
-
-
-Engine = Literal["kubeflow", "skypilot", "dstack"]
-_SUBMIT = {
-    "kubeflow": (["kubectl", "apply", "-f"], "https://kubernetes.io/docs/tasks/tools"),
-    "skypilot": (["sky", "jobs", "launch", "--detach-run", "--yes"], "pip install skypilot"),
-    "dstack": (["dstack", "apply", "--detach", "--yes", "-f"], "pip install dstack"),
-}
-"""The client of each engine, which takes a file, and how to get the client."""
-_GRACE_S = 30  # Kubernetes' default
 
 
 @dataclass(frozen=True, slots=True)

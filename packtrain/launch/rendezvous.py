@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -34,6 +35,23 @@ ABSENT_S = 5  # a machine that is silent this long counts as not joined
 _FAREWELL_S = 3  # machine 0 keeps answering this long after a failure, so that the others get the reason
 _LINK_LOCAL = ("169.254.", "fe80:")
 _CHECK_GPUS = "look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One machine as its launcher describes it: machine `node` of `nodes`, with `per_node` processes.
+
+    `versions` has packages and Python. `config` has the text of every value that all machines must share.
+    """
+
+    node: int
+    nodes: int
+    per_node: int
+    gpus: int
+    host: str
+    addresses: tuple[str, ...]
+    versions: Mapping[str, str]
+    config: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +177,7 @@ class _JoinServer:
             if token not in self._joined:
                 if self.final is not None and "go" in self.final:
                     return _too_late(place)
-                others = self._members()
-                same = next((same_number_error(other, member) for other in others if other.node == member.node), None)
-                self._error = self._error or same or compare_counts([*others, member])
+                self._error = self._error or compare_counts([*self._members(), member])
             self._joined[token] = member, time.monotonic()
             return self.final or {"wait": self._waiting}
 
@@ -311,23 +327,6 @@ def _too_late(place: MeetingPoint) -> Json:
     return {"stop": error.to_json()}
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One machine as its launcher describes it: machine `node` of `nodes`, with `per_node` processes.
-
-    `versions` has packages and Python. `config` has the text of every value that all machines must share.
-    """
-
-    node: int
-    nodes: int
-    per_node: int
-    gpus: int
-    host: str
-    addresses: tuple[str, ...]
-    versions: Mapping[str, str]
-    config: Mapping[str, str]
-
-
 def names_of(members: Sequence[Member]) -> dict[int, str]:
     """Return node → host name. Machines with equal host names also get their number."""
     hosts = [member.host for member in members]
@@ -337,16 +336,14 @@ def names_of(members: Sequence[Member]) -> dict[int, str]:
     }
 
 
-def same_number_error(item: Member, other: Member) -> CheckFailed:
-    """Return the error that two machines have the same number."""
-    places = " and ".join(f"{member.host} ({', '.join(member.addresses) or '?'})" for member in (item, other))
-    what = f"two machines are number {item.node}: {places}"
-    fix = f"Give each machine its own, from 0 (topology.main_address) to {max(item.nodes - 1, 1)}."
-    return CheckFailed(what, where="topology.node_rank", fix=fix, code="same-number")
-
-
 def compare_counts(members: Sequence[Member]) -> CheckFailed | None:
-    """Return the error if machines differ in process counts or lack GPUs; else None."""
+    """Return the error if machines have the same number, differ in process counts or lack GPUs; else None."""
+    numbers = Counter(member.node for member in members)
+    if same := [member for member in members if numbers[member.node] > 1]:
+        places = " and ".join(f"{member.host} ({', '.join(member.addresses) or '?'})" for member in same)
+        what = f"two machines are number {same[0].node}: {places}"
+        fix = f"Give each machine its own, from 0 (topology.main_address) to {max(same[0].nodes - 1, 1)}."
+        return CheckFailed(what, where="topology.node_rank", fix=fix, code="same-number")
     if short := [item for item in members if 0 < item.gpus < item.per_node]:
         here = ", ".join(f"{names_of(members)[item.node]}: {item.gpus}" for item in short)
         what = f"{short[0].per_node} GPUs on each machine are needed, but some have fewer ({here})"

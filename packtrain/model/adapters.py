@@ -88,7 +88,14 @@ def odd_layers(model: nn.Module) -> list[str]:
 def joint_tensors(weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Return the last names of tensors that hold the matrices of several experts or heads."""
     shapes = {name: [size for size in getattr(one, "ds_shape", one.shape) if size > 1] for name, one in weights}
-    joint = (name for name, shape in shapes.items() if len(shape) == 3 and "conv" not in name)
+    stacked = re.compile(
+        r"(^|\.)experts\.(.*\.)?(?!weight$)\w+(?<!bias)$"
+    )  # such as DBRX's, one below the other in a matrix
+    joint = (
+        name
+        for name, shape in shapes.items()
+        if (len(shape) == 3 and "conv" not in name) or (len(shape) > 1 and stacked.search(name))
+    )
     ends = (name.replace(".base_layer", "").removesuffix(".weight").split(".")[-2:] for name in joint)
     return sorted({".".join(end) for end in ends})
 

@@ -342,13 +342,14 @@ def _place_of(model: PreTrainedModel, name: str) -> tuple[str, str]:
 
 
 def _switches(model: PreTrainedModel, lacking: set[str]) -> list[str]:
-    """Return switches of model.config that make a model take `lacking` weights."""
-    found = []
+    """Return switches of model.config that make a model take `lacking` weights, and need no others."""
+    found, own = [], model.state_dict().keys()
     for name, value in model.config.get_text_config().to_dict().items():
         changed = deepcopy(model.config)
         with suppress(Exception), torch.device("meta"):  # not every combination makes a model
             setattr(changed.get_text_config(), name, not value)
-            if isinstance(value, bool) and lacking & type(model)(changed).state_dict().keys():
+            more = type(model)(changed).state_dict().keys() - own if isinstance(value, bool) else set()
+            if more and more <= lacking:
                 key = name if changed.get_text_config() is changed else f"text_config.{name}"
                 found.append(f"set model.config.{key}={json.dumps(not value)}")
     return found

@@ -58,15 +58,6 @@ Prepared = tuple[Window, StreamedSteps, Sequence[Pinnable]] | BaseException | No
 """A step of the stream with its Steps and micro-batches, the error of the thread, or None at the end of the data."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StreamSchedule(Schedule):
-    """Schedule that repeats the first rows, for code that asks what steps are like. A stream has no epochs."""
-
-    def epoch_of(self, step: int) -> float:
-        """Return 0: a stream has no epochs."""
-        return 0.0
-
-
 @dataclass
 class Feed:
     """Source of streamed steps. `slots` returns how many slots the examples of a data set take in a row.
@@ -90,9 +81,7 @@ class Feed:
 
     def attach(self, steps: AnySteps) -> AnySteps:
         """Return `steps` of the first rows with this feed, which replaces them by streamed steps."""
-        given = {name: value for name, value in steps.schedule.__dict__.items() if not name.startswith("_")}
-        steps = replace(steps, schedule=StreamSchedule(**given), feed=self)
-        self.current = steps
+        self.current = steps = replace(steps, schedule=replace(steps.schedule, has_epochs=False), feed=self)
         return steps
 
     def go_on_from(self, checkpoint: Path, step: int) -> None:

@@ -86,6 +86,8 @@ class Schedule:
     """Index of common beginnings (prefixes.py); a micro-batch computes each one once. None: rows share nothing."""
     families: np.ndarray | None = None
     """int64[n]: the family of each document. A step draws whole families. None: it draws documents one by one."""
+    has_epochs: bool = True
+    """False: a stream's schedule, which repeats the first rows for code that asks what steps are like."""
     _rows_by_epoch: dict[int, Rows] = field(default_factory=dict[int, Rows], repr=False)
     _row_counts: dict[int, int] = field(default_factory=dict[int, int], repr=False)
 
@@ -113,21 +115,25 @@ class Schedule:
     def layout(self, step: int, world_size: int) -> Layout:
         """Return the documents of a step as `[rank][micro_batch]` arrays int64[documents]. All ranks have equally many micro-batches. A row that
         several ranks split is listed at the first of them."""
-        keep_order = self.packing.strategy == "in_order"
         if self.packing.mode == "packed" and self.examples_per_step is None:
             rows, first, end = self._rows_of(step)
             planned = [rows[row] for row in range(first, end)]
             cost = part_costs(planned, self.lengths, self.packing.mode, self.attention_cost)
-            return deal(planned, cost, world_size, keep_order)
+            return deal(planned, cost, world_size, self.packing.strategy == "in_order")
         documents = self.documents(step)
-        sizes = (world_size, self.limits, self.attention_cost, self.ranks_per_row)
         if self.prefixes is not None:
+            sizes = (world_size, self.limits, self.attention_cost, self.ranks_per_row)
             layout = lay_out_shared(self.prefixes, documents, *sizes)
         else:
-            layout = lay_out(self.lengths[documents], self.packing.mode, *sizes, keep_order=keep_order)
+            layout = self.lay_out(self.lengths[documents], world_size)
         for parts in layout:
             parts[:] = [documents[part] for part in parts]
         return layout
+
+    def lay_out(self, lengths: np.ndarray, world_size: int) -> Layout:
+        """Lay out documents of these `lengths` as one step, without shared beginnings. See balance.py."""
+        sizes = (world_size, self.limits, self.attention_cost, self.ranks_per_row)
+        return lay_out(lengths, self.packing.mode, *sizes, keep_order=self.packing.strategy == "in_order")
 
     def slots(self, part: np.ndarray) -> int:
         """Return the token slots of a micro-batch of these documents."""
@@ -150,7 +156,9 @@ class Schedule:
         return parts_of_rank(self.layout(step, world_size), rank)
 
     def epoch_of(self, step: int) -> float:
-        """Return the number of passes over the data after `step` steps, 0.0 at the start."""
+        """Return the number of passes over the data after `step` steps, 0.0 at the start and for a stream."""
+        if not self.has_epochs:
+            return 0.0
         epoch, within = self._locate(step)
         return epoch + within / self.steps_per_epoch(epoch)
 

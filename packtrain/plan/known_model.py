@@ -178,8 +178,7 @@ def untrainable(method: str, *, takes_adapters: bool) -> UserError:
     """Return the error for weights that stay quantised by `method`."""
     more = ", or train adapters (peft=lora)" if takes_adapters else ""
     fix = f"take the model that they were made of{more}"
-    what = f"weights quantised by {method} cannot be trained"
-    return UserError(what, where="model.path", fix=fix, code="quantised-weights")
+    return UserError(f"weights quantised by {method} cannot be trained", where="model.path", fix=fix, code="quantised")
 
 
 def read_layers(sizes: Sizes) -> Layers:
@@ -187,7 +186,7 @@ def read_layers(sizes: Sizes) -> Layers:
     kind = sizes.get("model_type")
     if kind not in _LLAMA_KIN:
         what = f"the layers of model type {kind} are not among those that packtrain knows"
-        raise UserError(what, code="unknown-layers")
+        raise UserError(what, code="uncounted-layers")
     needed = list(_SIZES)
     needed += ["num_key_value_heads"] if kind != "llama" else []
     needed += ["head_dim"] if kind == "qwen3" else []
@@ -295,8 +294,7 @@ def base_of(path: str | None) -> str | None:
     moved = os.path.normpath(file.parent / str(_read(file.with_name(BASE)).get("path", "")))  # moved with their base
     if moved == os.path.normpath(file.parent) or not os.path.exists(moved):
         fix = f"Write where it is on this machine there, in place of {base}."
-        what = f"the adapters' base model is not here: {base}"
-        raise UserError(what, where=where, fix=fix, code="base-model-missing")
+        raise UserError(f"the adapters' base model is not here: {base}", where=where, fix=fix, code="base-missing")
     return moved
 
 

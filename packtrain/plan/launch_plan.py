@@ -11,9 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
-from packtrain.config.objective import Objective
 from packtrain.config.rules import nearest_multiples
-from packtrain.config.schema import Batch, RunConfig, Topology, Trainer
+from packtrain.config.schema import RunConfig, Topology
 from packtrain.errors import Json, Problem, UserError
 from packtrain.objectives.spec import OBJECTIVES
 from packtrain.plan.network_settings import NetworkSetting, choose_network
@@ -22,6 +21,13 @@ from packtrain.plan.topology import GPUS_PER_NODE, Processes, choose_processes
 from packtrain.run_folder import RunFolder
 from packtrain.strategies.spec import Launcher, engine_sections
 from packtrain.wording import counted
+
+_WORKER = ("packtrain", "worker")  # python -m …
+_NOT_KNOWN_YET = "MAIN_ADDRESS"  # in plans for machines whose names are not known yet
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"  # since torch 2.9, and before
+_WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
+_MAX_GPUS = 1024  # on one machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +80,13 @@ class BatchPlan:
         return {**asdict(self), **whole, "summary": self.sentence()}
 
 
-def plan_batch(
-    batch: Batch, mode: str, objective: Objective, trainer: Trainer, processes: int, sequence_parallel: int | str = 1
-) -> BatchPlan:
-    """Return the batch arithmetic of a run in packing.mode `mode` on `processes` devices.
+def plan_batch(config: RunConfig, processes: int) -> BatchPlan:
+    """Return the batch arithmetic of a run on `processes` devices.
 
     Raises UserError if rows of batch.tokens_per_step do not divide evenly among processes, if processes do not divide into groups of
     strategy.sequence_parallel, or if a step would be split although the loss needs all its pairs together.
     """
+    batch, mode, sequence_parallel = config.batch, config.packing.mode, config.strategy.sequence_parallel
     if sequence_parallel != "auto" and processes % int(sequence_parallel):
         what = f"{counted(processes, 'processes')} cannot make groups of {sequence_parallel}"
         fix = f"Set it to auto or a divisor of {processes}, or start another number of processes."
@@ -97,7 +102,7 @@ def plan_batch(
         micro_batches = rows // processes if mode == "packed" else None
     elif batch.examples_per_step is not None and examples is not None and tokens is None:
         micro_batches = math.ceil(math.ceil(batch.examples_per_step / examples) / processes)
-    if (sorting := objective.sorting_losses) and (processes > 1 or (micro_batches or 1) > 1):
+    if (sorting := config.objective.sorting_losses) and (processes > 1 or (micro_batches or 1) > 1):
         where, fix = f"{processes} processes", "Use one process (topology=single)"
         if processes == 1:  # training itself checks micro-batches by tokens
             where, fix = f"{micro_batches} micro-batches", f"Set batch.examples_per_device={batch.examples_per_step}"
@@ -112,18 +117,10 @@ def plan_batch(
         tokens_per_device=tokens,
         rows_per_step=rows,
         micro_batches_per_device=micro_batches,
-        unit=objective.spec.examples,
-        steps=trainer.max_steps,
+        unit=config.objective.spec.examples,
+        steps=config.trainer.max_steps,
         sequence_parallel=sequence_parallel,
     )
-
-
-_WORKER = ("packtrain", "worker")  # python -m …
-_NOT_KNOWN_YET = "MAIN_ADDRESS"  # in plans for machines whose names are not known yet
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
-_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"  # since torch 2.9, and before
-_WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
-_MAX_GPUS = 1024  # on one machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +231,6 @@ def plan_launch(
     network = _network(topology, processes, surroundings)
     env = _env(topology, processes, surroundings)
     own_env = {**{item.name: item.value for item in network if item.value is not None}, **env}
-    total = processes.num_processes
     return LaunchPlan(
         **{item.name: getattr(processes, item.name) for item in fields(processes)},
         commands=tuple(  # network settings of the other machines are not known here
@@ -243,14 +239,7 @@ def plan_launch(
         ),
         accelerate=settings[processes.node],
         engines=engine_sections(strategy, config.model.dtype, config.optim.max_grad_norm),
-        batch=plan_batch(
-            config.batch,
-            config.packing.mode,
-            config.objective,
-            config.trainer,
-            total,
-            config.strategy.sequence_parallel,
-        ),
+        batch=plan_batch(config, processes.num_processes),
         host=surroundings.host,
         gpus=surroundings.gpus,
         srun=_srun(processes, surroundings, verb, arguments, no_kill=no_kill) if processes.needs_srun else (),

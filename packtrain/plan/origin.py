@@ -1,4 +1,4 @@
-"""Facts that the machines and ranks of a run must share, and a resumed run with its checkpoint. Pure; no torch.
+"""Facts that machines, ranks and checkpoints of a run must share. Pure; no torch.
 
 Facts are config keys, and the documents, weights and versions behind them (train/checkpoint/folder.py). config/keys.py says which of them
 may differ from a checkpoint. Machines and ranks compare values as text (launch/rendezvous.py, train/sync.py), secret ones as short digests,
@@ -34,6 +34,19 @@ _OWN = re.compile(
 )
 _VARIABLES = "topology.environment."  # a user's own variables, which may hold secrets
 _Peer = TypeVar("_Peer")
+ORIGIN, MANIFEST = "origin.json", "manifest.json"
+STRATEGY, PROCESSES = "strategy.name", "the number of processes"
+SHAPE, TOKENIZER = "model.config.", "the tokenizer"
+FORMAT = "checkpoint.format"
+"""Number to raise when checkpoints can no longer be read as before."""
+_LENGTH, _STEPS, _DESPITE = "trainer.max_steps", "the number of steps", "trainer.resume_despite"
+_AFTER_LOADING = (_LENGTH, "data.train", "model.dtype", "objective.reference", "trainer.mixed_precision")
+"""Decisive keys whose fact the run finds or decides after loading; it replaces their value."""
+_EMPTY = (None, "{}", "[]")
+"""Values of a fact that mean the same."""
+_NAME = re.compile(r"step-(\d+)")
+Facts = Json
+"""Facts by name, with values of JSON."""
 
 
 def shared_values(config: Mapping[str, object]) -> dict[str, str]:
@@ -91,21 +104,6 @@ def _shown(key: str, value: object) -> str:
     if value is not None and (key.startswith(_VARIABLES) or speaks_of_secrets(key) or is_certain(text)):
         return f"a value not shown ({digest_of(text)})"
     return text if len(text) <= 200 else f"{text[:160]}… ({digest_of(text)})"
-
-
-ORIGIN, MANIFEST = "origin.json", "manifest.json"
-STRATEGY, PROCESSES = "strategy.name", "the number of processes"
-SHAPE, TOKENIZER = "model.config.", "the tokenizer"
-FORMAT = "checkpoint.format"
-"""Number to raise when checkpoints can no longer be read as before."""
-_LENGTH, _STEPS, _DESPITE = "trainer.max_steps", "the number of steps", "trainer.resume_despite"
-_AFTER_LOADING = (_LENGTH, "data.train", "model.dtype", "objective.reference", "trainer.mixed_precision")
-"""Decisive keys whose fact the run finds or decides after loading; it replaces their value."""
-_EMPTY = (None, "{}", "[]")
-"""Values of a fact that mean the same."""
-_NAME = re.compile(r"step-(\d+)")
-Facts = Json
-"""Facts by name, with values of JSON."""
 
 
 def facts_of(config: Json) -> Facts:

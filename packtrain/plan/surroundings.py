@@ -36,6 +36,20 @@ _CONVERTER = "convert_hf_to_gguf.py"
 INSTALL = (
     "apt-get install gcc python3-dev (or dnf install gcc python3-devel, conda install gcc_linux-64), or name one in CC"
 )
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets these for each process
+DEFAULT_PORT = 29500
+# Rank, size, rank on the machine, size of the machine: Open MPI's names, then those in MPICH, Intel MPI and other Hydra launchers.
+_MPI = (
+    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+_ENGINES = {
+    "SkyPilot": tuple(f"SKYPILOT_{name}" for name in ("NODE_RANK", "NUM_NODES", "NUM_GPUS_PER_NODE", "NODE_IPS")),
+    "dstack": tuple(f"DSTACK_{name}" for name in ("NODE_RANK", "NODES_NUM", "GPUS_PER_NODE", "MASTER_NODE_IP")),
+}
+"""Number of the machine, of machines, of GPUs on each, and the first address. SkyPilot: a line for each machine's address."""
+_FIRST_SLURM_PORT, _SLURM_PORTS = 15_000, 10_000
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # numbers from here on are Slurm's own steps: batch, interactive, extern
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,22 +160,6 @@ def lack_of_compiler(env: Mapping[str, str] = os.environ) -> str:
     return ""
 
 
-TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets these for each process
-DEFAULT_PORT = 29500
-# Rank, size, rank on the machine, size of the machine: Open MPI's names, then those in MPICH, Intel MPI and other Hydra launchers.
-_MPI = (
-    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
-_ENGINES = {
-    "SkyPilot": tuple(f"SKYPILOT_{name}" for name in ("NODE_RANK", "NUM_NODES", "NUM_GPUS_PER_NODE", "NODE_IPS")),
-    "dstack": tuple(f"DSTACK_{name}" for name in ("NODE_RANK", "NODES_NUM", "GPUS_PER_NODE", "MASTER_NODE_IP")),
-}
-"""Number of the machine, of machines, of GPUs on each, and the first address. SkyPilot: a line for each machine's address."""
-_FIRST_SLURM_PORT, _SLURM_PORTS = 15_000, 10_000
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # numbers from here on are Slurm's own steps: batch, interactive, extern
-
-
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """The machines of a Slurm job or step, and this process's place among them.
@@ -259,7 +257,7 @@ def read_process(
         if address is None:
             what = f"mpirun has started {total} processes on several machines, and the first one's name is not known"
             fix = "Set it, or MASTER_ADDR (mpirun -x MASTER_ADDR=HOST)."
-            raise UserError(what, where="topology.main_address", fix=fix, code="no-main-address")
+            raise UserError(what, where="topology.main_address", fix=fix, code="no-address")
         by, port = f"mpirun has started it ({started[0][0]})", port or read_number(env, "MASTER_PORT", DEFAULT_PORT)
     elif allocation is not None and allocation.tasks > 1:
         rank, local = read_number(env, "SLURM_PROCID", 0), read_number(env, "SLURM_LOCALID", 0)

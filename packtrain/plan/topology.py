@@ -208,8 +208,7 @@ def _numbered(topology: Topology, surroundings: Surroundings, *, by_hand: bool) 
         obstacles.append(Problem(what, "topology.node_rank", fix, code="no-node-rank"))
     if by_hand and topology.main_address is None and nodes > 1:
         fix = "Set it to its host name or address, on each machine."
-        what = "the first machine is not known"
-        obstacles.append(Problem(what, "topology.main_address", fix, code="no-main-address"))
+        obstacles.append(Problem("the first machine is not known", "topology.main_address", fix, code="no-address"))
     obstacles += _too_few_gpus(per_node, surroundings) if by_hand else []
     return Processes(
         nodes=nodes,

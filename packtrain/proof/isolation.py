@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -137,18 +137,10 @@ def prove_isolation(
     with evaluating(model, autocast) as computed_in:
         alone = run_each_alone(model, ids[0], segments)
         with attending_by(model, backend):
-            run = partial(logits_in_row, model, part=part, parts=parts)
-            control = run(ids[0], segments, separated=False)
-            return measure(
-                model,
-                lambda documents: run(np.concatenate(documents), segments),
-                ids,
-                segments,
-                alone,
-                control,
-                computed_in(),
-                backend=backend,
-            )
+            run = partial(logits_in_row, model, segments=segments, part=part, parts=parts)
+            control = run(ids[0], separated=False)
+            found = measure(model, lambda own: run(np.concatenate(own)), ids, segments, alone, control, computed_in())
+    return replace(found, backend=backend)
 
 
 def measure(
@@ -160,7 +152,6 @@ def measure(
     control: list[torch.Tensor],
     dtype: torch.dtype,
     *,
-    backend: str = "",
     in_order: bool = True,
 ) -> Proof:
     """Measure a proof: `run` runs documents together, and returns the outputs of each.
@@ -192,7 +183,7 @@ def measure(
     if not equality <= tolerance:  # the noise of training mode is no leak
         model.eval()
         equality = difference(torch.cat(run(own)), definition, statistic=statistic)
-    return Proof(moved, equality, difference(torch.cat(control), definition), tolerance, backend)
+    return Proof(moved, equality, difference(torch.cat(control), definition), tolerance)
 
 
 @contextmanager

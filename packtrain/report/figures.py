@@ -1,4 +1,4 @@
-"""Figures of a report: curves with their points, headline figures, times of ranks, comparisons of runs.
+"""Figures of a report: curves, headline figures, times of ranks, comparisons of runs.
 
 Runs are compared by their differing config keys and by their answers to the same prompts.
 """
@@ -23,6 +23,17 @@ SLOW = 1.2
 """A rank is slow if its forward passes and data loading take more than this many times the median."""
 _TELLING_LINES = 8
 _NONE = "–"
+POINTS_OF_A_CURVE = 2000
+POINTS_OF_A_PAGE = 60_000
+"""Upper limits; a point takes about 15 bytes of the page."""
+HELD_OUT = "eval_"
+OF_SOURCES = "source_tokens/"
+X_AXES = {"step": "Step", "tokens": "Tokens", "seconds": "Time"}
+PHASES = {"forward": "Forward", "backward": "Backward", "data": "Loading data", "counts": "Waiting for others"}
+_NOT_DRAWN = {
+    *("epoch", "tokens", "examples", "seconds", "slowest_rank", "eval_tokens"),
+    *(f"eval_{examples}" for examples in get_args(Examples)),
+}
 
 
 def number(value: float | None) -> str:
@@ -153,17 +164,6 @@ def answers(runs: Sequence[RunRecord]) -> dict[str, list[Json]]:
     by_run = [{str(entry.get("prompt")): entry for entry in asked if isinstance(entry, Mapping)} for asked in lists]
     prompts = dict.fromkeys(prompt for by_prompt in by_run for prompt in by_prompt)
     return {prompt: [by_prompt.get(prompt, {}) for by_prompt in by_run] for prompt in prompts}
-
-
-POINTS_OF_A_CURVE = 2000
-POINTS_OF_A_PAGE = 60_000
-"""Upper limits; a point takes about 15 bytes of the page."""
-HELD_OUT = "eval_"
-OF_SOURCES = "source_tokens/"
-X_AXES = {"step": "Step", "tokens": "Tokens", "seconds": "Time"}
-PHASES = {"forward": "Forward", "backward": "Backward", "data": "Loading data", "counts": "Waiting for others"}
-_NOT_DRAWN = {"epoch", "tokens", "examples", "seconds", "slowest_rank", "eval_tokens"}
-_NOT_DRAWN |= {f"eval_{examples}" for examples in get_args(Examples)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,23 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 Target = Literal["hub", "gguf", "ollama", "merged"]
+_NAMED = ("_name_or_path", "name_or_path", "base_model_name_or_path")
+"""Keys of libraries for the place that a model was loaded from."""
+_LOCAL = "(local)"
+_OF_A_PLACE = ("topology", "tracking")
+"""Groups of the config about the place of the run."""
+_FOLDERS = ("output_dir", "cache_dir")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_ROOTED = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[/\\]|file:")
+_FILES = (*MODEL_SUFFIXES, *DATA_SUFFIXES, *TEMPLATE_SUFFIXES)
+_FIGURES = {
+    "train_loss": "training loss, last logged step",
+    "first_eval_loss": "held-out loss before",
+    "eval_loss": "held-out loss after",
+    "steps": "optimizer steps",
+    "examples": "examples trained on",
+    "tokens": "tokens",
+}
 
 
 @stdout_on_stderr()
@@ -88,7 +105,7 @@ def merge(adapters: str, output: Path | None, dtype: str | None) -> Path:
     names another. Raises UserError if there are no adapters, or `output` is not empty."""
     trained = find_trained(adapters)
     if trained.base is None:
-        fix = "from_pretrained loads it as it is; name a folder with an adapter_config.json, or the run that made it."
+        fix = "from_pretrained loads it; name a folder with an adapter_config.json, or the run that made it."
         what = "this is a whole model: there is nothing to merge"
         raise UserError(what, where=trained.path, fix=fix, code="nothing-to-merge")
     target = output or beside(trained, "merged")
@@ -210,25 +227,6 @@ def ollama_template(tokenizer: PreTrainedTokenizerBase) -> str:
     return "\n".join([*lines, *([f'SYSTEM """{default}"""'] if default else []), ""])
 
 
-_NAMED = ("_name_or_path", "name_or_path", "base_model_name_or_path")
-"""Keys of libraries for the place that a model was loaded from."""
-_LOCAL = "(local)"
-_OF_A_PLACE = ("topology", "tracking")
-"""Groups of the config about the place of the run."""
-_FOLDERS = ("output_dir", "cache_dir")
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_ROOTED = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[/\\]|file:")
-_FILES = (*MODEL_SUFFIXES, *DATA_SUFFIXES, *TEMPLATE_SUFFIXES)
-_FIGURES = {
-    "train_loss": "training loss, last logged step",
-    "first_eval_loss": "held-out loss before",
-    "eval_loss": "held-out loss after",
-    "steps": "optimizer steps",
-    "examples": "examples trained on",
-    "tokens": "tokens",
-}
-
-
 def push(trained: Trained, name: str | None, *, public: bool) -> str:
     """Upload a model's folder; return the address. Raises UserError if others could not load it, or the hub refuses."""
     from huggingface_hub import CommitOperationAdd, HfApi
@@ -249,8 +247,7 @@ def push(trained: Trained, name: str | None, *, public: bool) -> str:
         address = api.create_repo(name, private=not public, exist_ok=True)
         if not (public or api.model_info(address.repo_id).private):
             fix = "Take another name, or say that everybody may see the model: --public."
-            what = "this is a public repository already"
-            raise UserError(what, where=f"--repo {name}", fix=fix, code="repo-is-public")
+            raise UserError("this is a public repository already", where=f"--repo {name}", fix=fix, code="repo-public")
         operations = [CommitOperationAdd(path, source) for path, source in files.items()]
         api.create_commit(address.repo_id, operations, commit_message="Model trained with packtrain")
     return f"{address} ({'public' if public else 'private'})"

@@ -193,8 +193,15 @@ class Steps(ByStep):
         return [*batches]
 
     def collate_part(self, numbers: np.ndarray, is_split: bool) -> MicroBatch:
-        """Collate the documents of these numbers; of a split row, return this rank's part."""
+        """Collate the documents of these numbers; of a split row, return this rank's part.
+
+        Without documents, return a filler of ordinary tokens: one whose embedding is 0 may have gradients of 0 · inf.
+        """
         batch = self.collate(numbers)
+        if not len(numbers):
+            first = getattr(self.data[0], "chosen", self.data[0]).input_ids.astype(np.int64)
+            ids = torch.from_numpy(np.resize(first, batch.inputs["input_ids"].shape))
+            batch = replace(batch, inputs={**batch.inputs, "input_ids": ids})
         return batch.split(self.rank, self.schedule.ranks_per_row) if is_split and len(numbers) else batch
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:

@@ -20,6 +20,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 import packtrain.attention.segmented  # noqa: F401  # registers its attention
 from packtrain.attention import segmented
+from packtrain.config.schema import Batch, Packing
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model import forward
@@ -28,6 +29,8 @@ from packtrain.model.load import check_trainable
 from packtrain.objectives.sft.spec import TOKEN_WEIGHTS
 from packtrain.objectives.spec import equal_weights
 from packtrain.packing.collate import FILLER, IGNORE, collate_flat, collate_padded, shifted_labels
+from packtrain.packing.schedule import make_schedule
+from packtrain.train.loader import Steps
 
 LENGTHS = (1, 2, 17, 33, 33, 33, 5, 64)
 
@@ -74,6 +77,22 @@ def test_an_empty_micro_batch_is_a_zero_that_reaches_every_parameter(family: str
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
     assert len(FILLER.input_ids) > 0
+
+
+@pytest.mark.parametrize("layout", ["flat", "padding"])
+def test_a_rank_without_documents_has_zero_gradients_where_the_padding_tokens_embedding_is_zero(layout) -> None:
+    model = with_loss_sum(tiny_model("llama"))
+    model.get_input_embeddings().weight.data[0] = 0
+    # as Gemma 3n takes the size of hidden states: the gradient of a root is infinite at 0
+    model.base_model.layers[-1].register_forward_hook(
+        lambda _, __, out: out * out.square().mean(-1, keepdim=True).sqrt()
+    )
+    items: Any = documents()
+    schedule = make_schedule(np.array(LENGTHS), Packing(), Batch(examples_per_step=2))
+    filler = Steps(items, schedule, layout, 0).collate_part(np.array([], int), False)
+    model(**filler.inputs, loss_sum=True).backward()
+    assert filler.counts == (0, 0, 2, 0)
+    assert all(p.grad is not None and (p.grad == 0).all() for p in model.parameters())
 
 
 def test_dft_weighs_each_token_by_its_own_probability() -> None:

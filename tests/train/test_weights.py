@@ -123,6 +123,17 @@ def test_weights_that_trained_layers_lack_are_an_error_that_names_the_key(
     assert taken.state_dict()[f"model.layers.1.{kinds[0]}.bias"].tolist()[0] == 1.0
 
 
+def test_a_switch_that_needs_more_weights_than_there_are_is_no_advice(tmp_path: Path) -> None:
+    def with_one_bias(weights: Weights) -> Weights:
+        return weights | {
+            "model.layers.0.mlp.up_proj.bias": torch.ones(len(weights["model.layers.0.mlp.up_proj.weight"]))
+        }
+
+    with pytest.raises(UserError) as refused:
+        load(with_files(save_model(tmp_path / "base"), with_one_bias))
+    assert "mlp_bias" not in refused.value.problems[0].fix and "take these weights out" in refused.value.problems[0].fix
+
+
 OLD = {
     "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
     "model.layers.0.self_attn.rotary_emb.cos_cached": torch.ones(1, 1, 16, 8),

@@ -84,6 +84,13 @@ DO_NOT = (
     *("MAX_TOKENS", "max_new_tokens", "tokens_per_step", "tokens", "pad_token_id", "tokenizers", "PYTHONPATH"),
     *("TOKENIZERS_PARALLELISM", "PATH", "PWD", "COMPASS_DIR", "BYPASS", "PATTERN", "keyboard", "monkey", "AUTHOR"),
     *("SSH_AUTH_SOCK", "signal"),
+    *(
+        "add_tokens",
+        "add_special_tokens",
+        "additional_special_tokens",
+        "new_special_tokens_config",
+        "added_tokens_overrides",
+    ),
 )
 
 

@@ -118,7 +118,6 @@ def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_losses(config.objective),
         *_options(config.objective),
         *check_resume_despite(config.trainer.resume_despite),
-        *_places(config),
         *_environment(config.topology),
         *check_sbatch(config.topology),
         *check_secrets(asdict(config)),
@@ -160,8 +159,7 @@ def _sources(config: RunConfig) -> Iterator[Fault]:
     data, train = config.data, sources(config.data.train)
     for key, value in (("data.train", data.train), ("data.eval", data.eval)):
         if any(not source.path for source in sources(value)):
-            what = "a source has no path"
-            yield Fault((key,), what, "Give it a file, a folder, or a hub id.", code="source-without-path")
+            yield Fault((key,), "a source has no path", "Give it a file, a folder, or a hub id.", code="no-source-path")
     names = [source.name for source in train if source.name]
     if twice := next((name for name in names if names.count(name) > 1), None):
         what = f"two sources are called {twice!r}"
@@ -185,10 +183,6 @@ def _held_out(data: Data) -> Iterator[Fault]:
     if fraction or held_out in ([], {}) or [] in sets.values() or str(held_out).endswith("%"):
         fix = "A fraction of data.train lies between 0 and 1, as in 0.05; null holds nothing out."
         yield Fault((key,), f"{held_out!r} is neither a source nor a fraction", fix, code="bad-held-out")
-    elif isinstance(held_out, float) and data.streaming:
-        what = "a fraction of a stream cannot be held out"
-        fix = "Change data.eval, or leave data.streaming out."
-        yield Fault((key, "data.streaming"), what, fix, code="fraction-of-stream")
 
 
 def _stages(data: Data) -> Iterator[Fault]:
@@ -315,21 +309,6 @@ def _options(objective: Objective) -> Iterator[Fault]:
     yield from check_options("objective.options", objective.options, objective.spec.options, unknown, elsewhere)
 
 
-def _places(config: RunConfig) -> Iterator[Fault]:
-    folder, address = config.trainer.output_dir, config.topology.main_address
-    if not folder.strip():
-        what = "the run folder has no name"
-        yield Fault(("trainer.output_dir",), what, "Name a folder, e.g. runs/sft.", code="no-run-folder")
-    for key, text in (("trainer.output_dir", folder), ("topology.command", config.topology.command or "")):
-        if "\n" in text:
-            yield Fault((key,), "it has a line break", "Write it in one line.", code="line-break")
-    # IPv6 addresses have two colons or more
-    if address is not None and (address.count(":") == 1 or not re.fullmatch(r"[\w.:%-]+", address)):
-        what = f"{address!r} is neither a host name nor an address"
-        fix = "Write only the host; its port is topology.main_port."
-        yield Fault(("topology.main_address",), what, fix, code="not-a-host")
-
-
 def _environment(topology: Topology) -> Iterator[Fault]:
     for name, value in topology.environment.items():
         path = (f"topology.environment.{name}",)
@@ -341,6 +320,6 @@ def _environment(topology: Topology) -> Iterator[Fault]:
         elif speaks_of_secrets(name):
             what = "its name says that it is a secret, and it would be written to config.yaml"
             fix = f"Remove it, and export {name} in the shell or your job's environment."
-            yield Fault(path, what, fix, code="secret-in-config")
+            yield Fault(path, what, fix, code="has-secret")
         elif not (is_number(value) or (isinstance(value, str) and "\0" not in value)):
             yield Fault(path, f"found {shortened(value)}", "Allowed: text or number.", code="bad-value")

@@ -227,9 +227,10 @@ def _near(wanted: Path) -> list[Path]:
 
 
 def name_files(data: Data, folders: Sequence[Path]) -> Data:
-    """Add the file to each name without one: the nearest below each of the `folders` (the config's, and where the command runs).
+    """Add the list to each `lf:NAME` without one.
 
-    Raises UserError for a name that no file has, or several have.
+    It is the nearest list below the `folders` (the config's, and the one where the command runs). Raises UserError for a name that no list
+    has, or several have.
     """
 
     def named(value: object, key: str) -> object:
@@ -272,8 +273,7 @@ def _file_of(name: str, folders: Sequence[Path], key: str) -> Path:
         return having[0]
     fix = f"Write {LISTED}FOLDER/{_LIST}#{name}."
     if having:
-        what = f"{' and '.join(map(str, having))} both have {name!r}"
-        raise UserError(what, where=key, fix=fix, code="name-in-two-lists")
+        raise UserError(f"{' and '.join(map(str, having))} both have {name!r}", where=key, fix=fix, code="in-two-lists")
     if not lists:
         what = f"no {_LIST} is beside this config or below its folder"
         raise UserError(what, where=key, fix=fix, code="no-data-set-list")

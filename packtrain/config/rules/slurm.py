@@ -106,17 +106,15 @@ def _secrets_in(path: str, text: str) -> Iterator[Fault]:
     bare = _BARE_KEY.fullmatch(text) and path not in _NAMES and not os.path.exists(text)
     if variable := variable_of(text):
         what = f"it has the value of ${variable}, which by its name is a secret and would be written into files"
-        fix = f"If it is no secret, unset {variable}, or rename the variable."
-        yield Fault((path,), what, fix, code="secret-in-config")
+        yield Fault((path,), what, f"If it is no secret, unset {variable}, or rename the variable.", code="has-secret")
     elif is_certain(text) or bare or (code and _SAID.search(text)) or (named and text and speaks_of_secrets(named[1])):
         what = f"it has a secret (a password or token), which would be written into {'the script' if code else 'files'}"
-        fix = _EXPORT.format(", and name the variable: $NAME" if code else "")
-        yield Fault((path,), what, fix, code="secret-in-config")
+        yield Fault((path,), what, _EXPORT.format(", and name the variable: $NAME" if code else ""), code="has-secret")
     for variable in _ASSIGNED.findall(text) if code else ():
         if speaks_of_secrets(variable):
             what = f"by its name {variable} is a secret, which would be written into the script"
             fix = _EXPORT.format(f", or read it from a file: {variable}=$(cat FILE)")
-            yield Fault((path,), what, fix, code="secret-in-config")
+            yield Fault((path,), what, fix, code="has-secret")
 
 
 def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from functools import cache
 from packtrain.config import Fault, is_mapping
 from packtrain.config.schema import RunConfig
 
-TABLE = """
+TABLE = r"""
 # model
 [no-model] model.path=null (model.init=pretrained)
     there are no pretrained weights without a model → Set model.path, or model.init=random.
@@ -66,6 +66,7 @@ TABLE = """
     the lengths of documents are unknown before they are read
 [stream-and-precomputed] objective.reference=precomputed data.streaming | it is computed for all data before step 1
 [stream-cannot-go-back] trainer.on_spike=rollback data.streaming | a stream cannot go back; use skip or stop
+[fraction-of-stream] data.eval~0\.\d+|\de-\d+ data.streaming | a fraction of a stream cannot be held out
 [stream-not-split] !strategy.sequence_parallel=1 data.streaming
     it depends on the longest document, which a stream does not know
 
@@ -97,6 +98,8 @@ TABLE = """
     the schedule constant has no warm-up → Choose optim.schedule=constant_with_warmup.
 
 # trainer
+[no-run-folder] trainer.output_dir~\s* | the run folder has no name → Name a folder, e.g. runs/sft.
+[line-break] trainer.output_dir~[^\n]*\n[^~]* | it has a line break → Write it in one line.
 [two-lengths] trainer.epochs:given because trainer.max_steps
     the length of the run is set twice, in steps and in epochs → Keep one of them.
 [reward-writes-none] trainer.samples (objective.spec.scores)
@@ -148,6 +151,9 @@ TABLE = """
     → Choose model.experts=auto.
 
 # topology
+[not-a-host] !topology.main_address=null !topology.main_address~[\w.%-]+|[\w.%-]*:[\w.%-]*:[\w.:%-]*
+    {topology.main_address!r} is neither a host name nor an address → Write only the host; its port is topology.main_port.
+[line-break] topology.command~[^\n]*\n[^~]* | it has a line break → Write it in one line.
 [one-machine] topology.nodes !topology.nodes=1 topology.kind=single|local
     topology={topology.kind} is one machine, not {topology.nodes} → Choose topology=auto, slurm or manual.
 [one-machine] !topology.main_address=null topology.kind=single|local
@@ -164,9 +170,10 @@ TABLE = """
 """
 """Rules: [code] condition | what is wrong → how to mend it. A rule holds if all words of its condition hold.
 
-`key=a|b`: the key has one of these values. `key`: it is neither null, false, 0 nor empty. `!word`: the word does not hold. `key:given`: the
-key is not at its default. Messages name the keys in this order, without those in brackets. `because`: the next key leaves the first one with
-nothing to act on. A rule without a remedy advises to change the first key, or to leave the second out."""
+`key=a|b`: the key has one of these values. `key~regex`: its whole text matches. `key`: it is neither null, false, 0 nor empty. `!word`: the
+word does not hold. `key:given`: the key is not at its default. Messages name the keys in this order, without those in brackets. `because`:
+the next key leaves the first one with nothing to act on. A rule without a remedy advises to change the first key, or to leave the second out.
+"""
 _KEYS = {
     "model.backend": "model.attention",
     "model.is_base_for_adapters": "model.path",
@@ -214,19 +221,20 @@ def _parse_rule(words: list[str], text: str) -> Rule:
 
 def key_of(word: str) -> str:
     """Return the config key in a word of a condition."""
-    path = re.split("[:=]", word.strip("()!"))[0]
+    path = re.split("[:=~]", word.strip("()!"))[0]
     return next((key for start, key in _KEYS.items() if path.startswith(start)), path)
 
 
 def holds(word: str, config: RunConfig, given: Set[str] = frozenset()) -> bool:
     """Return whether a word of a condition holds for `config`. A value below one that is None counts as None."""
-    path, _, wanted = word.strip("()!").partition("=")
+    path, sign, wanted = re.split("([=~]|$)", word.strip("()!"), maxsplit=1)
     if path.endswith(":given"):
         return path.removesuffix(":given") in given
     value: object = config
     for name in path.split("."):
         value = value.get(name) if is_mapping(value) else getattr(value, name, None)
-    return (_text(value) in wanted.split("|") if wanted else bool(value)) != ("!" in word)
+    fits = (re.fullmatch(wanted, _text(value)) if sign == "~" else _text(value) in wanted.split("|")) if sign else value
+    return bool(fits) != ("!" in word)
 
 
 def _text(value: object) -> str:

@@ -93,8 +93,7 @@ def read_file(path: Path | RemoteFile, split_text: SplitText = "document", first
         away = remote and not isinstance(error, (*_DAMAGED, PermissionError, FileNotFoundError))
         fix = "Check the network and your access to it." if remote else "Check the file, or download it again."
         kind_of_error = PeerFailed if away else UserError  # after PeerFailed an engine may start the job again
-        what = f"cannot read the file: {error}"
-        raise kind_of_error(what, where=str(path), fix=fix, code="unreadable-data") from error
+        raise kind_of_error(f"cannot read the file: {error}", where=str(path), fix=fix, code="bad-data-file") from error
 
 
 def _open_raw(path: Path | RemoteFile) -> BinaryIO:
@@ -288,8 +287,7 @@ def list_remote(url: str, where: str) -> list[RemoteFile]:
         raise UserError(what, where=where, fix="Install the package it names.", code="package-missing") from error
     except Exception as error:  # libraries of buckets may raise anything: no access, no such bucket, no network
         what = f"{url} cannot be read: {type(error).__name__}: {error}"
-        fix = "Check the URL and your access to it."
-        raise UserError(what, where=where, fix=fix, code="unreachable-url") from error
+        raise UserError(what, where=where, fix="Check the URL and your access to it.", code="bad-url") from error
 
 
 def read_patiently(name: str, read: Callable[[int], Iterator[Chunk]], first: int) -> Iterator[tuple[int, Chunk]]:

@@ -356,8 +356,7 @@ def look_up(source: DataSource, where: str) -> tuple[DataSource, Translation, in
         raise UserError(what, where=place, fix="It is alpaca, sharegpt or openai.", code="unknown-formatting")
     if "folder" in entry:
         fix = "Name its files in data.train, as hf://datasets/OWNER/NAME/FOLDER/* with data.streaming=true."
-        what = "a folder of a hub data set is not read by its name"
-        raise UserError(what, where=place, fix=fix, code="folder-of-hub")
+        raise UserError("a folder of a hub data set is not read by its name", where=place, fix=fix, code="hub-folder")
     found = entry.get("hf_hub_url") or entry.get("cloud_file_name")
     if found is None and "file_name" in entry and not {"ms_hub_url", "om_hub_url", "script_url"} & {*entry}:
         found = str(Path(path).parent / entry["file_name"])

@@ -46,6 +46,7 @@ TEMPLATE_ADVICE = (
 THINKING_OFF = {"enable_thinking": False, "thinking": False}
 """Variables that ask templates for an answer without a thought; DeepSeek and Granite read the second."""
 _EMPTY_THOUGHT = re.compile(r"\s*(<think>)?\s*</think>\s*")
+_LEADING_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 ADVICE = "Set data.chat_template to a template with {% generation %} marks, or data.loss_on=completion or all."
 
 
@@ -185,6 +186,9 @@ class ChatEncoder:
         return self._render(self._rewrite(conversation))[0]
 
     def _rewrite(self, conversation: Conversation) -> Conversation:
+        if self._repeats_thought[any(conversation.variables.get(switch) is False for switch in THINKING_OFF)]:
+            messages = [*map(_with_thought_beside, conversation.messages)]
+            conversation = replace(conversation, messages=messages)
         made, tag = self._with_keys(conversation), self._result_tag
         return replace(made, messages=[_without_tag(message, tag) for message in made.messages]) if tag else made
 
@@ -197,6 +201,17 @@ class ChatEncoder:
         made = self._with_keys(Conversation([*_CALLING, {"role": "tool", "content": "RESULT"}]))
         found = re.search(r"<(\w+)>\s*RESULT\s*</\1>", self._probe(*made.messages))
         return found[1] if found else ""
+
+    @cached_property
+    def _repeats_thought(self) -> tuple[bool, bool]:
+        """Return whether the template writes a thought of its own before a content that begins with one; then, with thinking off."""
+        question, block, found = {"role": "user", "content": "question"}, "<think>\n\n</think>\n\n", list[bool]()
+        for how in ({}, THINKING_OFF):
+            turns = ({"role": "assistant", "content": f"{at}ANSWER"} for at in ("", block))
+            bare, begun = (self._probe(question, turn, **how) for turn in turns)
+            own = bare.split("ANSWER")[0].rstrip().endswith("</think>")
+            found.append(own and begun.count("</think>") > bare.count("</think>"))
+        return found[0], found[1]
 
     @cached_property
     def nameless_roles(self) -> frozenset[str]:
@@ -355,6 +370,15 @@ def _find_thought(message: Json) -> str:
     """Return an assistant's thought, "" without one."""
     before, end, _ = message["content"].rpartition("</think>")
     return (message.get("reasoning_content") or (before.split("<think>", 1)[-1] if end else "")).strip()
+
+
+def _with_thought_beside(message: Json) -> Json:
+    """Return an answer with its thought outside the content, if that begins with one. An empty thought is dropped."""
+    found = _LEADING_THOUGHT.match(message["content"]) if message["role"] == "assistant" else None
+    if not found or (found[1].strip() and message.get("reasoning_content", "").strip()):
+        return message
+    thought = {"reasoning_content": found[1].strip()} if found[1].strip() else {}
+    return {**message, **thought, "content": message["content"][found.end() :]}
 
 
 def _without_tag(message: Json, tag: str) -> Json:

@@ -24,7 +24,7 @@ from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.objectives.answers import Figures, Inputs, LabelledAnswers, Sum, TokenFigures, mean_of
 from packtrain.objectives.losses import UNPAIRED_LOSSES, UnpairedOptions, estimate_kl
-from packtrain.packing.balance import Layout, lay_out, parts_of_rank
+from packtrain.packing.balance import Layout, parts_of_rank
 from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import ByStep, MicroBatch
 from packtrain.train.objectives.loss import EvaluationBatches, Logps, ReferenceLoss, Setup
@@ -220,26 +220,15 @@ class MismatchedSteps(ByStep):
     def _own_parts(self, step: int) -> list[tuple[np.ndarray, bool]]:
         return parts_of_rank(self.layout(step), self.steps.rank)
 
-    def _lengths(self, step: int) -> np.ndarray:
-        data, (prompt, completion) = self.steps.data, self.steps.pairs_of(step).T
-        lengths = (data.lengths - data.trained)[prompt] + data.trained[completion]
-        return lengths if self.steps.max_length is None else np.minimum(lengths, self.steps.max_length)
-
     def layout(self, step: int) -> Layout:
         """Deal a step's pairs to ranks and micro-batches: `[rank][micro-batch]` arrays of places in `pairs_of(step)`.
 
         Every rank has the same number of micro-batches.
         """
-        schedule = self.steps.schedule
-        return lay_out(
-            self._lengths(step),
-            mode=schedule.packing.mode,
-            world_size=self.steps.world_size,
-            limits=schedule.limits,
-            attention_cost=schedule.attention_cost,
-            keep_order=schedule.packing.strategy == "in_order",
-            ranks_per_row=schedule.ranks_per_row,
-        )
+        data, (prompt, completion) = self.steps.data, self.steps.pairs_of(step).T
+        lengths = (data.lengths - data.trained)[prompt] + data.trained[completion]
+        lengths = lengths if self.steps.max_length is None else np.minimum(lengths, self.steps.max_length)
+        return self.steps.schedule.lay_out(lengths, self.steps.world_size)
 
 
 class KTO(ReferenceObjective):

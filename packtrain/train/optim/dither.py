@@ -222,8 +222,12 @@ def _int64(number: int) -> int:
 
 
 class SeenUpdates:
-    """Measurement of an optimizer's steps, on this process's part of the weights. `step`: the current one, from 1. `warned`: a warning was
-    given, with its `advice`. `measured`: number of measured steps, also before a resume."""
+    """Measurement of `updates_seen`: the share of the masters' updates that a model in bfloat16 sees.
+
+    It says how far the rounded weights follow their masters in a step: 0 if masters move within their cells, 1 in the mean if they begin off the
+    middle. A seeded sample of each tensor is measured, on this process's part of the weights. Only the logged line waits for the device.
+    `step`: the current one, from 1. `warned`: a warning was given, with its `advice`. `measured`: number of measured steps, also before a resume.
+    """
 
     def __init__(self) -> None:
         self.warned, self.measured, self.advice = False, 0, ""

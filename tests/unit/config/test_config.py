@@ -332,6 +332,11 @@ SET = {
     "!objective.spec.examples=documents": "objective.kind=dpo",
     "objective.spec.examples=pairs": "objective.kind=dpo",
     "objective.spec.examples=answers": "objective.kind=kto",
+    r"data.eval~0\.\d+|\de-\d+": "data.eval=0.1",
+    r"trainer.output_dir~\s*": "trainer.output_dir=' '",
+    r"trainer.output_dir~[^\n]*\n[^~]*": "trainer.output_dir='a\nb'",
+    r"topology.command~[^\n]*\n[^~]*": "topology.command='a\nb'",
+    r"!topology.main_address~[\w.%-]+|[\w.%-]*:[\w.%-]*:[\w.:%-]*": "topology.main_address=n1:80",
 }
 """Word of a rule → override that makes it hold, where the word does not say it itself."""
 

@@ -206,6 +206,20 @@ def test_a_shell_command_is_read_with_its_variables_quotes_and_sums_and_json_lik
     assert done["config"]["optim"]["learning_rate"] == 1e-5 and done["config"]["model"]["path"] == "owner/model"
 
 
+def test_an_empty_value_of_an_option_stays_empty_and_the_command_goes_on_behind_it(tmp_path: Path) -> None:
+    text = "swift sft --model m/m --run_name '' --template \"\" --dataset o/d --learning_rate 1e-3"
+    done = convert(tmp_path, text, "x.sh")
+    assert [note(done, key)["value"] for key in ("run_name", "template", "learning_rate")] == ["", "", "1e-3"]
+    assert done["config"]["data"]["train"] == {"path": "o/d"} and done["config"]["tracking"] == {"run_name": ""}
+
+
+def test_tokens_that_are_added_are_no_secrets(tmp_path: Path) -> None:
+    done = convert(tmp_path, f"{LLAMA_FACTORY}add_tokens: <a>,<b>\nadd_special_tokens: <c>\nhub_token: abcdefgh\n")
+    added = [note(done, key) for key in ("add_tokens", "add_special_tokens")]
+    assert [item["value"] for item in added] == ["<a>,<b>", "<c>"] and note(done, "hub_token")["value"] == "***"
+    assert {item["why"] for item in added} == {"tokens are those of the tokenizer and its chat template"}
+
+
 def test_trl_yaml_takes_the_test_split_and_a_template_in_the_config_becomes_a_file_beside_the_output(tmp_path):
     done = convert(tmp_path, TRL)
     assert (done["origin"], done["verb"]) == ("trl", "sft")
@@ -219,6 +233,31 @@ def test_trl_yaml_takes_the_test_split_and_a_template_in_the_config_becomes_a_fi
     assert packtrain("convert", "theirs.yaml", "-o", "ours.yaml", folder=tmp_path).returncode == 0
     assert (tmp_path / "ours.jinja").read_text() == text
     assert packtrain("plan", "ours.yaml", folder=tmp_path).returncode == 0
+
+
+MIXTURE = "model_name_or_path: o/m\nlearning_rate: 1e-5\nmax_length: 512\nper_device_train_batch_size: 4\n"
+
+
+@pytest.mark.parametrize(
+    ("datasets", "train", "marked"),
+    [
+        ("{path: o/a}, {path: o/b, name: c, split: test}", [{"path": "o/a"}, {"path": "o/b", "subset": "c", "split": "test"}], ""),
+        ("{path: json, data_files: [a.jsonl, b.jsonl]}", [{"path": "a.jsonl"}, {"path": "b.jsonl"}], ""),
+        ("{path: o/a, data_files: a.jsonl}", {"path": "o/a"}, "data_files"),
+        ("{path: o/a, columns: [messages]}", {"path": "o/a"}, "columns"),
+    ],
+)  # fmt: skip
+def test_the_list_of_data_sets_that_trl_documents_is_not_axolotls(
+    datasets: str, train: Any, marked: str, tmp_path: Path
+) -> None:
+    text = f"{MIXTURE}datasets: [{datasets}]\ntest_split_size: 0.1\n"
+    done = convert(tmp_path, f"{text}completion_only_loss: false")
+    assert (done["origin"], done["config"]["data"]["loss_on"]) == ("trl", "all")
+    assert (done["config"]["data"]["train"], done["config"]["data"]["eval"]) == (train, 0.1)
+    assert note(done, "datasets")["kind"] == ("differs" if marked else "converted")
+    assert marked in note(done, "datasets")["why"]
+    done = convert(tmp_path, text)
+    assert done["origin"] == "trl" and "every turn" in note(done, "datasets")["why"]
 
 
 COMMANDS = {  # each with GIVEN: verb and devices

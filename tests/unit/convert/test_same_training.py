@@ -80,6 +80,7 @@ SAME: list[tuple[str, str, dict[str, Any]]] = [
     ("a", "adapter: lora\nlora_target_linear: true\nlora_target_modules: [q_proj]", {
         "peft.target_modules": "all-linear"
     }),
+    ("l", "template: qwen3\nenable_thinking: null", {"data.chat_template": "qwen3"}),  # an empty thought is prompt
     ("s", "--max_length 256", {"data.max_length": 256, "data.overlong": "drop"}),
     ("s", "--max_length 256 --truncation_strategy right", {"data.overlong": "truncate"}),
     ("s", "--dataset_shuffle false --train_dataloader_shuffle false", {"data.shuffle": False}),
@@ -105,7 +106,21 @@ SAME: list[tuple[str, str, dict[str, Any]]] = [
     # an iterable data set has no sampler
     ("t", "dataset_streaming: true\nmax_steps: 5", {"data.streaming": True, "data.shuffle": False}),
     ("s", "--dataset_shuffle false --streaming true --max_steps 5", {"data.streaming": True, "data.shuffle": False}),
-    ("a", "shuffle_merged_datasets: false\nstreaming: true\nmax_steps: 5", {"data.shuffle": False}),
+    ("a", "shuffle_merged_datasets: false\nstreaming: true\nmax_steps: 5", {
+        "data.shuffle": False, "data.shuffle_buffer": "not set"
+    }),
+    # buffers of streams, where theirs differ from ours
+    ("l", "streaming: true\nmax_steps: 5", {"data.streaming": True, "data.shuffle_buffer": 16384}),
+    ("l", "streaming: true\nmax_steps: 5\ndisable_shuffling: true", {"data.shuffle": "not set"}),
+    ("l", "streaming: true\nmax_steps: 5\nbuffer_size: 7", {"data.shuffle_buffer": 7}),
+    ("l", "streaming: true", {"data.streaming": "not set", "data.shuffle_buffer": "not set"}),  # no steps, no stream
+    ("s", "--streaming true --max_steps 5", {"data.streaming": True, "data.shuffle_buffer": 1000}),
+    ("s", "--dataset_shuffle false --streaming true --max_steps 5", {"data.shuffle_buffer": "not set"}),
+    ("a", "streaming: true\nmax_steps: 5", {"data.streaming": True, "data.shuffle_buffer": 1000}),
+    ("a", "streaming: true\nmax_steps: 5\npretraining_dataset: [{path: o/p}]", {"data.shuffle_buffer": "not set"}),
+    ("a", "streaming: true\nmax_steps: 5\npretraining_dataset: [{path: o/p}]\nstreaming_multipack_buffer_size: 9", {
+        "data.shuffle_buffer": 9
+    }),
     # TRL: both masks hold together; a completion is masked by default
     ("t", "assistant_only_loss: true", {"data.loss_on": "auto"}),
     ("t", "assistant_only_loss: true\ncompletion_only_loss: true", {"data.loss_on": "auto"}),
@@ -157,6 +172,8 @@ OTHERWISE = [
     ("s", "--add_non_thinking_prefix false", "add_non_thinking_prefix"),
     ("s", "--external_plugins loss.py", "external_plugins"),
     ("s", "--system prompt.txt", "system"),
+    ("s", "--system '' --max_length 9", "system"),  # none there, and what the chat template has by default here
+    ("l", "default_system: ''", "default_system"),
     ("t", "packing: true\npacking_strategy: wrapped", "packing_strategy"),
     ("t", "train_sampling_strategy: group_by_length", "train_sampling_strategy"),
     ("t", "dataset_kwargs: {skip_prepare_dataset: true}", "dataset_kwargs"),
@@ -242,6 +259,16 @@ def test_the_step_of_ms_swift_has_sixteen_examples_whatever_the_devices(of: Any,
         assert done.config["batch"]["examples_per_step"] == 16
 
 
+def test_long_texts_of_pretraining_lose_their_ends_in_llama_factory_too(of: Any) -> None:
+    """Its supervised rows are cut turn by turn."""
+    done = of("l", "packing: false\ncutoff_len: 64", sft="pt")
+    assert (note(done, "cutoff_len").kind, done.config["data"]["overlong"]) == ("converted", "truncate")
+    assert done.config["data"]["max_length"] == 64 and "≠" not in head(done)
+    assert "≠" not in note(of("l", sft="pt"), "cutoff_len").why
+    for stage in ("sft", "dpo", "rm"):
+        assert note(of("l", "cutoff_len: 64", sft=stage), "cutoff_len").kind == "differs"
+
+
 def test_lengths_are_the_model_s_where_ms_swift_is_given_none(of: Any, tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m/m").mkdir()
@@ -301,19 +328,49 @@ UNMARKED = (
     *(CHATS, "type: completion", f"{CHATS}, roles_to_train: [assistant], train_on_eos: turn"),
     f"{CHATS}, message_property_mappings: {{role: from, content: value}}",
     f"{CHATS}, roles: {{user: [human], assistant: [gpt]}}",
+    f"{CHATS}, roles: , roles_to_train: , train_on_eos: ",
 )
 MARKED = (
     *("type: alpaca", "type: 'alpaca:chat'", "type: gpteacher", FORMAT, f"{CHATS}, roles: {{assistant: [pirate]}}"),
     *(f"{CHATS}, roles_to_train: [user, assistant]", f"{CHATS}, train_on_eos: last"),
     *(f"{CHATS}, message_field_training: learn", f"{CHATS}, chat_template: llama3"),
     f"{CHATS}, message_property_mappings: {{role: who, content: said}}",
+    *(f"{CHATS}, roles_to_train: []", f"{CHATS}, roles_to_train: [], message_field_training: train"),
+    *(f"{CHATS}, train_on_eos: none", f"{CHATS}, train_on_eot: none"),
+    f"{CHATS}, roles: {{user: [gpt], assistant: [human]}}",
 )
 
 
 @pytest.mark.parametrize("settings", [*UNMARKED, *MARKED])
 def test_what_axolotl_does_to_a_data_set_of_its_own_is_marked(settings: str, of: Any) -> None:
     done = of("a", **{"type: chat_template": settings})
-    assert (note(done, "datasets").kind == "differs") is (settings in MARKED)
+    assert note(done, "datasets").kind == ("differs" if settings in MARKED else "converted")
+
+
+def test_texts_are_cut_into_pieces_where_axolotl_cuts_them(of: Any) -> None:
+    """Its completion strategy slices what is too long; rows of chats are dropped."""
+    assert "overlong" not in of("a", chat_template="completion").config["data"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "marked"),
+    [
+        ("", True),
+        ("lora_target_linear: true", False),
+        ("lora_target_modules: [q_proj]", False),
+        ("lora_model_dir: a/b", False),
+    ],
+)
+def test_adapters_of_axolotl_that_name_no_layers_are_marked(layers: str, marked: bool, of: Any) -> None:
+    """Its target_modules is [] then."""
+    done = of("a", f"adapter: lora\n{layers}")
+    assert any("no layer has adapters there" in remark for remark in done.remarks) is marked
+
+
+def test_a_template_for_tokenizers_without_one_is_named(of: Any) -> None:
+    told = note(of("a", "chat_template: tokenizer_default_fallback_chatml"), "chat_template")
+    assert told.kind == "converted" and "chatml there" in told.why and "data.chat_template" in told.why
+    assert note(of("a", "chat_template: tokenizer_default"), "chat_template").why == "the tokenizer's own"
 
 
 def prepared(folder: Path, *rows: dict[str, Any]) -> Any:

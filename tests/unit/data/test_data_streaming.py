@@ -247,7 +247,7 @@ def test_reading_goes_on_where_a_server_failed_and_ends_where_it_stays_away(tmp_
     assert sorted(chain(*read(open_(url).stream))) == sorted(row["text"] for row in rows_of("row", 3000))
     assert len(opened) == 3  # the first rows, those to the failure, and those after it
     most = 100
-    with pytest.raises(PeerFailed, match=r"the server is away \[unreadable-data\]\n.*Check the network"):
+    with pytest.raises(PeerFailed, match=r"the server is away \[bad-data-file\]\n.*Check the network"):
         read(open_(url).stream)
 
 

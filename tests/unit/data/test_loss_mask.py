@@ -426,6 +426,23 @@ def test_the_empty_thought_belongs_to_the_prompt_as_the_template_asks_with_think
                 assert tokenizer.decode(ids[mask].tolist()) == f"{lead}{TURNS[turn]['content']}{end}", name
 
 
+@pytest.mark.parametrize("name", ["qwen3_8", "qwen3_8_training", "glm4moe", "as SmolLM3", "no switch"])
+def test_a_thought_in_the_content_stands_in_the_text_once(name):
+    tokenizer = tokenizer_for(MADE.get(name) or shipped(name))
+    encoder = Encoder(plain_tokenizer(tokenizer), choose_template(None, tokenizer), Data(train="rows"), "sft")
+
+    def encoded(*messages):
+        [(ids, mask)], _ = encoder.encode_row({"messages": [*messages]}, "messages", {}, {})
+        return ids.tolist(), mask.tolist()
+
+    content = TURNS[1]["content"]
+    empty = {**TURNS[1], "content": f"<think>\n\n</think>\n\n{content}"}
+    assert encoded(TURNS[0], empty) == encoded(*TURNS[:2])
+    if name.startswith("qwen3_8"):
+        thinking = {**TURNS[1], "content": f"<think>\nHm.\n</think>\n\n{content}"}
+        assert encoded(TURNS[0], thinking) == encoded(TURNS[0], {**TURNS[1], "reasoning_content": "Hm."})
+
+
 def test_a_template_that_leaves_the_empty_thought_out_of_answers_is_asked_with_thinking_on_or_refused():
     assert trained("smollm", Conversation(TURNS[:2]), Template(LEFT_OUT, None)) == [f"{FIRST}<|im_end|>"]
     off = Conversation(TURNS[:2], variables={"enable_thinking": False})

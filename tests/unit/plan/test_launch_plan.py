@@ -201,15 +201,15 @@ def test_accelerate_is_told_the_same_in_its_yaml_and_on_its_command_line(name: s
 
 
 def test_a_step_that_a_loss_has_to_see_as_a_whole_is_not_planned_in_parts() -> None:
-    step, dpo = Batch(examples_per_step=32), Objective(kind="dpo", loss=["sigmoid", "aot"])
-    assert plan_batch(step, "packed", dpo, Trainer(), processes=1).examples_per_step == 32
+    dpo = RunConfig(batch=Batch(examples_per_step=32), objective=Objective(kind="dpo", loss=["sigmoid", "aot"]))
+    assert plan_batch(replace(dpo, packing=Packing(mode="packed")), 1).examples_per_step == 32
     for processes, mode, said in (
         (2, "packed", "2 processes"),
         (1, "padding", "4 micro-batches"),
         (1, "padding_free", "4 micro"),
     ):
         with pytest.raises(UserError, match=f"aot sorts all pairs of a step, which here are spread over {said}"):
-            plan_batch(step, mode, dpo, Trainer(), processes=processes)
+            plan_batch(replace(dpo, packing=Packing(mode=mode)), processes)
 
 
 def test_visible_gpus_are_counted_as_cuda_does() -> None:
