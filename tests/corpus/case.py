@@ -87,7 +87,7 @@ def sampled(cases: Sequence[Case], one_in: int = 1) -> list[Any]:
 
 
 def each_of(cases: Sequence[Case], one_in: int = 1) -> Callable[[Case, Path], None]:
-    """The test of a file: each of its cases, of which `one_in` so many is always run."""
+    """Return the test of a file's cases. One of every `one_in` cases runs without -m exhaustive."""
 
     @pytest.mark.parametrize("case", sampled(cases, one_in))
     def test_case(case: Case, tmp_path: Path) -> None:

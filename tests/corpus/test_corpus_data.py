@@ -20,7 +20,7 @@ def data(name: str, file: str, content: Any, *arguments: str, **more: Any) -> Ca
 
 
 def four(name: str, row: Any, verb: str = "sft", **more: Any) -> Case:
-    """Four rows alike, of what the verb trains."""
+    """Four equal rows for a verb."""
     groups = {} if verb == "sft" else {"objective": {"kind": verb}}
     return data(name, "data.jsonl", [row] * 4, verb=verb, groups=groups, **more)
 

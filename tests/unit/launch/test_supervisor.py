@@ -73,11 +73,12 @@ def run(folder: Path, code: str, ranks: int = 1) -> Verdict:
         return one.run([sys.executable, "-c", code, str(folder / "exits")], {**os.environ})
 
 
+CUDA_ERROR = "n1, rank 1: torch.AcceleratorError: CUDA error: unspecified launch failure"
 ENDS = {  # code and first and last line of the verdict
     "killed": (DIES, 4, r"rank 1 on n1 .*ended without an error message \(SIGKILL\), in starting", ""),
-    "raises": (RAISES, 4, r"n1, rank 1 failed \(exit code 1\): see ", "n1, rank 1: torch.AcceleratorError: CUDA error: unspecified launch failure"),
+    "raises": (RAISES, 4, r"n1, rank 1 failed \(exit code 1\): see ", CUDA_ERROR),
     "ended by torchrun before it has started": (ONE_IS_LATE, 2, "", ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("end", ENDS)
