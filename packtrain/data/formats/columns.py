@@ -269,6 +269,14 @@ def detect_format(
         fits = ["preference"]  # other columns may hold the prompt, or the chosen answer once more
     exact = [name for name in fits if all(columns.get(need, need) in first for need in REQUIRED[name])]
     fits = exact if len(exact) == 1 else fits
+    absent = [ours for ours in ("chosen", "rejected") if column_of(ours, names, columns) not in names]
+    near = {ours: name for ours in absent for name in names if name.lower().startswith(ours) and not _classify(name)[0]}
+    pairs = " ".join(f"data.columns.{ours}={name}" for ours, name in near.items() if "preference" in allowed)
+    if pairs and not set(fits) & set(allowed):
+        what = (
+            f"packtrain {objective} needs rows of {' or '.join(allowed)}, and no column is called {' or '.join(near)}"
+        )
+        raise refuse(what, f"If it is there under another name: {pairs}", code="pair-column-unnamed")
     if fits and not set(fits) & set(allowed):
         meant: Examples = "answers" if label in names and examples != "answers" else "documents"
         verb = objective_for("pairs" if "preference" in fits else meant).name
