@@ -136,11 +136,11 @@ def _add_training_verb(verb: str, about: str) -> None:
     def train(arguments: Arguments = None, dry_run: DryRun = False) -> int:
         run, launch = _config_and_plan(arguments, verb)
         if dry_run:
-            from packtrain.plan.known_model import check_quantised
+            from packtrain.plan.known_model import check_weights
             from packtrain.plan.screen import print_plan
 
             _check_attempt(run, arguments)
-            check_quantised(run.model, run.peft, gpu=launch.gpu_memory is not None)
+            check_weights(run, gpu=launch.gpu_memory is not None)
             print_plan(run, launch, verb, arguments or [])
             return 0
         outlive_terminal()
@@ -162,7 +162,7 @@ def plan(
 ) -> int:
     """Show what a run would be, on one screen: model, data, processes, steps, memory, the command."""
     from packtrain.config.rules.paths_and_packages import FOR_GPUS, check_packages
-    from packtrain.plan.known_model import check_quantised
+    from packtrain.plan.known_model import check_weights
     from packtrain.plan.memory import GIB
     from packtrain.plan.screen import plan_json, print_plan
 
@@ -174,7 +174,7 @@ def plan(
     _check_attempt(run, arguments)
     if gpu_memory is not None:
         launch = replace(launch, gpu_memory=int(gpu_memory * GIB))
-    check_quantised(run.model, run.peft, gpu=launch.gpu_memory is not None)
+    check_weights(run, gpu=launch.gpu_memory is not None)
     if as_json:
         print(json.dumps(plan_json(run, launch), indent=2))
     else:

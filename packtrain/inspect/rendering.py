@@ -140,6 +140,11 @@ class DataTerminal:
         for number, example in enumerate(shown, 1):
             self._example(example, f"{unit.removesuffix('s')} {number}")
 
+    def remarks(self, remarks: Sequence[str]) -> None:
+        """Print remarks on the data, such as columns that nothing reads."""
+        for remark in remarks:
+            self.say(visible(remark), "dim")
+
     def step(self, step: Shown, unit: str) -> None:
         """Print the rows of a step on every rank."""
         number, steps = f"{step['step']:,}", f"{step['steps']:,}"
@@ -181,8 +186,7 @@ class DataTerminal:
         cut = f"truncated {data['truncated']:,}, split {data['split']:,} ({data['cut_tokens']:,} tokens cut)"
         held_out = "" if data["held_out"] is None else f"; held out {counted(data['held_out'], data['unit'])}"
         self.say(f"{cut}; {count_dropped(data['dropped_for'])}{held_out}")
-        for remark in data["remarks"]:
-            self.say(visible(remark), "dim")
+        self.remarks(data["remarks"])
 
     def _lengths(self, data: Shown) -> None:
         self.say("\nlength of documents in tokens", "bold")

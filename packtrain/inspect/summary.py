@@ -339,6 +339,7 @@ def show_data(
     if html is None and not as_json and examples is not None:
         terminal.legend()
         terminal.examples(examples, unit) if layout is None else terminal.step(layout, unit)
+        terminal.remarks(corpus.train.report.decisions())
         return 0
     summary = summarise(corpus, processes)
     summary |= {} if examples is None else {"shown": examples}

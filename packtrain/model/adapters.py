@@ -25,9 +25,9 @@ from packtrain.config.keys import suggest
 from packtrain.config.rules import PEFT_OPTIONS
 from packtrain.config.schema import Peft
 from packtrain.data.tokens.pretrained import check_model_folder
-from packtrain.errors import Problem, UserError, boundary, read_json
-from packtrain.model.weights import WeightFiles, let_copy, sampled_hash, source_of
-from packtrain.plan.known_model import BASE, is_adapted, is_at
+from packtrain.errors import Problem, UserError, boundary
+from packtrain.model.weights import WeightFiles, let_copy, source_of
+from packtrain.plan.known_model import BASE, check_base, is_adapted, is_at, sampled_hash
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -177,7 +177,7 @@ def load_adapters(model: PreTrainedModel, folder: str, *, scores: bool, trained:
     with boundary(f"cannot load the adapters of {folder}", "model.path", fix, code="adapters-unreadable"):
         settings = PeftConfig.from_pretrained(str(place))
         let_copy(model, [*(getattr(settings, "modules_to_save", None) or []), *_HEADS])
-        check_base(model, place)
+        check_base(place, _files_of(model))
         settings.task_type = _TASKS[scores]  # type: ignore[assignment]  # adapters of a language model become a reward model's
         adapted = PeftModel.from_pretrained(model, str(place), config=settings, is_trainable=trained)
         _check_weights(adapted, place)
@@ -270,16 +270,10 @@ def write_base(adapted: PeftModel, folder: Path) -> None:
         (folder / BASE).write_text(json.dumps({"base": base, "weights": source.hash, **place}, indent=2) + "\n")
 
 
-def check_base(model: nn.Module, folder: Path) -> None:
-    """Raise UserError if adapters in `folder` were trained on other files than `model` has."""
-    file = folder / BASE
-    known, source = read_json(file) if file.exists() else {}, source_of(model)
-    if known.get("weights") and source and known["weights"] != sampled_hash(source.files):
-        here = os.path.dirname(source.files[0])
-        what = f"the adapters of {folder} were trained on {known.get('base')}, and {here} has other weights"
-        fix = f"Name the model that they were trained on. If its weights were only stored anew, remove {file}."
-        where = f"{folder / 'adapter_config.json'}: base_model_name_or_path"
-        raise UserError(what, where=where, fix=fix, code="another-base")
+def _files_of(model: nn.Module) -> list[str]:
+    """Return the files that the weights of `model` come from, [] for new weights."""
+    source = source_of(model)
+    return source.files if source else []
 
 
 def add_reference(model: PeftModel, folder: str) -> None:
@@ -287,7 +281,7 @@ def add_reference(model: PeftModel, folder: str) -> None:
     place = Path(folder).expanduser()
     check_model_folder(place)
     fix = f"See {place / 'adapter_config.json'}."
-    check_base(model.get_base_model(), place)
+    check_base(place, _files_of(model.get_base_model()))
     with boundary(f"cannot load the adapters of {folder}", "objective.reference", fix, code="adapters-unreadable"):
         model.load_adapter(str(place), adapter_name="ref", is_trainable=False)
         model.set_adapter("default")

@@ -14,7 +14,6 @@ This module counts them. Weights of separate layers and modules are carried into
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,6 +47,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from packtrain.errors import UserError, read_json
 from packtrain.monitor.heartbeat import waiting
+from packtrain.plan.known_model import sampled_hash
 from packtrain.system import holding
 from packtrain.wording import counted
 
@@ -201,9 +201,6 @@ def _like(weight: DTensor, part: torch.Tensor) -> DTensor:
     return DTensor.from_local(part, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride())
 
 
-_BLOCKS, _BLOCK_BYTES = 1024, 2**16
-
-
 def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
     """Hash names, types, shapes and bytes of weights and saved buffers, adapters included. `trained=False` leaves out trained weights.
     If processes share the weights, all call it together, and each hashes its own rows.
@@ -231,21 +228,6 @@ def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
             whole ^= part
     described.update(whole.to_bytes(16, "big"))
     return described.hexdigest()
-
-
-def sampled_hash(files: Iterable[str]) -> str:
-    """Hash the sizes of `files`, their first bytes and blocks spread over them. No process sees all weights if they are read by slices.
-    Samples suffice, because weights of another training differ everywhere."""
-    digest = xxhash.xxh3_128()
-    for file in sorted(files, key=os.path.basename):
-        end = os.path.getsize(file)
-        digest.update(f"{os.path.basename(file)} {end}".encode())
-        with open(file, "rb") as opened:
-            blocks = min(_BLOCKS, 2 + end // _BLOCK_BYTES)  # a small file is read whole
-            for number in range(blocks):
-                opened.seek(max(0, end - _BLOCK_BYTES) * number // (blocks - 1))
-                digest.update(opened.read(_BLOCK_BYTES))
-    return digest.hexdigest()
 
 
 def _hash_rows(tensor: torch.Tensor, first: int, seed: int) -> int:

@@ -13,11 +13,12 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import xxhash
 from huggingface_hub import constants
 
 from packtrain.config.objective import Objective
@@ -31,6 +32,7 @@ _COUNT = re.compile(
     r"vocab_size|(moe_)?intermediate_size|hidden_size|head_dim|num_\w+_(layers|heads)|n_(embd|layer|head)"
 )
 _HEADER_LIMIT = 100 * 2**20
+_BLOCKS, _BLOCK_BYTES = 1024, 2**16
 _BITS = r"(.+\.)(?:qweight|qzeros|scales|g_idx)"
 _BESIDE = {
     "bitsandbytes": r"(.+\.)(?:weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\w+)|SCB|weight_format)",
@@ -164,6 +166,16 @@ def quantised_by(sizes: Sizes, *, gpu: bool) -> str:
     method = str(settings.get("quant_method", "bitsandbytes"))
     expanded = settings.get("dequantize") or method in EXPANDED or (method in _EXPANDED_ON_CPUS and not gpu)
     return "" if expanded else method
+
+
+def check_weights(config: RunConfig, *, gpu: bool) -> None:
+    """Raise UserError if the run would refuse weights on this machine: as `check_quantised` and `check_base` do."""
+    check_quantised(config.model, config.peft, gpu=gpu)
+    for path in (config.model.path, config.objective.reference):
+        below = replace(config.model, path=path, revision=None)
+        if below.init == "pretrained" and path and base_of(path) is not None and (folder := folder_of(below)):
+            files = _weight_files(folder)
+            check_base(Path(os.path.expanduser(path)), [*map(str, files)] if all(map(Path.is_file, files)) else [])
 
 
 def check_quantised(model: Model, peft: Peft, *, gpu: bool) -> None:
@@ -307,6 +319,33 @@ def below_adapters(model: Model) -> Model:
     return replace(model, path=base, revision=named or model.revision)
 
 
+def check_base(adapters: Path, files: Sequence[str]) -> None:
+    """Raise UserError if the folder `adapters` was trained on other weights than `files`. No files: they are not known."""
+    file = adapters / BASE
+    known = _read(file)
+    if known.get("weights") and files and known["weights"] != sampled_hash(files):
+        here = os.path.dirname(files[0])
+        what = f"the adapters of {adapters} were trained on {known.get('base')}, and {here} has other weights"
+        fix = f"Name the model that they were trained on. If its weights were only stored anew, remove {file}."
+        where = f"{adapters / 'adapter_config.json'}: base_model_name_or_path"
+        raise UserError(what, where=where, fix=fix, code="another-base")
+
+
+def sampled_hash(files: Iterable[str]) -> str:
+    """Hash the sizes of `files`, their first bytes and blocks spread over them. No process sees all weights if they are read by slices.
+    Samples suffice, because weights of another training differ everywhere."""
+    digest = xxhash.xxh3_128()
+    for file in sorted(files, key=os.path.basename):
+        end = os.path.getsize(file)
+        digest.update(f"{os.path.basename(file)} {end}".encode())
+        with open(file, "rb") as opened:
+            blocks = min(_BLOCKS, 2 + end // _BLOCK_BYTES)  # a small file is read whole
+            for number in range(blocks):
+                opened.seek(max(0, end - _BLOCK_BYTES) * number // (blocks - 1))
+                digest.update(opened.read(_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
 def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strategy) -> ReferenceChoice:
     """Resolve objective.reference for this run."""
     wanted, lora = objective.reference, peft.kind == "lora"
@@ -375,15 +414,21 @@ def _stored(folder: Path, sizes: Sizes) -> Weights:
     return Weights(shapes, 2 if formats & {"BF16", "F16"} else 4, sizes, packed)
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that transformers reads in a folder: the one of all weights, else the ones of the index."""
+    index = {} if (folder / "model.safetensors").is_file() else _read(folder / "model.safetensors.index.json")
+    shards = index.get("weight_map")
+    names = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) and shards else ["model.safetensors"]
+    return [folder / name for name in names]
+
+
 def _headers(folder: Path) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], dict[str, tuple[int, ...]]]:
     """Return format, shape and bytes of each tensor in a folder's safetensors files.
 
-    Also return the real shapes that are written beside packed tensors. A sharded model's index names its files.
+    Also return the real shapes that are written beside packed tensors.
     """
-    index = _read(folder / "model.safetensors.index.json").get("weight_map")
-    names = sorted(set(map(str, index.values()))) if isinstance(index, dict) and index else ["model.safetensors"]
     tensors, real = dict[str, tuple[str, tuple[int, ...], int]](), dict[str, tuple[int, ...]]()
-    for file in (folder / name for name in names):
+    for file in _weight_files(folder):
         if not file.is_file():
             raise UserError("there are no weights, or they are no regular file", where=str(file), code="no-weights")
         try:

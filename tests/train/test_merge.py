@@ -17,9 +17,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_adapters, save_model, save_run, with_files
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from packtrain.config.compose import load_config
 from packtrain.config.schema import Model
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
+from packtrain.plan.known_model import check_weights
 from packtrain.serve.export import merge
 from packtrain.serve.trained import find_trained, load_trained
 
@@ -153,6 +155,9 @@ def test_a_base_of_other_weights_is_refused_by_all_that_loads_adapters(home: Pat
     file.write_text(json.dumps(settings))
     final = str(file.parent)
     for loads in (
+        lambda: check_weights(
+            load_config(None, [f"model.path={final}", "data.train=rows", "batch.examples_per_step=4"]), gpu=False
+        ),
         lambda: load_trained(find_trained(final)),
         lambda: merge(final, tmp_path / "merged", None),
         lambda: run_here(tmp_path, trained_on(final, tmp_path), name="more"),

@@ -69,8 +69,11 @@ HINTS = {
     "loss_mask": "mask",
 }
 """Our optional columns, with beginnings of words in column names that may mean them."""
-NOTE = "note"
-"""Mark of columns about the row itself, such as an id."""
+NOTE, MARK = "note", "mark"
+"""Uses of columns that nothing reads: about the row itself, such as an id; or on what is trained."""
+WEIGHTS = ("weight", "loss_weight", "loss_scale", "loss_mask", "train", "training", "trainable", "loss")
+MASKED = "masked"  # torchtune's key, true if the turn is not trained
+_MARK = re.compile(r"(.+[].])?(do_?)?(not?_?|un)?(train|learn|loss|mask|weight|ignore|skip)(able|ed|ing|s)?(_\w+)?")
 _NOTES = re.compile(
     r"(.*[^a-z])?u{0,2}(id|idx|index|key|hash|source|origin|dataset|split|domain|category|topic|tag|type|task|subject|difficulty|level|"
     r"lang|language|license|url|link|path|file|filename|model|version|author|date|time|timestamp|created_at|score|rating|rank|reward|"
@@ -111,12 +114,14 @@ class Row:
         return self.values.get(self.name(ours))
 
     def unread(self) -> dict[str, str]:
-        """Return unread columns with a value. Each has our column that would read it, "" for none, or NOTE."""
+        """Return unread columns with a value. Each has our column that would read it, "" for none, NOTE or MARK."""
         names = {self.name(ours): ours for ours in self.asked}
         absent = {ours for name, ours in names.items() if name not in self.values}
-        left = ((name, self.values[name]) for name in self.values.keys() - names.keys())
+        read = names.keys() | read_marks(self.values, self.columns).keys()
+        left = ((name, self.values[name]) for name in self.values.keys() - read)
         found = {name: _use_of(name, value, absent) for name, value in left if value not in (None, "", [], {})}
-        return found | {name: NOTE if _classify(name)[0] else "" for name in self.unknown}
+        marks = {name: MARK for name in self.unknown if _MARK.fullmatch(name.lower())}
+        return found | {name: NOTE if _classify(name)[0] else "" for name in self.unknown} | marks
 
     def take(self, ours: str) -> object:
         """Return the value; raises BadRow without this column."""
@@ -135,6 +140,16 @@ class Row:
         if not may_be_empty and not value.strip():
             raise BadRow("empty", "the text is empty", self.name(ours))
         return value
+
+
+def read_marks(values: Mapping[str, object], columns: Mapping[str, str]) -> dict[str, bool]:
+    """Return the row's columns of WEIGHTS and MASKED that are 0 or 1, and whether each says that the row is trained.
+
+    Columns with another use, the values of `columns`, are left out.
+    """
+    names = {*WEIGHTS, MASKED} - {*columns.values()}
+    labels = {name: LABELS.get(str(values.get(name)).lower().removesuffix(".0")) for name in names}
+    return {name: label ^ (name == MASKED) for name, label in labels.items() if label is not None}
 
 
 def column_of(ours: str, names: Container[str], columns: Mapping[str, str]) -> str:
@@ -170,8 +185,10 @@ def _classify(name: str) -> tuple[bool, tuple[str, ...]]:
 
 
 def _use_of(name: str, value: object, absent: Container[str]) -> str:
-    """Return our `absent` column for this one, "" for none, or NOTE."""
+    """Return our `absent` column for this one, "" for none, NOTE, or MARK."""
     is_note, hinted = _classify(name)
+    if isinstance(value, (bool, int, float)) and not is_note and _MARK.fullmatch(name.lower()):
+        return MARK if value in (0, 1) else ""
     if is_note or not isinstance(value, (str, list, dict)):
         return NOTE
     if not hinted and isinstance(value, str) and " " in value and not name.endswith(UNLISTED) and name not in COLUMNS:
@@ -189,7 +206,14 @@ def name_unread(source: str, unread: Mapping[str, str]) -> list[str]:
     """Name the unread columns of a source: first the ones that may matter, then notes."""
     notes = sorted(name for name, use in unread.items() if use == NOTE)
     others = sorted((name, use) for name, use in unread.items() if use != NOTE)
-    told = [f"{name} (data.columns.{use}={name} reads it)" if use else name for name, use in others]
+    told = [
+        f"{name} (what it marks is trained all the same: write weight, 0 or 1)"
+        if use == MARK
+        else f"{name} (data.columns.{use}={name} reads it)"
+        if use
+        else name
+        for name, use in others
+    ]
     both = (("not read", told), ("not read, about the rows only", notes))
     return [f"{source}: {what}: {', '.join(names)}" for what, names in both if names]
 
@@ -248,6 +272,14 @@ def detect_format(
         fits = ["preference"]  # other columns may hold the prompt, or the chosen answer once more
     exact = [name for name in fits if all(columns.get(need, need) in first for need in REQUIRED[name])]
     fits = exact if len(exact) == 1 else fits
+    absent = [ours for ours in ("chosen", "rejected") if column_of(ours, names, columns) not in names]
+    near = {ours: name for ours in absent for name in names if name.lower().startswith(ours) and not _classify(name)[0]}
+    pairs = " ".join(f"data.columns.{ours}={name}" for ours, name in near.items() if "preference" in allowed)
+    if pairs and not set(fits) & set(allowed):
+        what = (
+            f"packtrain {objective} needs rows of {' or '.join(allowed)}, and no column is called {' or '.join(near)}"
+        )
+        raise refuse(what, f"If it is there under another name: {pairs}", code="pair-column-unnamed")
     if fits and not set(fits) & set(allowed):
         meant: Examples = "answers" if label in names and examples != "answers" else "documents"
         verb = objective_for("pairs" if "preference" in fits else meant).name

@@ -23,7 +23,7 @@ from typing import Any
 
 from packtrain.config import is_list
 from packtrain.config.keys import suggest
-from packtrain.data.formats.columns import Row, list_of, parse_json
+from packtrain.data.formats.columns import MASKED, WEIGHTS, Row, list_of, parse_json
 from packtrain.data.sources.chunks import BadRow, Json, drop_nulls, is_object, wrong_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -53,8 +53,6 @@ PARTS = {
 }
 """Types of parts, in the order of an assistant's turn, and the key of the message for each."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-WEIGHTS = ("weight", "loss_weight", "loss_scale", "loss_mask", "train", "training", "trainable", "loss")
-MASKED = "masked"  # torchtune's key, true if the turn is not trained
 WHOLE = "packtrain trains a whole turn or none of it"
 _WEIGHT = re.compile(
     r"(?i)(\w+_)?(train(able|ed|ing)?|loss|mask(ed)?|weights?)(_?(mask|scale|weight|detail|on|turn)s?)*"

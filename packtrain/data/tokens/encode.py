@@ -25,7 +25,7 @@ from functools import cached_property
 import numpy as np
 
 from packtrain.config.schema import Data, Format
-from packtrain.data.formats.columns import Row, fill_in_questions, hash_content, hash_row, merge_uses
+from packtrain.data.formats.columns import Row, fill_in_questions, hash_content, hash_row, merge_uses, read_marks
 from packtrain.data.formats.examples import (
     Answered,
     Conversation,
@@ -50,7 +50,8 @@ MAX_PROBLEMS = 5
 UNTRAINED = "no trained token within data.max_length"
 TOO_LONG = "longer than data.max_length"
 SAME = "identical answers within data.max_length"
-UNUSABLE = (UNTRAINED, TOO_LONG, SAME)
+MARKED = "marked as not trained"
+UNUSABLE = (UNTRAINED, TOO_LONG, SAME, MARKED)
 """Reasons for dropping rows that are not bad rows."""
 NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to stop."
 Flags = dict[str, float]
@@ -77,6 +78,9 @@ class Encoder:
         columns = chunk.columns or self.data.columns
         for where, row in fill_in_questions([*chunk.rows()], columns) if format == "alpaca" else chunk.rows():
             content = hash_row(row, format, columns)
+            if isinstance(row, dict) and not all(read_marks(row, columns).values()):
+                fates.append(Fate(content, dropped=MARKED))
+                continue
             try:
                 documents, flags = self.encode_row(row, format, columns, unread)
             except BadRow as bad:

@@ -33,7 +33,7 @@ from packtrain.data.formats.messages import Messages
 from packtrain.data.sources.chunks import BadRow, Json
 from packtrain.data.tokens.chat_template import Template, has_marks, rewrite_for_template
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
-from packtrain.errors import is_ours
+from packtrain.errors import UserError, is_ours
 from packtrain.wording import first_line
 
 Span = tuple[int, int]
@@ -177,7 +177,7 @@ class ChatEncoder:
 
     def _probe(self, *messages: Json, generation_prompt: bool = False, **variables: object) -> str:
         """Render the messages; return "" if the template refuses them."""
-        with suppress(BadRow):
+        with suppress(BadRow, UserError):
             return self._render(Conversation([*messages], variables=variables), generation_prompt=generation_prompt)[0]
         return ""
 
@@ -346,6 +346,11 @@ class ChatEncoder:
         except Exception as error:  # a template is a program and may raise anything
             if is_ours(error):
                 raise
+            token = re.fullmatch(r"'(\w+_token)' is undefined", first_line(error))
+            if token and token[1] not in variables:
+                what = f"the chat template ({self.template.name}) writes {token[1]}, and {self.tokenizer.name} has none"
+                fix = "Name another template, or a tokenizer that has it (model.tokenizer)."
+                raise UserError(what, where="data.chat_template", fix=fix, code="template-needs-token") from error
             what = f"the chat template refuses the conversation: {first_line(error)}"
             has_system = [message["role"] for message in conversation.messages[:1]] == ["system"]
             fix = "Fix the row, or data.system, if it takes no system prompt." if has_system else ""

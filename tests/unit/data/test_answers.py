@@ -242,6 +242,29 @@ def test_of_a_conversation_with_a_rejected_answer_all_after_the_last_question_is
     assert documents(ours(tmp_path, [row], style="qwen2_5")) == expected
 
 
+@pytest.mark.parametrize(
+    ("row", "advice"),
+    [
+        ({"instruction": "Hi?", "output": "yes", "rejected_output": "no"}, "rejected=rejected_output"),
+        ({"prompt": "Hi?", "chosen": "yes", "rejected_answer": "no"}, "rejected=rejected_answer"),
+        ({"prompt": "Hi?", "chosen_text": "a", "Rejected": "b"}, "chosen=chosen_text data.columns.rejected=Rejected"),
+        ({"instruction": "Hi?", "output": "yes", "rejected_score": 3}, None),
+    ],
+)
+def test_near_names_of_pairs_are_given_to_dpo(tmp_path, row, advice):
+    (path := tmp_path / "x.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError) as refused:
+        prepare(Data(train=str(path), cache_dir=str(tmp_path)), tokenizer_of("qwen2_5"), "dpo", seed=0)
+    (problem,) = refused.value.problems
+    if advice is None:
+        assert problem.code == "rows-of-other-verb"
+        return
+    assert problem.code == "pair-column-unnamed" and problem.fix.endswith(f" data.columns.{advice}")
+    columns = dict(one.removeprefix("data.columns.").split("=") for one in problem.fix.split()[-len(advice.split()) :])
+    data = Data(train=str(path), columns=columns, cache_dir=str(tmp_path))
+    assert prepare(data, tokenizer_of("qwen2_5"), "dpo", seed=0).train.report.kept == 1
+
+
 def test_pairs_of_ms_swift_are_conversations_to_sft_and_answers_that_are_json_are_what_is_said(tmp_path):
     row = {"messages": [ASK, GOOD], "rejected_response": BAD["content"]}
     data = ours(tmp_path, [row], "sft")

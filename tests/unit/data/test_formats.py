@@ -278,6 +278,32 @@ def test_columns_that_nothing_reads_are_named_once_with_the_key_that_would(ready
             assert name not in ready(path, columns={use: name}, **how).train.report.unread[path]
 
 
+@pytest.mark.parametrize("mark", [{"train": False}, {"weight": 0}, {"loss": False}, {"masked": True}, {"weight": 0.0}])
+@pytest.mark.parametrize(
+    "row", [ALPACA, {"messages": [QUESTION, ANSWER]}, {"text": "Hello"}], ids=lambda row: next(iter(row))
+)
+def test_a_row_that_is_marked_as_not_trained_is_dropped_and_counted(ready, tmp_path, row, mark):
+    trained = {name: not value for name, value in mark.items()}
+    report = ready(write(tmp_path / "x.jsonl", row | mark, row | trained, row)).train.report
+    assert (report.kept, report.dropped, report.unread) == (2, {"marked as not trained": 1}, {})
+
+
+def test_marks_that_are_not_read_are_named_with_what_to_write(ready, tmp_path):
+    turns = [QUESTION, {**ANSWER, "learn": False}, QUESTION, {**ANSWER, "ignore": True}]
+    marks = {"skip": True, "no_train": 1, "weight": 0.5}
+    path = write(tmp_path / "x.jsonl", {"messages": turns, **marks})
+    report = ready(path).train.report
+    named = dict.fromkeys(("messages[].learn", "messages[].ignore", "skip", "no_train"), "mark")
+    assert report.unread == {path: named | {"weight": ""}}
+    assert report.decisions()[-1].count("trained all the same: write weight, 0 or 1") == 4
+
+
+def test_a_blank_thought_of_a_column_is_none(ready, tmp_path):
+    rows = ALPACA, ALPACA | {"reasoning": " \n "}
+    plain, blank = texts(ready(write(tmp_path / "x.jsonl", *rows), chat_template="qwen3"))
+    assert plain == blank
+
+
 def test_what_is_read_is_not_named_and_our_own_names_go_before_others(ready, tmp_path):
     rows = [GOOD | {"system": "Be brief.", "label": True}, {"messages": [QUESTION, {**ANSWER, "train": False}, ANSWER]}]
     assert ready(write(tmp_path / "x.jsonl", *rows)).train.report.unread == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -424,6 +425,18 @@ def test_the_empty_thought_belongs_to_the_prompt_as_the_template_asks_with_think
                 assert tokenizer.decode(ids[:start].tolist()) == asked + CLOSES.get(name, ""), name
                 lead, end = ("\n", "<|user|>") if name.startswith("glm") else ("", ENDS.get(name, "<|im_end|>"))
                 assert tokenizer.decode(ids[mask].tolist()) == f"{lead}{TURNS[turn]['content']}{end}", name
+
+
+def test_a_template_that_writes_a_token_without_counterpart_is_refused_once_by_its_key(tmp_path):
+    file, rows = tmp_path / "with_bos.jinja", tmp_path / "x.jsonl"
+    file.write_text("{{ bos_token + '' }}" + CHATML)
+    rows.write_text(2 * (json.dumps({"messages": TURNS}) + "\n"))
+    data = Data(train=str(rows), chat_template=str(file), bad_rows="skip", cache_dir=str(tmp_path))
+    with pytest.raises(UserError) as refused:
+        prepare(data, tokenizer_of("qwen2_5"), seed=0)
+    (problem,) = pickle.loads(pickle.dumps(refused.value)).problems  # it may come from another process
+    assert (problem.where, problem.code) == ("data.chat_template", "template-needs-token")
+    assert "bos_token" in problem.what and "Fix the row" not in problem.fix
 
 
 @pytest.mark.parametrize("name", ["qwen3_8", "qwen3_8_training", "glm4moe", "as SmolLM3", "no switch"])

@@ -57,6 +57,8 @@ def test_skipped_rows_and_unread_columns_are_named(folder: Path) -> None:
     assert data["remarks"] == said and all(line in page.read_text() for line in said)
     text = inspect(folder, *options).stdout
     assert "dropped 4: 3 wrong type, 1 empty" in text and all(line in text for line in said)
+    for shown in (("--rows", "1"), ("--step", "1"), ("--source", "more.jsonl:1")):
+        assert all(line in inspect(folder, *options, *shown).stdout for line in said)
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])
