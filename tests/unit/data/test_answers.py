@@ -16,8 +16,8 @@ from trl import DPOTrainer, KTOTrainer, RewardTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
-from packtrain.config.schema import DataSource
-from packtrain.data.prepare import PreparedData
+from packtrain.config.schema import Data, DataSource
+from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.sources.quickstart import tokenizer as quickstart_tokenizer
 from packtrain.errors import UserError
 
