@@ -169,7 +169,7 @@ def quantised_by(sizes: Sizes, *, gpu: bool) -> str:
 
 
 def check_weights(config: RunConfig, *, gpu: bool) -> None:
-    """Raise UserError if the run would refuse weights on this machine: as `check_quantised` and `check_base` do."""
+    """Raise UserError if the run would refuse weights on this machine."""
     check_quantised(config.model, config.peft, gpu=gpu)
     for path in (config.model.path, config.objective.reference):
         below = replace(config.model, path=path, revision=None)
@@ -415,7 +415,10 @@ def _stored(folder: Path, sizes: Sizes) -> Weights:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that transformers reads in a folder: the one of all weights, else the ones of the index."""
+    """Return the safetensors files of a folder.
+
+    As in transformers, one file with all weights comes first, then the files in the index.
+    """
     index = {} if (folder / "model.safetensors").is_file() else _read(folder / "model.safetensors.index.json")
     shards = index.get("weight_map")
     names = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) and shards else ["model.safetensors"]

@@ -70,7 +70,7 @@ HINTS = {
 }
 """Our optional columns, with beginnings of words in column names that may mean them."""
 NOTE, MARK = "note", "mark"
-"""Uses of columns that nothing reads: about the row itself, such as an id; or on what is trained."""
+"""Kinds of unread columns: an id or another note on the row; a mark that was meant to choose trained text."""
 WEIGHTS = ("weight", "loss_weight", "loss_scale", "loss_mask", "train", "training", "trainable", "loss")
 MASKED = "masked"  # torchtune's key, true if the turn is not trained
 _MARK = re.compile(r"(.+[].])?(do_?)?(not?_?|un)?(train|learn|loss|mask|weight|ignore|skip)(able|ed|ing|s)?(_\w+)?")
@@ -143,9 +143,9 @@ class Row:
 
 
 def read_marks(values: Mapping[str, object], columns: Mapping[str, str]) -> dict[str, bool]:
-    """Return the row's columns of WEIGHTS and MASKED that are 0 or 1, and whether each says that the row is trained.
+    """Return whether each mark of the row says that the row is trained.
 
-    Columns with another use, the values of `columns`, are left out.
+    Marks are columns of WEIGHTS and MASKED that are 0 or 1. Columns with another use, the values of `columns`, are left out.
     """
     names = {*WEIGHTS, MASKED} - {*columns.values()}
     labels = {name: LABELS.get(str(values.get(name)).lower().removesuffix(".0")) for name in names}
@@ -207,7 +207,7 @@ def name_unread(source: str, unread: Mapping[str, str]) -> list[str]:
     notes = sorted(name for name, use in unread.items() if use == NOTE)
     others = sorted((name, use) for name, use in unread.items() if use != NOTE)
     told = [
-        f"{name} (what it marks is trained all the same: write weight, 0 or 1)"
+        f"{name} (trained all the same: write weight, 0 or 1)"
         if use == MARK
         else f"{name} (data.columns.{use}={name} reads it)"
         if use

@@ -204,7 +204,7 @@ class ChatEncoder:
 
     @cached_property
     def _repeats_thought(self) -> tuple[bool, bool]:
-        """Return whether the template writes a thought of its own before a content that begins with one; then, with thinking off."""
+        """Return whether the template repeats a thought at the start of a content: by default, with thinking off."""
         question, block, found = {"role": "user", "content": "question"}, "<think>\n\n</think>\n\n", list[bool]()
         for how in ({}, THINKING_OFF):
             turns = ({"role": "assistant", "content": f"{at}ANSWER"} for at in ("", block))
