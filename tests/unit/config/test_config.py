@@ -189,7 +189,7 @@ def test_files_that_are_missing_and_faults_of_a_shipped_choice_are_placed_where_
     write("", "recipes/quickstart-sft.yaml")  # as in a checkout, where our recipes are found twice
     (recipe,) = problems("recipes/quickstart-sft")
     assert recipe.fix.startswith("Did you mean recipes/quickstart-sft.yaml or recipes/quickstart-")
-    assert only(".").code == "config-not-a-file"
+    assert only(".").code == "not-a-file"
     run = write("trainer: {seed: 1}\nstrategy: {name: zero3}\ndefaults:\n  - optim: adafactor\n")
     assert only(run, *COMPLETE).where.startswith("run.yaml:4, defaults, optim.name")
     spread = ("strategy.name=zero3", "optim=adafactor")
@@ -245,7 +245,7 @@ def test_all_problems_are_reported_at_once_and_each_at_its_own_place() -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
     [
-        (["data.train={split: x}"], "data.train", "[source-without-path]"),
+        (["data.train={split: x}"], "data.train", "[no-source-path]"),
         (["data.train=./none.jsonl"], "data.train", "no file or folder ./none.jsonl"),
         (["data.train=[a/b,/none/at/all]"], "data.train[1]", "no file or folder /none/at/all"),
         (["data.chat_template=mine.jinja"], "data.chat_template", "[no-such-path]"),
@@ -272,7 +272,7 @@ def test_all_problems_are_reported_at_once_and_each_at_its_own_place() -> None:
         (["topology.main_address='n1 n2'"], "topology.main_address", "[not-a-host]"),
         (["trainer.output_dir="], "trainer.output_dir", "[no-run-folder]"),
         (["objective.kind=dpo", "objective.loss=[]"], "objective.loss", "[no-loss]"),
-        (["+topology.environment.WANDB_API_KEY=x"], "topology.environment.WANDB_API_KEY", "[secret-in-config]"),
+        (["+topology.environment.WANDB_API_KEY=x"], "topology.environment.WANDB_API_KEY", "[has-secret]"),
         (["topology.main_address=n1:29500"], "topology.main_address", "its port is topology.main_port"),
         (["data.eval=1.0"], "data.eval", "between 0 and 1"),
         (["trainer.resume=nevr"], "trainer.resume", "Did you mean never?"),
@@ -457,7 +457,7 @@ def test_the_help_has_sixty_keys_or_all_and_explains_those_that_are_named(width:
         ("optim:\n  beta1: ???\n", "run.yaml:2, optim.beta1", "[unresolved-value]"),
         ("trainer: {samples: ['${nope}']}\n", "run.yaml:1, trainer.samples[0]", "Interpolation key 'nope' not found"),
         (f"model: {{config: {'{a: ' * 200}1{'}' * 200}}}\n", "run.yaml", "40 levels"),
-        (f"model: {{config: {'{a: ' * 2000}1{'}' * 2000}}}\n", "run.yaml", "[nested-too-deeply]"),
+        (f"model: {{config: {'{a: ' * 2000}1{'}' * 2000}}}\n", "run.yaml", "[too-deep]"),
         ("\ndefaults: [peft: lora, peft: none]\n", "run.yaml:2, defaults", "[two-choices]"),
         ("\ndefaults: ['${x}']\n", "run.yaml:2, defaults", "[bad-defaults-entry]"),
         (f"optim: {{learning_rate: 1{'0' * 400}}}\n", "run.yaml:1, optim.learning_rate", "the whole number 1000"),

@@ -358,7 +358,7 @@ def test_the_loss_of_the_chosen_answer_itself_is_a_loss_with_a_weight(tmp_path: 
         ("seen.sh", "swift sft --model a --dataset b --max_pixels 9", "[not-trained-here]"),
         ("laugh.yaml", "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
             f"{to}: &{to} [{', '.join([f'*{of}'] * 10)}]\n" for of, to in zip("abcdef", "bcdefg", strict=True)
-        ), "[too-many-values]"),
+        ), "[too-large]"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_converted_is_said_with_exit_code_2(name: str, text: Any, said: str, tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_a_bucket_is_read_where_it_is_and_only_as_a_stream(tmp_path: Path, open_
         assert len([*chain(*read(open_(f"file://{tmp_path}/{path}").stream))]) == count
     fsspec.filesystem("memory").pipe("/bucket/x.jsonl", (tmp_path / "rows" / "a.jsonl").read_bytes())
     assert len([*chain(*read(open_("memory://bucket/*.jsonl").stream))]) == 20
-    missing = dict.fromkeys(("none.jsonl", "rows@train"), r"\[unreachable-url\]")
+    missing = dict.fromkeys(("none.jsonl", "rows@train"), r"\[bad-url\]")
     for path, what in (
         missing | {"rows/README.md": r"\[nothing-to-read\]", "rows/*.csv": r"\[nothing-to-read\]"}
     ).items():
@@ -220,7 +220,7 @@ def test_a_bucket_is_read_where_it_is_and_only_as_a_stream(tmp_path: Path, open_
         open_(f"lf:{tmp_path}/dataset_info.json#some")
     with pytest.raises(UserError, match=r"\[only-as-stream\]"):
         prepare(Data(train=f"file://{tmp_path}/rows"), TOKENIZER, seed=0)
-    with pytest.raises(UserError, match=r"\[unreachable-url\]"):
+    with pytest.raises(UserError, match=r"\[bad-url\]"):
         open_("nosuchscheme://bucket/x.jsonl")
 
 

@@ -123,7 +123,7 @@ def test_an_entry_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         "made by a script": {"script_url": "a"},
         "formatting is 'vicuna'": {"file_name": "x.json", "formatting": "vicuna"},
         r"\[unknown-entry-key\]": {"file_name": "x.json", "colums": {}},
-        r"\[folder-of-hub\]": {"hf_hub_url": "a/b", "folder": "python"},
+        r"\[hub-folder\]": {"hf_hub_url": "a/b", "folder": "python"},
     }.items():
         (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"x": entry}))
         with pytest.raises(UserError, match=what):

@@ -154,7 +154,7 @@ def test_files_of_arrow_are_read_with_and_without_an_index(tmp_path):
         assert [len(chunk) for chunk in chunks] == [256, 256, 88]
         assert len(pickle.dumps(chunks[2])) < 4_000  # not the whole table
         assert list(chunks[2].rows())[-1] == (f"{tmp_path / name}, row 600", {"text": "row 599"})
-    with pytest.raises(UserError, match=r"\[unreadable-data\]"):
+    with pytest.raises(UserError, match=r"\[bad-data-file\]"):
         rows(tmp_path / "other.arrow", b"hello")
 
 

@@ -209,7 +209,7 @@ def test_a_missing_machine_is_listed_by_machine_0_and_machine_0_by_the_others(co
 
 
 def test_a_machine_of_a_run_that_is_its_own_is_refused_with_the_reason(config: RunConfig) -> None:
-    with pytest.raises(UserError, match=r"\[one-machine\]"):
+    with pytest.raises(UserError, match=r"\[nothing-to-compare\]"):
         show_cluster(lambda: RunConfig(topology=Topology(kind="single")), [], as_json=True)
     with pytest.raises(UserError, match=r"\[no-node-rank\]"):
         show_cluster(lambda: config, [], as_json=True)

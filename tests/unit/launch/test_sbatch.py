@@ -364,7 +364,7 @@ def test_a_machine_without_slurm_and_a_refusal_of_sbatch_are_told(monkeypatch: p
     assert list(Path("runs/x/logs").iterdir()) == []
     monkeypatch.setenv("PATH", "/nowhere")
     done = sbatch(*MACHINES, "--submit")
-    assert done.returncode == 2 and "[sbatch-missing]" in done.stderr
+    assert done.returncode == 2 and "[no-sbatch]" in done.stderr
     assert sbatch(*MACHINES).returncode == 0
 
 
