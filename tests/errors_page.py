@@ -61,7 +61,9 @@ def sites() -> Iterator[Site]:
                     codes = tuple(f"row-{code.replace(' ', '-').lower()}" for code in codes)
                 if codes == ("…",) and isinstance(function, ast.FunctionDef) and _takes_code(function):
                     continue  # its callers give the code
-                if codes and "…" not in codes or any(any(letter.isalpha() for letter in text) for text in texts):
+                if (codes and "…" not in "".join(codes)) or any(
+                    any(letter.isalpha() for letter in text) for text in texts
+                ):
                     place = f"{file.relative_to(PACKAGE.parent)}:{call.lineno}"
                     yield Site(place, name, codes, texts, tuple(filter(None, values.texts(given.get("fix")))))
     for rule in rules():

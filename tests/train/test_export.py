@@ -138,7 +138,7 @@ def test_adapters_of_a_local_model_and_what_the_hub_refuses_are_told(run: Path, 
     adapters = save_adapters(tmp_path / "adapters", save_model(tmp_path / "base"))
     assert "[base-not-public]" in sent(tmp_path, str(adapters), "--repo", "x", expect=2).stderr
     assert "[no-repo-name]" in sent(tmp_path, str(run), expect=2).stderr
-    assert "[repo-is-public]" in sent(tmp_path, str(run), "--repo", "known", expect=2).stderr
+    assert "[repo-public]" in sent(tmp_path, str(run), "--repo", "known", expect=2).stderr
     assert not [*(tmp_path / "hub").iterdir()]
     refused = sent(tmp_path, str(run), "--repo", "taken/name", expect=2).stderr
     assert "403 Forbidden" in refused and "HF_TOKEN" in refused and "Traceback" not in refused

@@ -101,7 +101,7 @@ def test_a_model_that_comes_in_four_bits_trains_adapters_and_nothing_else(tmp_pa
     config["model"]["path"] = str(tmp_path / "saved")
     model.save_pretrained(tmp_path / "saved")
     assert run_here(tmp_path, config, name="saved-run").losses == pytest.approx(loaded.losses, rel=1e-6)
-    with pytest.raises(UserError, match=r"bitsandbytes .*\[quantised-weights\]"):
+    with pytest.raises(UserError, match=r"bitsandbytes .*\[quantised\]"):
         run_here(tmp_path, config, "peft=none", name="full")
 
 
