@@ -478,7 +478,7 @@ def main() -> None:
 
 def _check_attempt(run: RunConfig, arguments: list[str] | None) -> None:
     """Raise UserError if the run's folder would refuse the run."""
-    from packtrain.launch.execute import check_attempt
+    from packtrain.launch.attempt import check_attempt
     from packtrain.run_folder import RunFolder
 
     check_attempt(run, split_arguments(arguments)[0], RunFolder.of(run.trainer), run.trainer.resume)

@@ -185,10 +185,12 @@ def from_torch() -> Attend:
         if scoring.softcap is not None or sinks is not None:
             raise Lacks("no soft-cap and no attention sinks")
         lengths = (borders.queries, borders.keys, borders.longest_queries, borders.longest_keys)
-        window = {"window_size_left": -1 if scoring.window is None else scoring.window - 1, "window_size_right": 0}
+        left = -1 if scoring.window is None else scoring.window - 1
         causal = scoring.window is None  # else the window says so
         operator = torch.ops.aten._flash_attention_forward
-        return operator(q, k, v, *lengths, 0.0, causal, False, scale=scoring.scale, **window)[0]
+        return operator(
+            *(q, k, v, *lengths, 0.0, causal, False), scale=scoring.scale, window_size_left=left, window_size_right=0
+        )[0]
 
     return attend
 

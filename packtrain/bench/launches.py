@@ -149,8 +149,7 @@ class ShortRuns:
         root, length = self.folder / f"{self._number}", self.steps + 1
         trainer = replace(self.config.trainer, output_dir=str(root / "run"), max_steps=length, log_every=length)
         packing = replace(self.config.packing, mode=candidate.mode, share_prefix=candidate.shared)
-        limits = {"tokens_per_device": candidate.tokens, "examples_per_device": candidate.examples}
-        batch = replace(self.config.batch, **limits)
+        batch = replace(self.config.batch, tokens_per_device=candidate.tokens, examples_per_device=candidate.examples)
         config = replace(self.config, trainer=trainer, packing=packing, batch=batch)
         try:
             on_this_machine(config, "bench")  # raises UserError for sizes that do not divide

@@ -58,8 +58,9 @@ def take_part(order: Json, env: Mapping[str, str]) -> Json:
         "TORCH_NCCL_BLOCKING_WAIT": "1",  # a timeout of NCCL then raises an error instead of ending the process
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
-    asked = {"limit_s": PROCESS_S, "env": {**quiet, **env}}
-    output, error = ask_python("packtrain.diagnose.all_reduce", json.dumps(order), **asked)
+    output, error = ask_python(
+        "packtrain.diagnose.all_reduce", json.dumps(order), limit_s=PROCESS_S, env={**quiet, **env}
+    )
     lines = [line for line in output.splitlines() if line.endswith("}")] or ['{"error": "its process said nothing"}']
     return {"backend": order["backend"], **json.loads(lines[-1]), **({"error": error} if error else {})}
 

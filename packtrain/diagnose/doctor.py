@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from packtrain.errors import Json, PeerFailed, UserError
+from packtrain.launch.attempt import is_locked
 from packtrain.launch.coordinator import MOST_TELLING, tail_of
-from packtrain.launch.execute import is_locked
 from packtrain.monitor.channel import PUBLISHED, Channel, Client
 from packtrain.monitor.heartbeat import life_of
 from packtrain.monitor.watchdog import DIAGNOSIS, FRAMES_SHOWN, RANKS, RankState, stacks_of

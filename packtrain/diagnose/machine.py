@@ -357,11 +357,11 @@ def ask_torch(limit_s: float, dtype: str, env: Mapping[str, str]) -> Torch:
 
 def read_torch(output: str, error: str = "") -> Torch:
     """Read the facts in the output of torch's process; `error` is why it is incomplete."""
-    facts: Json = {"error": error}
+    facts: Json = {}
     for line in output.splitlines():
         with suppress(ValueError):  # the last line may be incomplete
             facts |= json.loads(line)
-    return Torch(**facts)
+    return Torch(**{"error": error, **facts})
 
 
 def _print_torch(dtype: str) -> None:

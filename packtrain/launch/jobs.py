@@ -29,8 +29,8 @@ from packtrain.config.rules.slurm import count_gpus, parse_options
 from packtrain.config.schema import Topology
 from packtrain.config.yaml_files import shipped, shown
 from packtrain.errors import Json, PeerFailed, Problem, UserError
+from packtrain.launch.attempt import inputs, writing
 from packtrain.launch.coordinator import MOST_TELLING
-from packtrain.launch.execute import inputs, writing
 from packtrain.monitor.channel import SECRET, new_secret
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import Surroundings

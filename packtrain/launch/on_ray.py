@@ -27,8 +27,8 @@ from typing import IO, Any
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
 from packtrain.errors import PeerFailed, UserError, report_error
+from packtrain.launch.attempt import is_locked
 from packtrain.launch.coordinator import MOST_TELLING, RESTARTED
-from packtrain.launch.execute import is_locked
 from packtrain.launch.rendezvous import PROGRESS_S
 from packtrain.launch.worker import end_with_parent
 from packtrain.monitor.channel import free_port
@@ -178,10 +178,12 @@ def _launch(
     try:
         if not _is_reserved(ray, group, f"{nodes} × {units} {unit}s", limit_s, received):
             return None
-        resources = {"num_cpus": units if unit == "CPU" else 0, "num_gpus": units if unit == "GPU" else 0}
+        cpus, gpus = (units if unit == one else 0 for one in ("CPU", "GPU"))
         places = [strategies.PlacementGroupSchedulingStrategy(group, node) for node in range(nodes)]
         actor = ray.remote(Machine)
-        machines = [actor.options(**resources, scheduling_strategy=place).remote(given) for place in places]
+        machines = [
+            actor.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place).remote(given) for place in places
+        ]
         address, port = ray.get(machines[0].address.remote(), timeout=_SILENT_S)
         shared = [f"topology.nodes={nodes}", f"topology.main_address={address}", f"topology.main_port={port}"]
         shared += ["trainer.resume=auto"] if again else []

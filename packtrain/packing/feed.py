@@ -135,8 +135,9 @@ class Feed:
 
     def report(self, tokens: int) -> DataReport:
         """Report what happened to the rows read so far."""
-        figures = {"documents": self.examples, "tokens": tokens, "trained_tokens": self.trained}
-        return self.stream.report_at(self.place, **figures) if self.place else self.stream.report
+        if not self.place:
+            return self.stream.report
+        return self.stream.report_at(self.place, documents=self.examples, tokens=tokens, trained_tokens=self.trained)
 
     def close(self) -> None:
         """Stop the thread and wait for it."""

@@ -290,10 +290,17 @@ def read_pod(topology: Topology, env: Mapping[str, str]) -> tuple[str, Topology]
         if read_number(env, names[1], 1) > 1:
             require(env, names)
             node, nodes, gpus = (read_number(env, name, 0) for name in names[:3])
-            here = {"nodes": nodes, "node_rank": node, "gpus_per_node": gpus or topology.gpus_per_node}
             first, port = env[names[3]].split()[0], topology.main_port or DEFAULT_PORT
             by = f"{engine}'s variables {names[0]} and {names[1]}"
-            return by, replace(topology, kind="manual", main_address=first, main_port=port, **here)
+            return by, replace(
+                topology,
+                kind="manual",
+                main_address=first,
+                main_port=port,
+                nodes=nodes,
+                node_rank=node,
+                gpus_per_node=gpus or topology.gpus_per_node,
+            )
     if env.get("PET_NNODES", "1") != "1" or "PET_NODE_RANK" in env:
         node, nodes, by = "PET_NODE_RANK", "PET_NNODES", "torchrun's variables PET_NNODES and PET_NODE_RANK"
         require(env, (node, nodes))  # machines of an elastic job have no numbers

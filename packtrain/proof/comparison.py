@@ -103,8 +103,8 @@ def check_equal(
     if not off <= tolerance:
         by_value = (candidate - definition).abs() / (1 if scale is None else scale)
         worst = int(by_value.nan_to_num(torch.inf).argmax())
-        values = {"candidate": candidate[worst].item(), "definition": definition[worst].item()}
-        raise CheckFailed(what.format(number=worst + 1, **values), fix=fix, code=code)
+        ours, theirs = candidate[worst].item(), definition[worst].item()
+        raise CheckFailed(what.format(number=worst + 1, candidate=ours, definition=theirs), fix=fix, code=code)
     return off
 
 

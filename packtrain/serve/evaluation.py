@@ -225,8 +225,10 @@ def answer_held_out(
     answers = []
     for prompt, wanted in _questions(documents, rows):
         ids = torch.tensor(prompt[None].astype("int64"), device=model.device)
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.pad_token_id}
-        made = model.generate(**given, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
+        mask, pad = torch.ones_like(ids), tokenizer.pad_token_id
+        made = model.generate(
+            input_ids=ids, attention_mask=mask, pad_token_id=pad, max_new_tokens=tokens, do_sample=False
+        )[0, ids.shape[1] :]
         texts = [str(tokenizer.decode(part, skip_special_tokens=True)) for part in (made, wanted, prompt)]
         named = dict(zip(("answer", "expected", "prompt"), texts, strict=True))
         with boundary("the score failed", "--score", code="score-failed"):

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date, timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from accelerate import PartialState
@@ -324,9 +324,10 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
 
 def _training_steps(run: Run) -> Steps:
     """Return the training steps over a data set or a stream."""
-    config, data = run.config, run.prepared.data
-    until: Any = {"max_steps": config.trainer.max_steps, "epochs": config.trainer.epochs}
-    steps = run.prepared.steps(data.train, **until, shuffle=config.data.shuffle)
+    trainer, data = run.config.trainer, run.prepared.data
+    steps = run.prepared.steps(
+        data.train, max_steps=trainer.max_steps, epochs=trainer.epochs, shuffle=run.config.data.shuffle
+    )
     if data.stream is None:
         return steps
     feed = Feed(data.stream, run.prepared.objective.slots, run.log.warn)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from packtrain.launch.execute import RunLock
+from packtrain.launch.attempt import RunLock
 from packtrain.run_folder import RunFolder
 from tests.ports import free_port
 from tests.train.forked import ENVIRONMENT

@@ -11,6 +11,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 from types import ModuleType
 
@@ -156,6 +157,49 @@ def test_every_folder_and_file_of_the_package_belongs_to_a_layer() -> None:
 def test_imports_go_one_way() -> None:
     wrong = [(one, other) for one in trees() for other in imports(one) if not allowed(one, other)]
     assert {*wrong} == FOR_TYPES
+
+
+def imports_at_run_time(name: str) -> set[str]:
+    """The modules that a module imports, without those that only type checkers do."""
+
+    def walk(node: ast.AST) -> Iterator[str]:
+        for inner in ast.iter_child_nodes(node):
+            if isinstance(inner, ast.If) and "TYPE_CHECKING" in ast.dump(inner.test):
+                continue
+            if isinstance(inner, ast.ImportFrom) and (inner.module or "").startswith("packtrain"):
+                every = [f"{inner.module}.{one.name}" for one in inner.names]
+                yield from (one if one in trees() else str(inner.module) for one in every)
+            yield from walk(inner)
+
+    return {*walk(trees()[name])} - {"packtrain"}  # whose names are imported lazily
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Also within a folder, also in functions."""
+    TopologicalSorter({name: imports_at_run_time(name) for name in trees()}).prepare()
+
+
+def test_no_call_takes_its_keywords_from_a_literal_dict() -> None:
+    """Written out, they are checked by the type checker."""
+    found = []
+    for name, tree in trees().items():
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign | ast.AnnAssign)]
+            dicts = {ast.unparse(target): node.value for node in assigned for target in _targets(node)}
+            calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+            for splat in (keyword.value for call in calls for keyword in call.keywords if keyword.arg is None):
+                value = dicts.get(ast.unparse(splat), splat)
+                if (
+                    isinstance(value, ast.Dict)
+                    and value.keys
+                    and all(isinstance(key, ast.Constant) for key in value.keys)
+                ):
+                    found.append(f"{name}:{splat.lineno}")
+    assert found == []
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
 def test_strategies_are_named_in_their_folders_alone() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from packtrain import system
 from packtrain.errors import UserError
-from packtrain.launch.execute import LOCK
+from packtrain.launch.attempt import LOCK
 from packtrain.monitor.channel import PUBLISHED
 from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, stacks_of
 from packtrain.run_folder import REPLACED_LOGS, RunFolder, write_json

@@ -14,7 +14,7 @@ import pytest
 
 from packtrain.diagnose.doctor import Finding, examine, show_run
 from packtrain.errors import UserError
-from packtrain.launch.execute import RunLock
+from packtrain.launch.attempt import RunLock
 from packtrain.monitor.heartbeat import UNKNOWN, ProcessState
 from packtrain.monitor.watchdog import RANKS, RankState
 from packtrain.run_folder import RunFolder

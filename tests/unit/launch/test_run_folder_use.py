@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import UserError
-from packtrain.launch.execute import LOCK, RunLock, check_free, is_locked
+from packtrain.launch.attempt import LOCK, RunLock, check_free, is_locked
 from packtrain.run_folder import RunFolder
 from tests.unit.command_line import packtrain
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import UserError
-from packtrain.launch.execute import RunLock
+from packtrain.launch.attempt import RunLock
 from packtrain.report.page import page
 from packtrain.report.run_record import read_metrics, read_run
 from packtrain.run_folder import RunFolder
