@@ -94,6 +94,7 @@ def _cell(texts: list[str]) -> str:
 
 
 def _blanked(text: str) -> str:
+    """Replace each {field} by …"""
     return "".join("…" if at % 2 else part for at, part in enumerate(text.replace("}", "{").split("{")))
 
 
@@ -142,7 +143,11 @@ class Values:
         return tuple("".join(texts) for texts in product(*choices))
 
     def _assigned(self, name: str) -> Iterator[ast.expr]:
-        """Yield the values that `name` may have: those of branches that end before the call, and the last one before them."""
+        """Yield the values that `name` may have.
+
+        Go back from the call: take every assignment up to the first that surely ran, which is one in a block around the call. Two values on
+        one line are the two ways of a conditional expression.
+        """
         found = [
             (block, value)
             for block, _ in _blocks(self._function)

@@ -348,9 +348,9 @@ def _signal_step(name: str, number: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Machines for a run: a container `image` and the engine's name of a `gpu`.
+    """Machines for a run, with a container `image`.
 
-    `gpu` none means CPUs. The cloud may take `spot` machines away.
+    `gpu` is the engine's name of a GPU, or the text "none" for CPUs. The cloud may take `spot` machines away.
     """
 
     image: str | None = None

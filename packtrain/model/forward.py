@@ -77,7 +77,7 @@ def patch_forward(
 ) -> Head | None:
     """Wrap the forward of `model`, innermost first.
 
-    1. TRL's fused LM head: TRL's trainers have added it (with the per-token outputs named by `answer_outputs`)
+    1. TRL's fused LM head, with the per-token outputs named by `answer_outputs`
     2. the objective's own call: `loss_sum=True` for `token_objective`, `answer_scores=True` for `answer_outputs`, `every_token=True` for
        `scores`
     3. `autocast`, if the trainer does not apply it (DeepSpeed)
@@ -125,7 +125,7 @@ def name_backbone(model: PreTrainedModel) -> None:
 
 
 def add_loss_sum(model: PreTrainedModel, *, weigh: TokenWeights = equal_weights, neftune_alpha: float = 0) -> Head:
-    """Add `loss_sum=True` to the forward of `model`, which already has TRL's `add_fused_lm_head`.
+    """Add `loss_sum=True` to the forward of `model`.
 
     With it the forward takes a collated batch with `shift_labels` and returns the sum of the losses at all positions whose label is not IGNORE
     (`label_places`; None: read from the labels). The sum is connected to every parameter even without such positions. For proofs,

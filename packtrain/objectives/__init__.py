@@ -1,1 +1,1 @@
-"""Losses of the objectives, as functions of log-probabilities."""
+"""The objectives, a folder each, and their losses as functions of log-probabilities."""

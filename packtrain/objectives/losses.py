@@ -1,4 +1,4 @@
-"""Losses of dpo, kto and reward: pure functions of log-probabilities, under TRL's names.
+"""Losses of dpo, kto and reward: pure functions of log-probabilities, under TRL's names. (Losses of tokens: sft/spec.py.)
 
 A loss gives one value per pair or answer. Add them up over the micro-batches and ranks of a step, then divide: the mean is exact,
 however the step is cut. No tensor is read on the host and no shape depends on

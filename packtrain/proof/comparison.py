@@ -23,7 +23,7 @@ from packtrain.errors import CheckFailed, PacktrainError
 from packtrain.wording import first_line
 
 CONTROL_FACTOR = 5
-"""A control leaks on purpose: it must differ by this many times the difference measured without a leak."""
+"""A control leaks on purpose: it must differ by this many times what rounding may cause."""
 
 
 PER_WEIGHT = 5

@@ -1,9 +1,10 @@
 """Parse rows into examples: a conversation, a prompt with its completion, text or tokens; a preference pair; answers with a label.
 
-One function reads one format. A new format is one more entry of READERS, with its columns in columns.py. Shapes follow
+One function of READERS reads one format; `preference` and labelled answers have functions of their own. A new format is one more entry, with its
+columns in columns.py and its name in config/schema.py. Shapes follow
 TRL's dataset formats (https://huggingface.co/docs/trl/dataset_formats), ShareGPT, Stanford Alpaca and Salesforce's xLAM.
 
-A pair becomes two examples that begin with the same prompt. We read these forms, as in TRL, LLaMA-Factory, axolotl and ms-swift:
+A pair becomes two conversations (or texts) that begin with the same prompt. We read these forms, as in TRL, LLaMA-Factory, axolotl and ms-swift:
 
     prompt, chosen, rejected          strings, lists of messages, or a string and two conversations
     chosen, rejected                  the prompt is their common beginning: messages, or the characters of two strings
@@ -154,7 +155,7 @@ def make_conversation(row: Row, messages: Messages, answer_from: int | None = No
     return Conversation(messages, None, variables, answer_from, tools_in_system=True)
 
 
-def _read_messages(row: Row, ours: str = "messages") -> Conversation:
+def _read_conversation(row: Row, ours: str = "messages") -> Conversation:
     messages = with_thought(row, with_system(row, read_messages(row, ours)))
     return make_conversation(row, messages)
 
@@ -219,10 +220,10 @@ def _read_tokens(row: Row) -> Tokens:
 
 
 READERS: dict[str, Callable[[Row], Example]] = {
-    "messages": _read_messages,
+    "messages": _read_conversation,
     "prompt_completion": _read_prompt_completion,
     "text": lambda row: PromptCompletion("", row.text("text")),
-    "sharegpt": lambda row: _read_messages(row, "conversations"),
+    "sharegpt": lambda row: _read_conversation(row, "conversations"),
     "alpaca": _read_alpaca,
     "xlam": _read_xlam,
     "tokenised": _read_tokens,

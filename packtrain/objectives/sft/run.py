@@ -39,7 +39,7 @@ _PROBE_TOKENS = 64
 
 
 class SFTLoss(Loss):
-    """The loss of documents on `model`: Σ of token losses / trained tokens, and that of routers. The token losses come from TRL's output head."""
+    """The loss of documents on `model`: Σ of token losses / trained tokens, and the routers' loss."""
 
     def __init__(self, setup: Setup, objective: Objective) -> None:
         super().__init__(setup, objective)

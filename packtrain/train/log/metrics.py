@@ -91,7 +91,7 @@ class StepMetrics:
         self, accelerator: Accelerator, model: torch.nn.Module, dtype: torch.dtype, steps: Steps, *, forwards: int
     ) -> None:
         """`dtype`: the compute dtype. `forwards`: a step's forward passes besides the trained one (Loss.extra_forwards)."""
-        self._sum = torch.zeros(4, dtype=torch.int64, device=accelerator.device)  # of the counts of `open`
+        self._sum = torch.zeros(4, dtype=torch.int64, device=accelerator.device)  # counts since the last line
         self.forget()
         named = str(dtype).removeprefix("torch.")
         self.peak = get_peak_flops_per_device(accelerator, named) if accelerator.device.type == "cuda" else None

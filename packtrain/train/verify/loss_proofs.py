@@ -1,9 +1,9 @@
 """Proofs of a loss: the modes against their definition, the first answers, and the first loss.
 
 (1) `compare_modes`: loss and gradients of random examples. The definition runs each document or padded pair alone, by the model's own
-attention. Documents run with full logits and plain cross-entropy; pairs use the loss of TRL's own code, against the model itself plus some
-nats of noise, so no margin is zero. In the positive control the packed row is declared as ONE document: its gradients must differ by many
-times the tolerance. Dropout is off, since layouts would draw different numbers.
+attention. Documents run with full logits and plain cross-entropy. Pairs and labelled answers run through their own loss; the reference's
+log-probabilities are the model's own plus some nats of noise, so no margin is zero. In the positive control the packed row is declared as
+ONE document: its gradients must differ by several times the tolerance. Dropout is off, since layouts would draw different numbers.
 (2) `check_answer_forward`: answers have the same log-probabilities from packed rows and the fused output head as from padded batches and full
 logits.
 (3) `measure_first_loss`: if the model starts as its own reference, the first loss has a known value: ln 2 for the sigmoid loss of dpo, half of
@@ -70,7 +70,7 @@ _LONGEST_WINDOW = 512  # tokens; a document longer than a larger window would co
 _TRAINED = 0.7  # share of the tokens that are trained
 _PAIRS = ((10, 5, 9), (1, 4, 4), (33, 1, 2), (2, 7, 7), (5, 20, 3), (18, 6, 11))  # tokens of prompt, chosen, rejected
 _OFF = 3.0  # nats, standard deviation of the reference's log-probabilities around the model's
-_MAX_CONTROL = 0.45  # without borders gradients differ by 0.5 to 1.7
+_ENOUGH = 0.45  # a control need not differ by more: without borders gradients differ by 0.5 to 1.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Comparison:
     @property
     def least_control(self) -> float:
         """Return the least difference of the control's gradients that shows the comparison can see leaks."""
-        return min(CONTROL_FACTOR * self.tolerance.gradients, _MAX_CONTROL)
+        return min(CONTROL_FACTOR * self.tolerance.gradients, _ENOUGH)
 
     @property
     def sees(self) -> bool:
@@ -226,10 +226,10 @@ def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 class RandomExamples(list[Any]):
-    """An in-memory data set of documents, pairs or labelled answers. Pairs have margins; every other answer is desirable."""
+    """An in-memory data set of documents, pairs or labelled answers. Pairs have margins; every second answer is desirable."""
 
     def __init__(self, model: PreTrainedModel, examples: Examples) -> None:
-        """Draw odd lengths, one longer than windows (see `lengths_for`), none longer than the positions."""
+        """Draw uneven lengths, one longer than windows (see `lengths_for`), none longer than the positions."""
         random, vocabulary, lengths = np.random.default_rng(0), vocabulary_size(model), lengths_for(model)
 
         def tokens(count: int) -> np.ndarray:

@@ -43,7 +43,7 @@ SMOOTHED_WEIGHTED = PairOptions(label_smoothing=0.1, use_weighting=True, ld_alph
 def test_the_registries_and_options_are_those_of_the_config_and_of_trl(tmp_path: Path) -> None:
     for kind, ours, name in ((DPOTrainer, PAIR_LOSSES, "dpo"), (KTOTrainer, UNPAIRED_LOSSES, "kto")):
         theirs = re.findall(r'\bloss_type == "(\w+)"', inspect.getsource(kind._compute_loss))
-        assert set(ours) == set(theirs) == set(OBJECTIVES[name].losses)
+        assert set(theirs) <= set(ours) == set(OBJECTIVES[name].losses)
     for options, arguments in ((PairOptions(), DPOConfig), (UnpairedOptions(), KTOConfig)):
         theirs = arguments(output_dir=str(tmp_path), use_cpu=True, bf16=False)
         assert asdict(options) == {one.name: getattr(theirs, one.name) for one in fields(options)}
