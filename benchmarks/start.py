@@ -57,11 +57,11 @@ def watch(out: str, began: float) -> None:
     def entered(self: Heartbeat, phase: str, **place: Any) -> float:
         if "config, plan" in marks and "imports" not in marks:  # `train` of packtrain.train.run has begun
             mark("imports")
-            from packtrain.train import preparation
+            from packtrain.train import preparation, run
 
             marked(preparation, "load_tokenizer", begins="join", ends="tokenizer")
             marked(preparation, "agree_on_data", ends="data")
-            marked(preparation, "check_positions", ends="model")
+            marked(run, "check_positions", ends="model")
             objective_of = preparation.objective_of
 
             def objective(config: Any) -> Any:

@@ -83,6 +83,10 @@ class PacktrainError(Exception):
     def __reduce__(self):  # exceptions of data workers are pickled
         return (type(self), (self.problems,))
 
+    def in_words(self) -> str:
+        """Return the problems without their codes, to be part of a report."""
+        return "\n".join(str(replace(problem, code="")) for problem in self.problems)
+
     def to_json(self) -> Json:
         """Return exit code and problems in plain containers, for `error_from_json` in another process."""
         return {"code": self.exit_code, "problems": [asdict(problem) for problem in self.problems]}

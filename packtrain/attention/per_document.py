@@ -33,7 +33,7 @@ def _batch(group: np.ndarray, counts: np.ndarray, row: dict[str, Any]) -> dict[s
     batch |= {name: row[name][0][tokens] for name in _PER_TOKEN if row.get(name) is not None}
     if "shift_labels" in batch and not counts.all():
         batch["shift_labels"].masked_fill_(to_device(torch.from_numpy(~counts), tokens.device), IGNORE)
-    if row.get("label_places") is not None:  # packing/collate.py::places_of
+    if row.get("label_places") is not None:  # packing/collate.py::label_positions
         labelled = np.zeros(row["input_ids"].shape[1], dtype=bool)
         labelled[row["label_places"]] = True
         batch["label_places"] = np.flatnonzero(labelled[group] & counts)

@@ -238,7 +238,10 @@ def mixture(value: Value, theirs: Theirs) -> Outcome:
         builds = bool(item.get("data_files")) and "/" not in path  # `json` is no data set
         more = {"subset": item.get("config", item.get("name")), "split": item.get("split")}
         more["weight"] = item.get("weight", item.get("fraction"))
-        found += [{"path": part, **more} for part in (names(item["data_files"]) if builds else [path])]
+        files = item.get("data_files")
+        if isinstance(files, dict):  # by split
+            files = files.get(item.get("split") or "train") or next(iter(files.values()))
+        found += [{"path": str(part), **more} for part in (names(files) if builds else [path])]
         lost = [_SHARE] if item.get("fraction") else []
         unread = ("data_dir",) if builds else ("data_dir", "data_files")
         lost += [f"{name} has no counterpart" for name in unread if item.get(name)]

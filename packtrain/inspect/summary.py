@@ -91,7 +91,12 @@ def mode_costs(corpus: Corpus, processes: int, cost: float) -> dict[str, Shown]:
         try:
             costs[mode] = _count_costs(schedule_of(corpus, packing, processes, cost), corpus, packing, processes)
         except UserError as error:
-            costs[mode] = {"rows": None, "slots": None, "efficiency": None, "why": str(error).replace("\n    → ", ": ")}
+            costs[mode] = {
+                "rows": None,
+                "slots": None,
+                "efficiency": None,
+                "why": error.in_words().replace("\n    → ", ": "),
+            }
     return costs
 
 

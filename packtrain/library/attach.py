@@ -80,10 +80,10 @@ class Layout:
         return {"input_ids": ids, **on_device(row_arguments(segments), input_ids.device)}
 
 
-def layout_of_call(call: Call, *, left_padding: bool, share: bool, tokens_per_row: int | None) -> Layout:
+def layout_of_call(call: Call, *, left_padding: bool, share: Callable[[], bool], tokens_per_row: int | None) -> Layout:
     """Lay out a padded call, given by its keyword arguments, in rows.
 
-    `left_padding`: padding on the left does not change the model's outputs. Waits for the device of ids and mask. Raises NotPacked if
+    `left_padding`: padding on the left does not change the model's outputs. `share` is asked only for a batch that can be packed. Waits for the device of ids and mask. Raises NotPacked if
     it is no padded batch of texts, or generates, and if packing is impossible or saves nothing."""
     ids, mask = call.get("input_ids"), call.get("attention_mask")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
@@ -113,7 +113,7 @@ def layout_of_call(call: Call, *, left_padding: bool, share: bool, tokens_per_ro
         raise NotPacked("padding on the left changes the outputs of the model")
     tokens = ids.cpu().numpy()
     documents = [tokens[row, starts[row] : starts[row] + lengths[row]] for row in rows]
-    packed = rows_of(documents, tokens_per_row or int(lengths.sum()), share=share)
+    packed = rows_of(documents, tokens_per_row or int(lengths.sum()), share=share())
     slots, before, laid_rows = np.full(real.shape, sum(row.segments.tokens for row in packed)), 0, []
     for row in packed:
         places = [
@@ -437,13 +437,15 @@ class _PackedModel:
         return forward
 
     def _layout(self, call: Call) -> Layout:
-        noise = self.share == "auto" and self.model.training and any(map(_has_dropout, self.model.modules()))
-        shares, most = bool(self.share) and not noise, self.tokens_per_row
-        layout = layout_of_call(call, left_padding=self._left_padding, share=shares, tokens_per_row=most)
         all_layers = call.get("output_hidden_states") or call.get("output_router_logits")
         if all_layers and BACKENDS[self.backend].by_document:
             raise NotPacked("hidden states of all layers, of a model that runs document by document")
-        return layout
+        most = self.tokens_per_row
+        return layout_of_call(call, left_padding=self._left_padding, share=self._shares, tokens_per_row=most)
+
+    def _shares(self) -> bool:
+        noise = self.share == "auto" and self.model.training and any(map(_has_dropout, self.model.modules()))
+        return bool(self.share) and not noise
 
     def _run(self, inner: Forward, call: Call, layout: Layout, places: np.ndarray | None) -> object:
         """Return the output of the padded call. With `places` the last hidden states are [1, n, d], at these tokens only."""

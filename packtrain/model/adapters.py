@@ -89,7 +89,7 @@ def joint_tensors(weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Return the last names of tensors that hold the matrices of several experts or heads."""
     shapes = {name: [size for size in getattr(one, "ds_shape", one.shape) if size > 1] for name, one in weights}
     stacked = re.compile(
-        r"(^|\.)experts\.(.*\.)?(?!weight$)\w+(?<!bias)$"
+        r"(^|\.)experts\.(.*\.)?(?!weight)\w+(?<!bias)$"
     )  # such as DBRX's, one below the other in a matrix
     joint = (
         name

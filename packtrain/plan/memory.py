@@ -262,7 +262,7 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None,
         config = replace(config, trainer=replace(config.trainer, mixed_precision=decided))
         memory = _choose_checkpointing(config, model, (processes, machines), device_bytes)
     except UserError as error:
-        return f"not known before loading: {_reason(error)}"
+        return f"not known before loading: {error.in_words()}"
     if memory.fits is not False:
         return memory
     split = _advise_split(config, model, (processes, machines), device_bytes)
@@ -395,16 +395,12 @@ def _stepping(config: RunConfig, model: ModelSize, width: int, stepped: int, ove
     return max(stepped * (overhead.widened + listed), overhead.reduced)
 
 
-def _reason(error: UserError) -> str:
-    return "\n".join(str(replace(problem, code="")) for problem in error.problems)
-
-
 def _activations(config: RunConfig, model: ModelSize, batch: FullestBatch | None) -> tuple[int | None, int, str]:
     """Return bytes of activations at the peak, their bytes on the host, and "". Or None, 0, and why they are unknown."""
     try:
         layers = read_layers(model.sizes)
     except UserError as error:
-        return None, 0, f"not known: {_reason(error)}"
+        return None, 0, f"not known: {error.in_words()}"
     if batch is None:
         return None, 0, "not known: a micro-batch has no longest document (data.max_length) and no most tokens"
     waiting, working = count_layers(config, layers, batch)

@@ -92,7 +92,7 @@ def check_equal(
     what: str,
     *,
     fix: str,
-    code: str = "outputs-differ",
+    code: str,
     scale: torch.Tensor | None = None,
 ) -> float:
     """Return the `difference` of values [n]. Raises CheckFailed above `tolerance`, naming the value that is furthest off.

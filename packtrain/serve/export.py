@@ -166,19 +166,23 @@ def convert(program: list[str], model: Path, target: Path, outtype: str) -> Path
     with published([target]):
         place.mkdir()
         command = [*program, str(model), "--outfile", str(place / "model.gguf"), "--outtype", outtype]
-        _run(command, "Does this llama.cpp know the architecture, and has it its requirements.txt installed?")
+        _run(
+            command,
+            "Does this llama.cpp know the architecture, and has it its requirements.txt installed?",
+            "converter-failed",
+        )
         if not (place / "model.gguf").is_file():
             what = "the converter wrote nothing"
             raise UserError(what, where=shlex.join(command), fix="Run it by hand.", code="converter-failed")
     return target / "model.gguf"
 
 
-def _run(command: list[str], fix: str) -> None:
+def _run(command: list[str], fix: str, code: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         said = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()] or ["it said nothing"]
         what = f"ended with code {done.returncode}: {shortened(said[-1], 400)}"
-        raise UserError(what, where=shlex.join(command), fix=fix, code="converter-failed")
+        raise UserError(what, where=shlex.join(command), fix=fix, code=code)
 
 
 def give_to_ollama(model: str, file: Path, name: str) -> list[str]:
@@ -192,7 +196,7 @@ def give_to_ollama(model: str, file: Path, name: str) -> list[str]:
     said = [str(file), str(modelfile), *([] if template else [left])]
     if shutil.which("ollama") is None:
         return [*said, f"Ollama is not installed here; where it is: {shlex.join(command)}"]
-    _run(command, "See whether its server runs: ollama serve.")
+    _run(command, "See whether its server runs: ollama serve.", code="ollama-failed")
     return [*said, f"ollama run {name}"]
 
 

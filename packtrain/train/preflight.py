@@ -215,6 +215,7 @@ class FirstStepWatch:
             f"{thing} {{number}} of the first row of step {step} has loss {{candidate:.6g}} packed and {{definition:.6g}} alone",
             fix="packed rows are not computed right, padded ones are: set model.attention=per_document or "
             "packing.mode=padding, and please report this model",
+            code="losses-differ",
             scale=alone.maximum(trained / count).maximum(_FEWEST / count),
         )
 

@@ -87,7 +87,7 @@ def test_a_rank_without_documents_has_zero_gradients_where_the_padding_tokens_em
     model.base_model.layers[-1].register_forward_hook(
         lambda _, __, out: out * out.square().mean(-1, keepdim=True).sqrt()
     )
-    items: Any = documents()
+    items: Any = documents(LENGTHS)
     schedule = make_schedule(np.array(LENGTHS), Packing(), Batch(examples_per_step=2))
     filler = Steps(items, schedule, layout, 0).collate_part(np.array([], int), False)
     model(**filler.inputs, loss_sum=True).backward()

@@ -183,6 +183,11 @@ def _held_out(data: Data) -> Iterator[Fault]:
     if fraction or held_out in ([], {}) or [] in sets.values() or str(held_out).endswith("%"):
         fix = "A fraction of data.train lies between 0 and 1, as in 0.05; null holds nothing out."
         yield Fault((key,), f"{held_out!r} is neither a source nor a fraction", fix, code="bad-held-out")
+    elif isinstance(held_out, float) and data.streaming:
+        fix = "Change data.eval, or leave data.streaming out."
+        yield Fault(
+            (key, "data.streaming"), "a fraction of a stream cannot be held out", fix, code="fraction-of-stream"
+        )
 
 
 def _stages(data: Data) -> Iterator[Fault]:

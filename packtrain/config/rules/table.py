@@ -66,7 +66,6 @@ TABLE = r"""
     the lengths of documents are unknown before they are read
 [stream-and-precomputed] objective.reference=precomputed data.streaming | it is computed for all data before step 1
 [stream-cannot-go-back] trainer.on_spike=rollback data.streaming | a stream cannot go back; use skip or stop
-[fraction-of-stream] data.eval~0\.\d+|\de-\d+ data.streaming | a fraction of a stream cannot be held out
 [stream-not-split] !strategy.sequence_parallel=1 data.streaming
     it depends on the longest document, which a stream does not know
 
@@ -99,7 +98,7 @@ TABLE = r"""
 
 # trainer
 [no-run-folder] trainer.output_dir~\s* | the run folder has no name → Name a folder, e.g. runs/sft.
-[line-break] trainer.output_dir~[^\n]*\n[^~]* | it has a line break → Write it in one line.
+[line-break] trainer.output_dir~[^\n]*\n[\s\S]* | it has a line break → Write it in one line.
 [two-lengths] trainer.epochs:given because trainer.max_steps
     the length of the run is set twice, in steps and in epochs → Keep one of them.
 [reward-writes-none] trainer.samples (objective.spec.scores)
@@ -153,7 +152,7 @@ TABLE = r"""
 # topology
 [not-a-host] !topology.main_address=null !topology.main_address~[\w.%-]+|[\w.%-]*:[\w.%-]*:[\w.:%-]*
     {topology.main_address!r} is neither a host name nor an address → Write only the host; its port is topology.main_port.
-[line-break] topology.command~[^\n]*\n[^~]* | it has a line break → Write it in one line.
+[line-break] topology.command~[^\n]*\n[\s\S]* | it has a line break → Write it in one line.
 [one-machine] topology.nodes !topology.nodes=1 topology.kind=single|local
     topology={topology.kind} is one machine, not {topology.nodes} → Choose topology=auto, slurm or manual.
 [one-machine] !topology.main_address=null topology.kind=single|local

@@ -297,8 +297,7 @@ def detect_format(
         chat += "data.columns.prompt=question data.columns.completion=answer for plain text without the chat template"
         example = pair if allowed == ["preference"] else chat
         fix = f"Say which column is which, as in {example}. Formats with their columns: {needs}."
-        code = "column-missing" if fits else "no-format-fits"
-        raise refuse(what, fix, code)
+        raise refuse(what, fix, code="column-missing" if fits else "no-format-fits")
     if examples == "answers" and fits != ["preference"] and label not in names:
         other = objective_for("documents").name
         fix = f"Name it with data.columns.{LABEL}=COLUMN, or train on all answers with packtrain {other}."

@@ -332,10 +332,9 @@ SET = {
     "!objective.spec.examples=documents": "objective.kind=dpo",
     "objective.spec.examples=pairs": "objective.kind=dpo",
     "objective.spec.examples=answers": "objective.kind=kto",
-    r"data.eval~0\.\d+|\de-\d+": "data.eval=0.1",
     r"trainer.output_dir~\s*": "trainer.output_dir=' '",
-    r"trainer.output_dir~[^\n]*\n[^~]*": "trainer.output_dir='a\nb'",
-    r"topology.command~[^\n]*\n[^~]*": "topology.command='a\nb'",
+    r"trainer.output_dir~[^\n]*\n[\s\S]*": "trainer.output_dir='a\nb'",
+    r"topology.command~[^\n]*\n[\s\S]*": "topology.command='a\nb'",
     r"!topology.main_address~[\w.%-]+|[\w.%-]*:[\w.%-]*:[\w.:%-]*": "topology.main_address=n1:80",
 }
 """Word of a rule → override that makes it hold, where the word does not say it itself."""
@@ -463,7 +462,12 @@ def test_the_help_has_sixty_keys_or_all_and_explains_those_that_are_named(width:
         (f"optim: {{learning_rate: 1{'0' * 400}}}\n", "run.yaml:1, optim.learning_rate", "the whole number 1000"),
         ("optim: {schedule_options: {num_cycles: many}}\n", "run.yaml:1, optim.schedule_options.num_cycles", "'many'"),
         ('trainer: {output_dir: "a\\nb"}\n', "run.yaml:1, trainer.output_dir", "[line-break]"),
-        ('topology: {command: "a\\nb"}\n', "run.yaml:1, topology.command", "[line-break]"),
+        ('topology: {command: "a\\n~/b"}\n', "run.yaml:1, topology.command", "[line-break]"),
+        (
+            "data: {eval: 1.5e-05, streaming: true, max_length: 9}\ntrainer: {max_steps: 3}\n",
+            "data.eval",
+            "[fraction-of-stream]",
+        ),
         ('topology: {sbatch: ["--mem=0\\n-N 2"]}\n', "run.yaml:1, topology.sbatch[0]", "[not-an-sbatch-option]"),
         ("\ndefaults: [run, _self_]\n", "run.yaml", "[circular-defaults]"),
         ("\ndefaults: peft\n", "run.yaml:2, defaults", "[defaults-not-a-list]"),

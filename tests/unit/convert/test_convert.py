@@ -243,6 +243,7 @@ MIXTURE = "model_name_or_path: o/m\nlearning_rate: 1e-5\nmax_length: 512\nper_de
     [
         ("{path: o/a}, {path: o/b, name: c, split: test}", [{"path": "o/a"}, {"path": "o/b", "subset": "c", "split": "test"}], ""),
         ("{path: json, data_files: [a.jsonl, b.jsonl]}", [{"path": "a.jsonl"}, {"path": "b.jsonl"}], ""),
+        ("{path: json, data_files: {test: b.jsonl, train: a.jsonl}}", {"path": "a.jsonl"}, ""),
         ("{path: o/a, data_files: a.jsonl}", {"path": "o/a"}, "data_files"),
         ("{path: o/a, columns: [messages]}", {"path": "o/a"}, "columns"),
     ],
