@@ -123,6 +123,7 @@ class _WatchedRank:
             if lost:
                 self._thread.join(RANK_0_GONE_S)  # lets the watchdog diagnose; its thread exits this process
             elif self._ranks > 1 and 0 < code <= 128 and self._watchdog.has_begun_training():
+                self._wait_for_others(self._watchdog)
                 self._watchdog.end_reason = f"{self._rank_0} failed (exit code {code})"
                 time.sleep(_DELIVERY_S)
         self._over.set()
@@ -137,6 +138,12 @@ class _WatchedRank:
             if lost and isinstance(error, NoAnswer) and error.nothing_listens:
                 self._on_silence(math.inf, error)
             return False
+
+    def _wait_for_others(self, watchdog: Watchdog) -> None:
+        """Give the other ranks time to end by themselves, perhaps with the same error."""
+        until = time.monotonic() + PEER_GRACE_S
+        while time.monotonic() < until and not all(state.failed or state.gone for state in watchdog.states()):
+            time.sleep(0.1)
 
     def _watch(self) -> None:
         """Watch in the thread that every rank has."""

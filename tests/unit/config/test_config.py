@@ -465,7 +465,7 @@ def test_the_help_has_sixty_keys_or_all_and_explains_those_that_are_named(width:
         ('topology: {command: "a\\n~/b"}\n', "run.yaml:1, topology.command", "[line-break]"),
         (
             "data: {eval: 1.5e-05, streaming: true, max_length: 9}\ntrainer: {max_steps: 3}\n",
-            "data.eval",
+            "run.yaml:1, data.eval",
             "[fraction-of-stream]",
         ),
         ('topology: {sbatch: ["--mem=0\\n-N 2"]}\n', "run.yaml:1, topology.sbatch[0]", "[not-an-sbatch-option]"),
