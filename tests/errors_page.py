@@ -1,6 +1,6 @@
-"""Find every error for the user in the source, and write docs/errors.md: python tests/errors_page.py > docs/errors.md
+"""Find every error for the user in the source, and write docs/errors.md.
 
-Sentences stand in the source, where they are raised. Here they are read from the syntax tree, without running anything.
+The command is python tests/errors_page.py > docs/errors.md. Sentences stand in the source, where they are raised. Here they are read from the syntax tree, without running anything.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Site:
 
 
 def sites() -> Iterator[Site]:
-    """Yield the places of the package that make an error with a sentence of their own."""
+    """Yield the places that make an error with a sentence of their own."""
     for file in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(file.read_text())
         for function in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))]:
@@ -117,7 +117,7 @@ def _takes_code(function: ast.FunctionDef) -> bool:
 
 
 class Values:
-    """What the arguments of a call may be, by the assignments before it in its function, or in the file."""
+    """Possible values of a call's arguments, by the assignments before it or in the file."""
 
     def __init__(self, tree: ast.Module, function: ast.AST, call: ast.Call) -> None:
         self._tree, self._function, self._call = tree, function, call

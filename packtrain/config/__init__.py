@@ -13,9 +13,10 @@ from typing import Any, TypeGuard
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault `what` in the values of `keys` (paths such as "optim.learning_rate"), its `fix` and `code` (errors.py).
+    """A fault `what` in the values of `keys`, with its `fix` and `code` (errors.py).
 
-    If the first of `keys` only has nothing to act on, `because` is the key that causes this: see compose.py.
+    Keys are paths such as "optim.learning_rate". If the first one only has nothing to act on, `because` is the key that causes
+    this: see compose.py.
     """
 
     keys: tuple[str, ...]

@@ -1,6 +1,7 @@
-"""The verb `packtrain inspect`: a summary of data, which reports show too, and examples for a reader.
+"""The verb `packtrain inspect`: a summary of data, and examples for a reader.
 
-Examples are text that marks trained and control tokens: the first ones, those of one source row, or a step in training's layout.
+Reports show the summary too. Examples are text that marks trained and control tokens: the first ones, one source row, or a step in
+training's layout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Jobs of Slurm, Kubeflow, SkyPilot and dstack: their scripts and files, and how they are submitted.
+"""Jobs of Slurm, Kubeflow, SkyPilot and dstack: scripts, files and their submission.
 
 slurm/run.sbatch.j2 explains what a script does and why; `script` computes the values for it. Everything from the user is
 quoted, for bash or for sbatch's parsing of `#SBATCH` lines, except topology.command, setup and sbatch, which are code.

@@ -337,7 +337,10 @@ def names_of(members: Sequence[Member]) -> dict[int, str]:
 
 
 def compare_counts(members: Sequence[Member]) -> CheckFailed | None:
-    """Return the error if machines have the same number, differ in process counts or lack GPUs; else None."""
+    """Return the error if machines cannot make one run; else None.
+
+    They may have the same number, differ in process counts, or lack GPUs.
+    """
     numbers = Counter(member.node for member in members)
     if same := [member for member in members if numbers[member.node] > 1]:
         places = " and ".join(f"{member.host} ({', '.join(member.addresses) or '?'})" for member in same)

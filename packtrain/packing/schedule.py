@@ -156,7 +156,7 @@ class Schedule:
         return parts_of_rank(self.layout(step, world_size), rank)
 
     def epoch_of(self, step: int) -> float:
-        """Return the number of passes over the data after `step` steps, 0.0 at the start and for a stream."""
+        """Return the number of passes over the data after `step` steps; 0.0 for a stream."""
         if not self.has_epochs:
             return 0.0
         epoch, within = self._locate(step)

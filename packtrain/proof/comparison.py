@@ -1,8 +1,8 @@
-"""The engine of all proofs: compare a candidate with its definition, within the tolerance of rounding.
+"""The engine of all proofs: compare a candidate with its definition, up to rounding.
 
 The candidate is the computation of training. The definition is the model's own computation: one document or padded batch at a time, or the
-model before a change. A perturbation of something else must not move the candidate, and a control that leaks on purpose must: else the
-proof sees nothing. Both run inside `evaluating`; `model_refusals` reports calls that the model refuses there. Outputs are compared by
+model before a change. proof/isolation.py changes one document: the others must not move. A control that leaks on purpose must move
+them: else the proof sees nothing. Both run inside `evaluating`; `model_refusals` reports calls that the model refuses there. Outputs are compared by
 `difference`, losses and gradients of a change (a fused kernel, another number format) by `prove_change`.
 """
 

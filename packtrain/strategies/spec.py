@@ -141,7 +141,7 @@ def packages_of_strategies() -> list[str]:
 
 
 def engine_sections(spec: StrategySpec, dtype: str, max_grad_norm: float) -> dict[str, dict[str, Any] | None]:
-    """Return the settings of all engines, by their section of plan.json; None for those that `spec` does not use."""
+    """Return the settings of all engines by their section of plan.json; None for unused ones."""
     sections = dict[str, dict[str, Any] | None]((one.engine, None) for one in STRATEGIES.all().values() if one.engine)
     if spec.engine_settings is not None:
         sections[spec.engine] = spec.engine_settings(dtype, max_grad_norm)

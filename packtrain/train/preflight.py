@@ -1,4 +1,4 @@
-"""Proofs on the loaded model: attention of packed rows, changes, first rows, memory for the largest."""
+"""Proofs on the loaded model: attention, changes, first rows, memory of the largest row."""
 
 from __future__ import annotations
 

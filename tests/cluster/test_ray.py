@@ -116,7 +116,7 @@ def assert_nothing_left() -> None:
 
 
 def ended(run: subprocess.Popen[str], code: int, *said: str, limit_s: float = LONG_S) -> str:
-    """Wait for the end of a command with this exit code; return its output, which has each of these texts."""
+    """Wait until a command ends with this code; return its output, which has each text."""
     text, _ = run.communicate(timeout=limit_s)
     assert run.returncode == code and [one for one in said if one not in text] == [], text
     return text

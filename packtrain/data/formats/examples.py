@@ -1,4 +1,4 @@
-"""Parse rows into examples: a conversation, a prompt with its completion, text or tokens; a preference pair; answers with a label.
+"""Parse rows into examples: conversations, prompts with completions, texts, tokens, pairs, labelled answers.
 
 One function of READERS reads one format; `preference` and labelled answers have functions of their own. A new format is one more entry, with its
 columns in columns.py and its name in config/schema.py. Shapes follow

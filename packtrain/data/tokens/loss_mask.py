@@ -204,7 +204,10 @@ class ChatEncoder:
 
     @cached_property
     def _repeats_thought(self) -> tuple[bool, bool]:
-        """Return whether the template repeats a thought at the start of a content: by default, with thinking off."""
+        """Return whether the template repeats a thought: by default, and with thinking off.
+
+        The thought stands at the start of a content.
+        """
         question, block, found = {"role": "user", "content": "question"}, "<think>\n\n</think>\n\n", list[bool]()
         for how in ({}, THINKING_OFF):
             turns = ({"role": "assistant", "content": f"{at}ANSWER"} for at in ("", block))

@@ -52,7 +52,7 @@ from packtrain.train.engine import (
 from packtrain.train.spikes import Norm
 
 _Untyped = Any
-"""The engine of DeepSpeed, its optimizer, and what it adds to weights."""
+"""The engine of DeepSpeed, its optimizer, and its attributes of weights."""
 _Saved = dict[str, Any]
 _FLATS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 """Attributes with the float32 weights: of ZeRO-3, of ZeRO-1 and ZeRO-2, and of ZeRO-1 over bfloat16 weights."""
@@ -406,7 +406,10 @@ def _flats(zero: _Untyped) -> list[torch.Tensor]:
 
 
 def _place(zero: _Untyped, weight: _Untyped) -> tuple[int, int, int, int] | None:
-    """Return the place of this process's part: optimizer group, start in its flat tensor, start in the weight, count. None: it has none."""
+    """Return the place of this process's part of a weight; None if it has none.
+
+    The numbers are optimizer group, start in its flat tensor, start in the weight, and count.
+    """
     if hasattr(zero, _FLATS[0]):  # ZeRO-3 cuts each weight and pads its last part
         group, at, size = zero.grad_position[zero.get_param_id(weight)]
         start = torch.distributed.get_rank() * size

@@ -1,4 +1,4 @@
-"""Proofs of a loss: the modes against their definition, the first answers, and the first loss.
+"""Proofs of a loss: the modes, the first answers, and the first loss.
 
 (1) `compare_modes`: loss and gradients of random examples. The definition runs each document or padded pair alone, by the model's own
 attention. Documents run with full logits and plain cross-entropy. Pairs and labelled answers run through their own loss; the reference's
