@@ -112,7 +112,7 @@ VARIANTS = {
     "grouped experts": Variant(
         both=("model.path={folder}/sparse",),
         own=("model.experts=auto",),
-        said="experts    all of a layer in one grouped product (loss off by",
+        said="experts    all of a layer in one grouped product (",
         objectives=("sft",),
         worlds=(*WORLDS[1:], ALONE),
     ),
@@ -279,8 +279,8 @@ def assert_same_training(
         for name in theirs.keys() - MEASURED:
             # kto's estimate is a difference of log-probabilities of a hundred nats or more, a reward is of one token
             within = near * (5 if name.endswith(("kl", "_reward")) else 10 if name == "grad_norm" else 1)
-            # before the first step all margins are zero but for rounding, so that accuracy is chance
-            if theirs["step"] or "accurac" not in name:
+            # a margin near zero has either sign: before the first step, and under coarse rounding
+            if "accurac" not in name or (theirs["step"] and near < 1e-3):
                 assert ours[name] == pytest.approx(theirs[name], rel=within, abs=within), (theirs["step"], name)
     for file in files:
         ours, theirs = load_file(run.folder / file), load_file(expected.folder / file)
