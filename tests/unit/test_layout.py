@@ -366,7 +366,9 @@ def test_files_that_code_and_pages_speak_of_are_there() -> None:
 
 def test_the_map_leads_into_every_folder() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
-    folders = {file.parent.name for file in PACKAGE.glob("*/*.py")}  # not those that only hold caches of an older checkout
+    folders = {
+        file.parent.name for file in PACKAGE.glob("*/*.py")
+    }  # not those that only hold caches of an older checkout
     assert [name for name in folders if f"{name}/" not in page] == []
 
 
