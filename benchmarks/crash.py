@@ -1,4 +1,4 @@
-"""Runs that are killed at every kind of moment, and started again: do all come to the weights of the run that nobody killed?
+"""Kill runs at every kind of moment, start them again, and compare their weights with an undisturbed run.
 
     python benchmarks/crash.py                          # the table of RESULTS.md; half an hour on two idle cores
     python benchmarks/crash.py --short                  # a fixed sample of all kinds, as tests/train/test_resume.py has it
@@ -6,8 +6,8 @@
 
 Each setup (objective, full or LoRA, processes, strategy) is first run undisturbed, and resumed once, while crash_points.c, which is
 compiled with `cc` and preloaded, notes every system call that changes a file of the run folder or the token cache, and this
-file the phases of each step. These are the points. Of each kind some are drawn, with a fixed seed; then at each a run of its own gets
-SIGKILL, all its processes, or one of two alone, or it is killed again as it resumes. A write is cut in half. Then the same
+file the phases of each step. These are the points. A fixed seed draws some of each kind. At each point one run gets SIGKILL: all its
+processes, only one of two, or the run once more while it resumes. A write is cut in half. Then the same
 command is run until it ends, and must leave
 
 - every file of final/ as the undisturbed run has it, bit for bit;
