@@ -17,12 +17,11 @@ from transformers import PreTrainedModel
 
 from packtrain.attention.backends import Attention, Undo
 from packtrain.attention.forwards import replace_forward
-from packtrain.packing.collate import IGNORE, to_device
+from packtrain.packing.collate import IGNORE, KERNEL_ARGUMENTS, to_device
 from packtrain.packing.segments import Segments
 
 _PER_TOKEN = ("input_ids", "shift_labels", "labels")
-_KERNEL_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-_ROW_KEYS = ("segments", "position_ids", "label_places", *_KERNEL_KEYS)
+_ROW_KEYS = ("segments", "position_ids", "label_places", *KERNEL_ARGUMENTS)
 
 
 def _batch(group: np.ndarray, counts: np.ndarray, row: dict[str, Any]) -> dict[str, Any]:

@@ -56,15 +56,22 @@ BACKENDS = Registry(
         ),
         Backend(name="segmented", run="packtrain.attention.segmented", order=1, auto=True),
         Backend(
+            name="mixers",
+            run="packtrain.proof.mixers",
+            order=2,
+            auto=True,
+            why_not_split="runs each document through a mixer in one process",
+        ),
+        Backend(
             name="per_document",
             run="packtrain.attention.per_document",
-            order=2,
+            order=3,
             auto=True,
             by_document=True,
             why_not_shared="runs every document by itself",
             why_not_split="runs each whole document in one process",
         ),
-        Backend(name="sdpa_mask", run="packtrain.attention.sdpa_mask", order=3, dense_mask=True),
+        Backend(name="sdpa_mask", run="packtrain.attention.sdpa_mask", order=4, dense_mask=True),
     ),
 )
 """All backends, ours and other packages'."""

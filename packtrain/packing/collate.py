@@ -26,6 +26,8 @@ ModelInputs = dict[str, Any]
 RowLayout = Literal["padding", "flat", "shared"]
 """Input of the model: a padded batch, a flattened row, or a flattened row whose documents share equal beginnings."""
 IGNORE = -100
+KERNEL_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Arguments of a row for kernels that know where documents begin."""
 FILLER = Document(input_ids=np.zeros(2, dtype=np.int32), loss_mask=np.zeros(2, dtype=bool))
 FILLER_PAIR = Preference(chosen=FILLER, rejected=FILLER, prompt=0)
 """Stand in for no examples, where a rank has none in a step but must take part. They have no targets."""

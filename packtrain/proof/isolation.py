@@ -17,8 +17,8 @@ bfloat16's rounding would hide a small leak.
 In 16 bits products round differently when the number of tokens changes. When other documents change, a router may then choose another
 expert for single tokens. This is no leak: so unchanged documents keep their experts. A leak still changes their outputs.
 
-A leak is found in the innermost module whose output depends on another document although its input does not. The row runs twice, the second
-time with other tokens in its outer documents. Every module's inputs and outputs for the middle document are compared by two sums each.
+A leak is found in the innermost module whose output depends on another document although its input does not (module_calls.py). The row runs
+twice, the second time with other tokens in its outer documents; every module's inputs and outputs for the middle document are compared.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from packtrain.errors import CheckFailed
 from packtrain.packing.collate import collate_padded, on_device, row_arguments
 from packtrain.packing.segments import Segments, own_tokens, split_row
 from packtrain.proof.comparison import CONTROL_FACTOR, difference, evaluating, model_refusals, tolerance_of
+from packtrain.proof.module_calls import record_calls, where_they_part
 
 LENGTHS = (5, 27, 5)
 """Documents of the proof: 37 tokens, a prime, since few weights have a dimension of that size (`find_leak` looks for it).
@@ -51,8 +52,6 @@ DOCUMENTS = Segments(LENGTHS)
 TREE = Segments((3, 1, 3, 1, 2, 27, 2, 2, 1), (None, 0, 1, 1, 0, None, None, 6, 6))
 """Two prompts with two continuations each (one has two of its own), and between them a document as long as the longest of
 DOCUMENTS: one proof serves trees and documents."""
-_MIDDLE = slice(LENGTHS[0], LENGTHS[0] + LENGTHS[1])
-_LONGEST_FILTER = 16  # a convolution's output may exceed the row by its filter's length
 NO_FIGURES: dict[str, None] = dict.fromkeys(
     ("max_abs_diff_before", "max_abs_diff_after", "max_abs_diff_alone", "control", "tolerance", "least_control")
 )
@@ -348,64 +347,18 @@ def find_leak(
     """
     run = run or (lambda row: logits_in_row(model, row, DOCUMENTS))
     attention = nullcontext() if backend is None else attending_by(model, backend)
-    rows = random_ids(model, DOCUMENTS)
-    rows[1, _MIDDLE] = rows[0, _MIDDLE]
     # compiled layers (trainer.torch_compile) do not see hooks
     with evaluating(model) as computed_in, attention, torch.compiler.set_stance("force_eager"):
         training_mode_without_dropout(model)  # like the proof
-        first, second = (_sums_by_module(model, run, row) for row in rows)
-    tolerance = tolerance_of(computed_in()).outputs
-    for name, (inputs, outputs) in first.items():  # in the order of returning calls: innermost first
-        inputs_then, outputs_then = second.get(name, (inputs, outputs))
-        if not _moved(inputs, inputs_then, tolerance) and _moved(outputs, outputs_then, tolerance):
-            kind = type(model.get_submodule(name)).__name__
-            return Leak(name or kind, kind)
+        first, second = (record_calls(model, partial(run, row), LENGTHS, 1) for row in rows_that_differ(model))
+    for name in where_they_part(first, second, tolerance_of(computed_in()).outputs):
+        kind = type(model.get_submodule(name)).__name__
+        return Leak(name or kind, kind)
     return None
 
 
-def _sums_by_module(
-    model: PreTrainedModel, run: Callable[[np.ndarray], object], row: np.ndarray
-) -> dict[str, tuple[list[float], list[float]]]:
-    """Return `_sums` of each module's inputs and outputs; the first call to return comes first."""
-    sums: dict[str, tuple[list[float], list[float]]] = {}
-
-    def note(name: str, _: nn.Module, args: object, kwargs: object, output: object) -> None:
-        sums[name] = (_sums([args, kwargs]), _sums(output))
-
-    handles = [
-        module.register_forward_hook(partial(note, name), with_kwargs=True) for name, module in model.named_modules()
-    ]
-    try:
-        run(row)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return sums
-
-
-def _sums(value: Any) -> list[float]:
-    """Return Σ|x| and Σ x·sin(1, 2, …) over the middle document. Covers every floating-point tensor in `value` along the row."""
-    if isinstance(value, dict | list | tuple):
-        return [total for part in (value.values() if isinstance(value, dict) else value) for total in _sums(part)]
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return []
-    # dimensions of the row's size, or else of the next larger size that a convolution may give
-    size = min(
-        (size for size in value.shape if DOCUMENTS.tokens <= size < DOCUMENTS.tokens + _LONGEST_FILTER), default=0
-    )
-    along = [dim for dim, length in enumerate(value.shape) if length == size]
-    if not size:
-        return []
-    part = value.narrow(along[0], _MIDDLE.start, LENGTHS[1]).double()
-    if len(along) > 1 and along[1] == value.dim() - 1:  # a mask or scores [.., T, T]
-        part = part.narrow(along[1], _MIDDLE.start, LENGTHS[1])
-    part = part.nan_to_num(0, 0, 0)
-    weights = torch.arange(1, part.numel() + 1, device=part.device, dtype=part.dtype).reshape(part.shape).sin()
-    return [part.abs().sum().item(), (part * weights).sum().item()]
-
-
-def _moved(first: list[float], second: list[float], tolerance: float) -> bool:
-    if len(first) != len(second):
-        return True
-    scale = max((abs(total) for total in first), default=0.0)
-    return any(abs(a - b) > tolerance * scale for a, b in zip(first, second, strict=True))
+def rows_that_differ(model: PreTrainedModel) -> np.ndarray:
+    """Return tokens of DOCUMENTS, int64 [2, T]. The second row has other tokens in its outer documents."""
+    rows = random_ids(model, DOCUMENTS)
+    rows[1, LENGTHS[0] : LENGTHS[0] + LENGTHS[1]] = rows[0, LENGTHS[0] : LENGTHS[0] + LENGTHS[1]]
+    return rows

@@ -1,0 +1,284 @@
+"""Run the modules that mix tokens once per document, and everything else once on the whole row.
+
+Linear attention, convolutions and state spaces carry a state from token to token, and would carry it into the next document.
+So such a module, a mixer, gets its documents as a batch: its arguments are cut by document, and its outputs are joined to the row again.
+Embeddings, experts, norms and the head run on the row. A document with a shared prefix goes through a mixer whole, from the root; the
+outputs of shared tokens are those in the first document. proof/mixers.py measures which modules are mixers.
+
+A causal mixer ignores what stands behind a document, so documents of similar lengths are padded to the longest and run together: fewer calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+from transformers import PreTrainedModel
+
+from packtrain.attention.backends import Undo, attention_by
+from packtrain.attention.forwards import kept_for_recomputation, replace_forward
+from packtrain.attention.varlen import Gathered
+from packtrain.errors import CheckFailed
+from packtrain.packing.collate import KERNEL_ARGUMENTS, to_device
+from packtrain.packing.segments import Segments
+
+PADDING = 0.25
+"""Largest share of padding in a call of a mixer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Axes of a tensor that run `along` the row: none, one, or two (a mask). `batch` is the axis of size 1 for documents, None if it has none.
+
+    `from_start`: the tensor tells of places in the row, not of tokens. Every document gets its beginning, as if it stood alone. Masks always do.
+    """
+
+    along: tuple[int, ...]
+    batch: int | None
+    from_start: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """A module by its dotted `name`. `given` and `returned`: axes of all tensors, by their paths in arguments and outputs."""
+
+    name: str
+    given: Mapping[str, Axes]
+    returned: Mapping[str, Axes]
+
+    @property
+    def is_batched(self) -> bool:
+        """Return whether it takes documents of one length as a batch."""
+        return all(axes.batch is not None for axes in (*self.given.values(), *self.returned.values()) if axes.along)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """How rows of a model run. `attention`: the backend that attends by segments, "" for the model's own attention.
+
+    Its own attention gets a mask of ones: without one, transformers finds borders in the positions, but not those of shared prefixes.
+    `positions`: whether the model gets positions that restart in each document; else it counts them itself. `padded`: whether documents of
+    similar lengths run as a padded batch.
+    """
+
+    attention: str
+    positions: bool
+    mixers: tuple[Mixer, ...] = ()
+    padded: bool = False
+
+    def words(self) -> str:
+        """Return the mixers in words: `linear_attn of 36 layers`."""
+        names = [mixer.name.rpartition(".")[2] for mixer in self.mixers]
+        each = {name: names.count(name) for name in names if not name.isdigit()}
+        blocks = sum(map(str.isdigit, names))
+        parts = [f"{name} of {count} layers" if count > 1 else name for name, count in each.items()]
+        return ", ".join(parts + [f"{blocks} whole layers"] * bool(blocks)) or "none"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Documents of a row as batches, given as numbers of tokens.
+
+    `shapes`: documents and length of each batch. `order` int64 [Σ documents × length]: the place in the row of each batched token, batch after
+    batch; `counted`: its place in its document. `sources` int64 [T]: where among them each token of the row has its output.
+    """
+
+    shapes: list[tuple[int, int]]
+    order: torch.Tensor
+    counted: torch.Tensor
+    sources: torch.Tensor
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the number of tokens of each batch, padding included."""
+        return [count * length for count, length in self.shapes]
+
+
+@lru_cache(maxsize=32)  # the same for every layer, also when gradient checkpointing runs it again
+def group_documents(row: Segments, batched: bool, padding: float, device: torch.device) -> Groups:
+    """Group the documents of `row` by length. `batched`: several in a batch. `padding`: the largest share of a batch that may be padding.
+
+    Padding repeats the last token of its document.
+    """
+    documents = row.unrolled()
+    tokens = np.split(documents.tokens, documents.segments.starts[1:])
+    batches: list[list[int]] = []
+    slots = real = 0
+    for number in sorted(range(len(tokens)), key=lambda number: -len(tokens[number])):
+        longest = len(tokens[batches[-1][0]]) if batches else 0
+        slots, real = slots + longest, real + len(tokens[number])
+        if not batches or not batched or slots - real > padding * slots:
+            batches.append([])
+            slots = real = len(tokens[number])
+        batches[-1].append(number)
+    order, places = list[np.ndarray](), np.empty(len(documents.tokens), np.int64)
+    shapes, end = list[tuple[int, int]](), 0
+    for batch in batches:
+        length = len(tokens[batch[0]])
+        shapes.append((len(batch), length))
+        for number in batch:
+            own, start = tokens[number], documents.segments.starts[number]
+            order.append(np.pad(own, (0, length - len(own)), mode="edge"))
+            places[start : start + len(own)] = np.arange(end, end + len(own))
+            end += length
+    with torch.inference_mode(False):  # an evaluation's cached tensors are used again in training
+        return Groups(
+            shapes,
+            to_device(torch.from_numpy(np.concatenate(order)), device),
+            to_device(torch.cat([torch.arange(length).repeat(count) for count, length in shapes]), device),
+            to_device(torch.from_numpy(places[documents.outputs]), device),
+        )
+
+
+@dataclass(slots=True)
+class _Row:
+    """The row that the model is running: None outside of its calls."""
+
+    segments: Segments | None = None
+
+    @contextmanager
+    def running(self, segments: Segments | None) -> Iterator[None]:
+        before, self.segments = self.segments, segments
+        try:
+            yield
+        finally:
+            self.segments = before
+
+
+def install(model: PreTrainedModel, mixing: Mixing, *, padding: float = PADDING, when_packed: bool = False) -> Undo:
+    """Make calls of `model` with `segments` run as `mixing` says. Return the undo function. `when_packed`: see Attention."""
+    undo, row = ExitStack(), _Row()
+    if mixing.attention:
+        attention = attention_by(mixing.attention)
+        undo.callback((attention.install_when_packed if when_packed else attention.install)(model))
+    for mixer in mixing.mixers:
+        module = model.get_submodule(mixer.name)
+        within = padding if mixing.padded else 0.0
+        undo.callback(replace_forward(module, functools.partial(_mix, mixer, within, row, module.forward)))
+    inner = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(_: PreTrainedModel, *args: object, segments: Segments | None = None, **kwargs: object) -> object:
+        if segments is None:
+            return inner(*args, **kwargs)
+        unused = KERNEL_ARGUMENTS if mixing.positions else (*KERNEL_ARGUMENTS, "position_ids")
+        call = {name: value for name, value in kwargs.items() if name not in unused}
+        if mixing.attention:
+            call["segments"] = segments
+        else:
+            call["attention_mask"] = torch.ones(1, segments.tokens, dtype=torch.int64, device=model.device)
+        with row.running(segments), kept_for_recomputation(model, functools.partial(row.running, segments)):
+            return inner(*args, **call)
+
+    undo.callback(replace_forward(model, forward))
+    return undo.close
+
+
+@torch.compiler.disable
+def _mix(
+    mixer: Mixer,
+    padding: float,
+    row: _Row,
+    inner: Callable[..., object],
+    _: nn.Module,
+    *args: object,
+    **kwargs: object,
+) -> object:
+    """Run `inner`, the forward of a mixer, on each batch of documents of the running row."""
+    if row.segments is None:
+        return inner(*args, **kwargs)
+    given, structure = tree_flatten_with_path((args, kwargs))
+    leaves = [(value, _axes_of(mixer, keystr(path), value, row.segments.tokens)) for path, value in given]
+    tensors = [(value, axes) for value, axes in leaves if isinstance(value, torch.Tensor)]
+    if any(len(axes.along) == 2 for _, axes in tensors):  # of a padded document the last token would see its copies
+        padding = 0.0
+    groups = group_documents(row.segments, mixer.is_batched, padding, tensors[0][0].device)
+    cut = [_cut(value, axes, groups, mixer.is_batched) for value, axes in leaves]
+    outputs = []
+    with row.running(None):  # mixers inside of this one get one document already
+        for number in range(len(groups.shapes)):
+            positional, named = tree_unflatten([pieces[number] for pieces in cut], structure)
+            outputs.append(tree_flatten_with_path(inner(*positional, **named)))
+    paths = [keystr(path) for path, _ in outputs[0][0]]
+    by_path = zip(*([value for _, value in batch] for batch, _ in outputs), strict=True)
+    joined = [
+        _join(list(pieces), mixer.returned.get(path), groups, mixer.is_batched)
+        for path, pieces in zip(paths, by_path, strict=True)
+    ]
+    return tree_unflatten(joined, outputs[0][1])
+
+
+def _axes_of(mixer: Mixer, path: str, value: object, tokens: int) -> Axes:
+    """Return the axes of an argument in a row of `tokens`. Raises CheckFailed if it is not of the row's size."""
+    if not isinstance(value, torch.Tensor):
+        return Axes((), None)
+    axes = mixer.given.get(path) or _usual_axes(value, tokens)
+    if axes is None or any(value.shape[axis] != tokens for axis in axes.along):
+        what = f"{mixer.name} got an argument {path} of shape {tuple(value.shape)} for a row of {tokens} tokens"
+        raise CheckFailed(what, fix="set model.attention=per_document", code="mixer-call-changed")
+    return axes
+
+
+def _usual_axes(value: torch.Tensor, tokens: int) -> Axes | None:
+    """Return the axes of an argument that was not there when the mixer was found. None if they are not clear.
+
+    Masks appear when rows are longer than a window, and some calls pass more on than others.
+    """
+    if value.shape[-2:] == (tokens, tokens):
+        return Axes((value.dim() - 2, value.dim() - 1), 0)
+    if value.shape[:2] == (1, tokens):
+        return Axes((1,), 0)
+    if value.shape[-2:] == (1, tokens) and not value.is_floating_point():  # positions of several kinds
+        return Axes((value.dim() - 1,), value.dim() - 2)
+    return None if tokens in value.shape else Axes((), None)
+
+
+def _cut(value: Any, axes: Axes, groups: Groups, batched: bool) -> list[Any]:
+    """Return the part of an argument for each batch. Values that do not run along the row stay whole."""
+    if not axes.along:
+        return [None if isinstance(value, Segments) else value] * len(groups.shapes)
+    if len(axes.along) == 2:
+        return [
+            _cut_mask(value, axes, length, count if batched and axes.batch is not None else 1)
+            for count, length in groups.shapes
+        ]
+    places = groups.counted if axes.from_start else groups.order
+    (axis,) = axes.along
+    pieces = Gathered.apply(value, axis, places).split(groups.sizes, dim=axis)  # type: ignore[union-attr]
+    if not batched or axes.batch is None:
+        return list(pieces)
+    return [
+        piece.unflatten(axis, shape).movedim(axis, axes.batch).squeeze(axes.batch + 1)
+        for piece, shape in zip(pieces, groups.shapes, strict=True)
+    ]
+
+
+def _cut_mask(mask: torch.Tensor, axes: Axes, length: int, count: int) -> torch.Tensor:
+    """Return the beginning of a mask [.., T, .., T, ..], for `count` documents of `length` tokens: what each would have alone."""
+    for axis in axes.along:
+        mask = mask.narrow(axis, 0, length)
+    return mask if count == 1 else mask.repeat_interleave(count, dim=axes.batch)
+
+
+def _join(pieces: list[Any], axes: Axes | None, groups: Groups, batched: bool) -> Any:
+    """Join the parts of an output to the row's. Of values that do not run along the row, such as a last state, the first stands.
+
+    Attention weights, which have two axes along the row, are None: no model computes with them.
+    """
+    if axes is None or not axes.along or not isinstance(pieces[0], torch.Tensor):
+        return pieces[0]
+    if len(axes.along) == 2:
+        return None
+    (axis,) = axes.along
+    if batched and axes.batch is not None:
+        pieces = [piece.unsqueeze(axes.batch + 1).movedim(axes.batch, axis).flatten(axis, axis + 1) for piece in pieces]
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=axis)
+    return Gathered.apply(whole, axis, groups.sources)
