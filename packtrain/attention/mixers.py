@@ -3,7 +3,7 @@
 Linear attention, convolutions and state spaces carry a state from token to token, and would carry it into the next document.
 So such a module, a mixer, gets its documents as a batch: its arguments are cut by document, and its outputs are joined to the row again.
 Embeddings, experts, norms and the head run on the row. A document with a shared prefix goes through a mixer whole, from the root; the
-outputs of shared tokens are those in the first document. proof/mixers.py measures which modules are mixers.
+outputs of shared tokens are those in the first document. proof/mixer_search.py measures which modules are mixers.
 
 A causal mixer ignores what stands behind a document, so documents of similar lengths are padded to the longest and run together: fewer calls.
 """

@@ -57,7 +57,7 @@ BACKENDS = Registry(
         Backend(name="segmented", run="packtrain.attention.segmented", order=1, auto=True),
         Backend(
             name="mixers",
-            run="packtrain.proof.mixers",
+            run="packtrain.proof.mixer_search",
             order=2,
             auto=True,
             why_not_split="runs each document through a mixer in one process",
