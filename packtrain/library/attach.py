@@ -339,11 +339,12 @@ class _PackedModel:
         """Return the choice of the first process. Only that process may have all weights."""
         subject = self._backbone if self.model.get_output_embeddings() is None else self.model
         choose = functools.partial(choose_attention, model=subject, device=self.model.device, autocast=self.autocast)
+        sharing = {"pairs": self.proof and self.share is not False, "must_share": self.share is True}
         agreed: AttentionChoice | CheckFailed | None = None
         try:
             for name in ["auto"] if self.proof else [backend.name for backend in tried_by_auto()]:
                 with suppress(UserError):  # not available
-                    agreed = agreed or choose(name, prove=self.proof, pairs=self.proof and self.share is not False)
+                    agreed = agreed or choose(name, prove=self.proof, **sharing)
         except CheckFailed as refusal:
             agreed = refusal
         if torch.distributed.is_available() and torch.distributed.is_initialized():
