@@ -339,12 +339,12 @@ class _PackedModel:
         """Return the choice of the first process. Only that process may have all weights."""
         subject = self._backbone if self.model.get_output_embeddings() is None else self.model
         choose = functools.partial(choose_attention, model=subject, device=self.model.device, autocast=self.autocast)
-        sharing = {"pairs": self.proof and self.share is not False, "must_share": self.share is True}
+        share, must_share = self.proof and self.share is not False, self.share is True
         agreed: AttentionChoice | CheckFailed | None = None
         try:
             for name in ["auto"] if self.proof else [backend.name for backend in tried_by_auto()]:
                 with suppress(UserError):  # not available
-                    agreed = agreed or choose(name, prove=self.proof, **sharing)
+                    agreed = agreed or choose(name, prove=self.proof, pairs=share, must_share=must_share)
         except CheckFailed as refusal:
             agreed = refusal
         if torch.distributed.is_available() and torch.distributed.is_initialized():
