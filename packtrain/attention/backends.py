@@ -47,11 +47,13 @@ Undo = Callable[[], None]
 class Service:
     """Answer of a backend to a model.
 
-    `kernel` is the kernel's name, "" if it needs none, None if the backend cannot serve the model. `why` is a line for the log.
+    `kernel` is the kernel's name, "" if it needs none, None if the backend cannot serve the model. `why` is a line for the log; so is
+    `detail`: what it does to this model.
     """
 
     kernel: str | None
     why: str
+    detail: str = ""
 
 
 class Attention(ABC):
@@ -67,6 +69,10 @@ class Attention(ABC):
     def serve(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> Service:
         """Choose the kernel for `model`, whose layers compute in `dtype` on `device`. The declaration allows both."""
         return Service("", "it needs no kernel")
+
+    def inner(self, model: PreTrainedModel) -> str:
+        """Return the other backend that attends inside of this one, "" without one. Its formats then count."""
+        return ""
 
     @abstractmethod
     def install(self, model: PreTrainedModel) -> Undo:

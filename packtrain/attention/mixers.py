@@ -11,8 +11,10 @@ A causal mixer ignores what stands behind a document, so documents of similar le
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,7 +26,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from transformers import PreTrainedModel
 
 from packtrain.attention.backends import Undo, attention_by
-from packtrain.attention.forwards import kept_for_recomputation, replace_forward
+from packtrain.attention.forwards import kept_for_recomputation, replace_forward, rotate_by_document
 from packtrain.attention.varlen import Gathered
 from packtrain.errors import CheckFailed
 from packtrain.packing.collate import KERNEL_ARGUMENTS, to_device
@@ -46,6 +48,9 @@ class Axes:
     from_start: bool = False
 
 
+_WHOLE = Axes((), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Mixer:
     """A module by its dotted `name`. `given` and `returned`: axes of all tensors, by their paths in arguments and outputs."""
@@ -65,32 +70,28 @@ class Mixing:
     """How rows of a model run. `attention`: the backend that attends by segments, "" for the model's own attention.
 
     Its own attention gets a mask of ones: without one, transformers finds borders in the positions, but not those of shared prefixes.
-    `positions`: whether the model gets positions that restart in each document; else it counts them itself. `padded`: whether documents of
-    similar lengths run as a padded batch.
+    `positions`: whether the model gets positions that restart in each document; else it counts them itself.
     """
 
     attention: str
     positions: bool
     mixers: tuple[Mixer, ...] = ()
-    padded: bool = False
 
     def words(self) -> str:
         """Return the mixers in words: `linear_attn of 36 layers`."""
-        names = [mixer.name.rpartition(".")[2] for mixer in self.mixers]
-        each = {name: names.count(name) for name in names if not name.isdigit()}
-        blocks = sum(map(str.isdigit, names))
-        parts = [f"{name} of {count} layers" if count > 1 else name for name, count in each.items()]
-        return ", ".join(parts + [f"{blocks} whole layers"] * bool(blocks)) or "none"
+        counts = Counter(mixer.name.rpartition(".")[2] for mixer in self.mixers)
+        return ", ".join(f"{name} of {count} layers" if count > 1 else name for name, count in counts.items())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Documents of a row as batches, given as numbers of tokens.
+    """Documents of a row as batches, given as numbers of tokens. Else, if not `batched`, one after the other.
 
     `shapes`: documents and length of each batch. `order` int64 [Σ documents × length]: the place in the row of each batched token, batch after
     batch; `counted`: its place in its document. `sources` int64 [T]: where among them each token of the row has its output.
     """
 
+    batched: bool
     shapes: list[tuple[int, int]]
     order: torch.Tensor
     counted: torch.Tensor
@@ -131,6 +132,7 @@ def group_documents(row: Segments, batched: bool, padding: float, device: torch.
             end += length
     with torch.inference_mode(False):  # an evaluation's cached tensors are used again in training
         return Groups(
+            batched,
             shapes,
             to_device(torch.from_numpy(np.concatenate(order)), device),
             to_device(torch.cat([torch.arange(length).repeat(count) for count, length in shapes]), device),
@@ -138,31 +140,30 @@ def group_documents(row: Segments, batched: bool, padding: float, device: torch.
         )
 
 
-@dataclass(slots=True)
-class _Row:
-    """The row that the model is running: None outside of its calls."""
+_running: ContextVar[Segments | None] = ContextVar("row that the model is running", default=None)
 
-    segments: Segments | None = None
 
-    @contextmanager
-    def running(self, segments: Segments | None) -> Iterator[None]:
-        before, self.segments = self.segments, segments
-        try:
-            yield
-        finally:
-            self.segments = before
+@contextmanager
+def running(row: Segments | None) -> Iterator[None]:
+    """Run mixers on the documents of `row` inside the block. None: they take their arguments as they are."""
+    token = _running.set(row)
+    try:
+        yield
+    finally:
+        _running.reset(token)
 
 
 def install(model: PreTrainedModel, mixing: Mixing, *, padding: float = PADDING, when_packed: bool = False) -> Undo:
     """Make calls of `model` with `segments` run as `mixing` says. Return the undo function. `when_packed`: see Attention."""
-    undo, row = ExitStack(), _Row()
+    undo = ExitStack()
     if mixing.attention:
         attention = attention_by(mixing.attention)
         undo.callback((attention.install_when_packed if when_packed else attention.install)(model))
+    else:
+        undo.callback(rotate_by_document(model))
     for mixer in mixing.mixers:
         module = model.get_submodule(mixer.name)
-        within = padding if mixing.padded else 0.0
-        undo.callback(replace_forward(module, functools.partial(_mix, mixer, within, row, module.forward)))
+        undo.callback(replace_forward(module, functools.partial(_mix, mixer, padding, module.forward)))
     inner = model.forward
 
     @functools.wraps(type(model).forward)
@@ -174,8 +175,9 @@ def install(model: PreTrainedModel, mixing: Mixing, *, padding: float = PADDING,
         if mixing.attention:
             call["segments"] = segments
         else:
-            call["attention_mask"] = torch.ones(1, segments.tokens, dtype=torch.int64, device=model.device)
-        with row.running(segments), kept_for_recomputation(model, functools.partial(row.running, segments)):
+            device = next(value.device for value in (*args, *call.values()) if isinstance(value, torch.Tensor))
+            call["attention_mask"] = torch.ones(1, segments.tokens, dtype=torch.int64, device=device)
+        with running(segments), kept_for_recomputation(model, functools.partial(running, segments)):
             return inner(*args, **call)
 
     undo.callback(replace_forward(model, forward))
@@ -184,33 +186,24 @@ def install(model: PreTrainedModel, mixing: Mixing, *, padding: float = PADDING,
 
 @torch.compiler.disable
 def _mix(
-    mixer: Mixer,
-    padding: float,
-    row: _Row,
-    inner: Callable[..., object],
-    _: nn.Module,
-    *args: object,
-    **kwargs: object,
+    mixer: Mixer, padding: float, inner: Callable[..., object], _: nn.Module, *args: object, **kwargs: object
 ) -> object:
     """Run `inner`, the forward of a mixer, on each batch of documents of the running row."""
-    if row.segments is None:
+    if (row := _running.get()) is None:
         return inner(*args, **kwargs)
     given, structure = tree_flatten_with_path((args, kwargs))
-    leaves = [(value, _axes_of(mixer, keystr(path), value, row.segments.tokens)) for path, value in given]
-    tensors = [(value, axes) for value, axes in leaves if isinstance(value, torch.Tensor)]
-    if any(len(axes.along) == 2 for _, axes in tensors):  # of a padded document the last token would see its copies
-        padding = 0.0
-    groups = group_documents(row.segments, mixer.is_batched, padding, tensors[0][0].device)
-    cut = [_cut(value, axes, groups, mixer.is_batched) for value, axes in leaves]
+    device = next(value.device for _, value in given if isinstance(value, torch.Tensor))
+    groups = group_documents(row, mixer.is_batched, padding, device)
+    cut = [_cut(value, _axes_of(mixer, keystr(path), value, row.tokens), groups) for path, value in given]
     outputs = []
-    with row.running(None):  # mixers inside of this one get one document already
+    with running(None):  # mixers inside of this one get one document already
         for number in range(len(groups.shapes)):
             positional, named = tree_unflatten([pieces[number] for pieces in cut], structure)
             outputs.append(tree_flatten_with_path(inner(*positional, **named)))
     paths = [keystr(path) for path, _ in outputs[0][0]]
     by_path = zip(*([value for _, value in batch] for batch, _ in outputs), strict=True)
     joined = [
-        _join(list(pieces), mixer.returned.get(path), groups, mixer.is_batched)
+        _join(list(pieces), mixer.returned.get(path, _WHOLE), groups)
         for path, pieces in zip(paths, by_path, strict=True)
     ]
     return tree_unflatten(joined, outputs[0][1])
@@ -219,7 +212,7 @@ def _mix(
 def _axes_of(mixer: Mixer, path: str, value: object, tokens: int) -> Axes:
     """Return the axes of an argument in a row of `tokens`. Raises CheckFailed if it is not of the row's size."""
     if not isinstance(value, torch.Tensor):
-        return Axes((), None)
+        return _WHOLE
     axes = mixer.given.get(path) or _usual_axes(value, tokens)
     if axes is None or any(value.shape[axis] != tokens for axis in axes.along):
         what = f"{mixer.name} got an argument {path} of shape {tuple(value.shape)} for a row of {tokens} tokens"
@@ -232,28 +225,26 @@ def _usual_axes(value: torch.Tensor, tokens: int) -> Axes | None:
 
     Masks appear when rows are longer than a window, and some calls pass more on than others.
     """
-    if value.shape[-2:] == (tokens, tokens):
-        return Axes((value.dim() - 2, value.dim() - 1), 0)
+    last = value.dim() - 1
+    if last == 3 and value.shape[2:] == (tokens, tokens):
+        return Axes((2, 3), 0)
     if value.shape[:2] == (1, tokens):
         return Axes((1,), 0)
     if value.shape[-2:] == (1, tokens) and not value.is_floating_point():  # positions of several kinds
-        return Axes((value.dim() - 1,), value.dim() - 2)
-    return None if tokens in value.shape else Axes((), None)
+        return Axes((last,), last - 1)
+    return None if tokens in value.shape else _WHOLE
 
 
-def _cut(value: Any, axes: Axes, groups: Groups, batched: bool) -> list[Any]:
+def _cut(value: Any, axes: Axes, groups: Groups) -> list[Any]:
     """Return the part of an argument for each batch. Values that do not run along the row stay whole."""
     if not axes.along:
         return [None if isinstance(value, Segments) else value] * len(groups.shapes)
     if len(axes.along) == 2:
-        return [
-            _cut_mask(value, axes, length, count if batched and axes.batch is not None else 1)
-            for count, length in groups.shapes
-        ]
-    places = groups.counted if axes.from_start else groups.order
+        return [_start_of_mask(value, axes, *shape) for shape in groups.shapes]
     (axis,) = axes.along
+    places = groups.counted if axes.from_start else groups.order
     pieces = Gathered.apply(value, axis, places).split(groups.sizes, dim=axis)  # type: ignore[union-attr]
-    if not batched or axes.batch is None:
+    if axes.batch is None or not groups.batched:
         return list(pieces)
     return [
         piece.unflatten(axis, shape).movedim(axis, axes.batch).squeeze(axes.batch + 1)
@@ -261,24 +252,23 @@ def _cut(value: Any, axes: Axes, groups: Groups, batched: bool) -> list[Any]:
     ]
 
 
-def _cut_mask(mask: torch.Tensor, axes: Axes, length: int, count: int) -> torch.Tensor:
-    """Return the beginning of a mask [.., T, .., T, ..], for `count` documents of `length` tokens: what each would have alone."""
+def _start_of_mask(mask: torch.Tensor, axes: Axes, count: int, length: int) -> torch.Tensor:
+    """Return the beginning of a mask [.., T, .., T, ..] for `count` documents of `length` tokens: what each would have alone."""
     for axis in axes.along:
         mask = mask.narrow(axis, 0, length)
-    return mask if count == 1 else mask.repeat_interleave(count, dim=axes.batch)
+    return mask if count == 1 else mask.expand([count if axis == axes.batch else -1 for axis in range(mask.dim())])
 
 
-def _join(pieces: list[Any], axes: Axes | None, groups: Groups, batched: bool) -> Any:
+def _join(pieces: list[Any], axes: Axes, groups: Groups) -> Any:
     """Join the parts of an output to the row's. Of values that do not run along the row, such as a last state, the first stands.
 
     Attention weights, which have two axes along the row, are None: no model computes with them.
     """
-    if axes is None or not axes.along or not isinstance(pieces[0], torch.Tensor):
+    if not axes.along or not isinstance(pieces[0], torch.Tensor):
         return pieces[0]
     if len(axes.along) == 2:
         return None
     (axis,) = axes.along
-    if batched and axes.batch is not None:
+    if axes.batch is not None and groups.batched:
         pieces = [piece.unsqueeze(axes.batch + 1).movedim(axes.batch, axis).flatten(axis, axis + 1) for piece in pieces]
-    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=axis)
-    return Gathered.apply(whole, axis, groups.sources)
+    return Gathered.apply(torch.cat(pieces, dim=axis), axis, groups.sources)

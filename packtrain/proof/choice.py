@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from packtrain.attention.backends import serve
+from packtrain.attention.backends import attention_by, serve
 from packtrain.attention.spec import BACKENDS, Backend, tried_by_auto
 from packtrain.errors import CheckFailed, Problem, UserError
 from packtrain.packing.segments import Segments
@@ -24,7 +24,7 @@ from packtrain.proof.isolation import DOCUMENTS, TREE, Leak, Proof, find_leak, p
 class AttentionChoice:
     """Chosen backend, `why`, and its proof (None if not asked for). `rejected` has better candidates with reasons, best first.
 
-    `kernel` is the kernel's name, "" if the backend needs none.
+    `kernel` is the kernel's name, "" if the backend needs none. `detail`: what the backend does to this model, "" if that goes without saying.
     `why_not_shared`: None if sharing the prompt of a preference pair was not tried, "" if it proved exact, else the reason.
     """
 
@@ -34,6 +34,7 @@ class AttentionChoice:
     proof: Proof | None
     rejected: tuple[tuple[str, str], ...] = ()
     why_not_shared: str | None = None
+    detail: str = ""
 
 
 class NotExact(CheckFailed):
@@ -67,7 +68,7 @@ def choose_attention(
             what, fix = f"{name} attention is not available: {reason}", "set it to auto"
             raise UserError(what, where="model.attention", fix=fix, code="attention-not-available")
         if kernel is not None and named and not prove:
-            return AttentionChoice(backend, "asked for", kernel, None)
+            return AttentionChoice(backend, "asked for", kernel, None, detail=service.detail)
         if kernel is not None:
             why_not_shared, why = None, "asked for" if named else reason
             if pairs:
@@ -76,7 +77,7 @@ def choose_attention(
                 reason, proof = prove_backend(name, model, autocast)
             if why_not_shared == "" or not reason:
                 why = "; ".join(f"no {other}: {lacking}" for other, lacking in rejected) or why
-                return AttentionChoice(backend, why, kernel, proof, tuple(rejected), why_not_shared)
+                return AttentionChoice(backend, why, kernel, proof, tuple(rejected), why_not_shared, service.detail)
             if proof is not None and proof.verdict == "leaks" and (leak := find_leak(model, name)):
                 reason = f"{reason}: {leak.module}, a {leak.kind}, mixes them"
         rejected.append((name, reason))
@@ -107,7 +108,8 @@ def prove_backend(
     if backend.why_not_shared and segments is TREE:
         return f"{name} {backend.why_not_shared}", None
     # None: in float32 if kernel and weights take it, see isolation.py; FSDP2 gathers weights in 16 bits
-    precision = autocast if backend.formats or isinstance(model, FSDPModule) else None
+    attends = BACKENDS[attention_by(name).inner(model) or name]
+    precision = autocast if attends.formats or isinstance(model, FSDPModule) else None
     try:
         proof = prove_isolation(model, name, autocast=precision, segments=segments, part=part, parts=parts)
     except CheckFailed as refusal:

@@ -197,6 +197,8 @@ def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | 
         log.fact("attention", f"{model.config._attn_implementation} on padded batches, as the model comes")
         return
     log.fact("attention", f"{decision.backend.name} ({decision.why})")
+    if decision.detail:
+        log.fact(decision.backend.name, decision.detail)
     if (proof := decision.proof) is None:
         log.warn("isolation  not proved (verify.preflight=false): documents of a row may see each other")
     else:
