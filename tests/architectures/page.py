@@ -1,6 +1,6 @@
-"""The page docs/architectures.md, from what is measured alone: `python tests/architectures/page.py` writes it.
+"""The page docs/architectures.md: `python tests/architectures/page.py` measures all types and writes it.
 
-It takes four minutes. The tests compare every line of it with what they measure.
+It takes four minutes. The tests measure every line again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _PATHS = {
     "refused": "does not train as it is: the run ends before step 1, and names the package that is missing, the key of `model.config` to look at, or that another model has to be taken",
 }
 _ATTACHMENTS = {
-    SHARED: "padded calls run as rows in which what documents begin with is once",
-    PACKED: "padded calls run as rows without padding, in which nothing is shared",
+    SHARED: "padded calls run as rows, which compute common beginnings once",
+    PACKED: "padded calls run as rows, and each document computes its own beginning",
     AS_IT_COMES: "padded calls run as without `attach`",
     REFUSED: "`attach` raises, and says why",
 }

@@ -114,7 +114,7 @@ def outcome_of(model_type: str) -> Outcome:
 
 
 def by_document(model: PreTrainedModel, backend: Backend) -> str:
-    """Which modules the backend runs once per document of a row; whether attention layers attend by segments."""
+    """Name the modules that the backend runs once per document, and attention by segments."""
     if backend.name != "mixers":
         return ""
     seen = mock.patch.object(flattened, "row_of", wraps=flattened.row_of)
