@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +74,10 @@ class Attention(ABC):
     def inner(self, model: PreTrainedModel) -> str:
         """Return the other backend that attends inside of this one, "" without one. Its formats then count."""
         return ""
+
+    def run_by_document(self, model: PreTrainedModel) -> Sequence[str]:
+        """Return the modules within the model that run once per batch of documents, by their dotted names."""
+        return ()
 
     @abstractmethod
     def install(self, model: PreTrainedModel) -> Undo:

@@ -182,6 +182,10 @@ class Mixers(Attention):
         """See Attention."""
         return mixing_of(model).attention
 
+    def run_by_document(self, model: PreTrainedModel) -> list[str]:
+        """See Attention."""
+        return [mixer.name for mixer in mixing_of(model).mixers]
+
     def install(self, model: PreTrainedModel) -> Undo:
         """See Attention."""
         return install(model, mixing_of(model))

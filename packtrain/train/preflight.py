@@ -13,14 +13,14 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
-from packtrain.attention.backends import attention_of, documents_alone
+from packtrain.attention.backends import attention_by, attention_of, documents_alone
 from packtrain.attention.forwards import rotates_by_length
 from packtrain.attention.spec import BACKENDS
 from packtrain.changes.spec import NO_GRADIENTS, Make, Proposal
 from packtrain.errors import CheckFailed, Problem, UserError
 from packtrain.model.layers import recompute_in_eval
 from packtrain.model.load import base_model
-from packtrain.model.spread import Ranks
+from packtrain.model.spread import Ranks, layers_of
 from packtrain.monitor.heartbeat import waiting
 from packtrain.objectives.answers import Inputs
 from packtrain.packing.balance import parts_of_rank
@@ -76,7 +76,10 @@ def choose_on_all_ranks(
 
 def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Problem | None:
     """Return a problem if ranks would gather weights a different number of times, which hangs. Else None."""
-    if ranks.sharded and BACKENDS[backend].by_document:
+    gathered_once = {part for layer in layers_of(model) for part in layer.modules()}
+    apart = map(model.get_submodule, attention_by(backend).run_by_document(model) if ranks.sharded else ())
+    parts = [part for module in apart if module not in gathered_once for part in module.children()]
+    if ranks.sharded and (BACKENDS[backend].by_document or any(True for part in parts for _ in part.parameters())):
         return Problem(
             f"packed rows of {type(model).__name__} run one document at a time, so that processes call it a different number "
             f"of times; under {ranks.strategy} all have to call it together",
