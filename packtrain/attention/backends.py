@@ -79,6 +79,9 @@ class Attention(ABC):
         """Return the modules within the model that run once per batch of documents, by their dotted names."""
         return ()
 
+    def run_alike(self, other: PreTrainedModel, model: PreTrainedModel) -> None:  # noqa: B027
+        """Take what it measured on `model` for `other` too: its reference, or its backbone. Both then round alike."""
+
     @abstractmethod
     def install(self, model: PreTrainedModel) -> Undo:
         """Make it serve flattened rows of `model`. Return the undo function."""

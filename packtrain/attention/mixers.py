@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from packtrain.attention.backends import Undo, attention_by
 from packtrain.attention.forwards import kept_for_recomputation, replace_forward, rotate_by_document
@@ -236,9 +236,12 @@ def _usual_axes(value: torch.Tensor, tokens: int) -> Axes | None:
 
 
 def _cut(value: Any, axes: Axes, groups: Groups) -> list[Any]:
-    """Return the part of an argument for each batch. Values that do not run along the row stay whole."""
+    """Return the part of an argument for each batch. Values that do not run along the row stay whole.
+
+    A cache is left out: it would carry states from one batch to the next.
+    """
     if not axes.along:
-        return [None if isinstance(value, Segments) else value] * len(groups.shapes)
+        return [None if isinstance(value, Segments | Cache) else value] * len(groups.shapes)
     if len(axes.along) == 2:
         return [_start_of_mask(value, axes, *shape) for shape in groups.shapes]
     (axis,) = axes.along

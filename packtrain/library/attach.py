@@ -325,7 +325,9 @@ class _PackedModel:
             remove_hooks(engine)
             add_hooks(engine)
         self.backend = choice.backend.name
-        self._undo.callback(attention_by(self.backend).install_when_packed(self._backbone))
+        attention = attention_by(self.backend)
+        attention.run_alike(self._backbone, self._measured)
+        self._undo.callback(attention.install_when_packed(self._backbone))
         self._undo.callback(_replaced(self._backbone, self._forward_of_backbone()))
         if self.model is not self._backbone:
             self._undo.callback(_replaced(self.model, self._forward_of_model()))
@@ -335,15 +337,21 @@ class _PackedModel:
         self.backend = ""
         self._undo.close()
 
+    @property
+    def _measured(self) -> PreTrainedModel:
+        return self._backbone if self.model.get_output_embeddings() is None else self.model
+
     def _agreed(self) -> AttentionChoice:
         """Return the choice of the first process. Only that process may have all weights."""
-        subject = self._backbone if self.model.get_output_embeddings() is None else self.model
-        choose = functools.partial(choose_attention, model=subject, device=self.model.device, autocast=self.autocast)
+        choose = functools.partial(
+            choose_attention, model=self._measured, device=self.model.device, autocast=self.autocast
+        )
+        share, must_share = self.proof and self.share is not False, self.share is True
         agreed: AttentionChoice | CheckFailed | None = None
         try:
             for name in ["auto"] if self.proof else [backend.name for backend in tried_by_auto()]:
                 with suppress(UserError):  # not available
-                    agreed = agreed or choose(name, prove=self.proof, pairs=self.proof and self.share is not False)
+                    agreed = agreed or choose(name, prove=self.proof, pairs=share, must_share=must_share)
         except CheckFailed as refusal:
             agreed = refusal
         if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -186,6 +186,13 @@ class Mixers(Attention):
         """See Attention."""
         return [mixer.name for mixer in mixing_of(model).mixers]
 
+    def run_alike(self, other: PreTrainedModel, model: PreTrainedModel) -> None:
+        """See Attention."""
+        inside = next((f"{name}." for name, part in model.named_modules() if part is other and name), "")
+        mixing = mixing_of(model)
+        mixers = [replace(mixer, name=mixer.name.removeprefix(inside)) for mixer in mixing.mixers]
+        _found[other] = replace(mixing, mixers=tuple(mixers))
+
     def install(self, model: PreTrainedModel) -> Undo:
         """See Attention."""
         return install(model, mixing_of(model))

@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
 
+from packtrain.attention.backends import attention_by
 from packtrain.attention.over_ranks import sum_over_parts
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import Document
@@ -296,7 +297,8 @@ class ReferenceLoss(AnswerLoss):
             # a reference that rounds differently would have first margins other than 0
             if is_compiled(base_model(self.model)):
                 compile_layers(reference)
-            backend = self.settings.backend
+            if backend := self.settings.backend:
+                attention_by(backend).run_alike(reference, base_model(self.model))
             patch_forward(reference, answer_outputs=("log_probs",), autocast=self.autocast, backend=backend)
         self.beta = objective.beta
         self.extra_forwards = int(objective.reference != "precomputed")
