@@ -1,13 +1,13 @@
 """Hybrid models packed: the modules that mix tokens once per document, beside the whole model once per document and padding.
 
-    python benchmarks/hybrids.py FAMILY [--documents 20-60] [--tokens 2048] [--repeat 3] [--padding 0.25]
+    python benchmarks/hybrids.py FAMILY [--documents 20-60] [--tokens 2048] [--repeat 3] [--padding 0.25] [--device cuda]
 
-FAMILY is a key of SIZES: random weights of about 100 million parameters, float32, one thread. The documents of one micro-batch, forward and
+FAMILY is a key of SIZES: random weights of about 100 million parameters, in float32 on one thread, or in bfloat16 on a GPU. The documents of one micro-batch, forward and
 backward: as one row by model.attention=mixers (with each share of `--padding` that a call of a mixer may have) and per_document, padded
 in batches of 8 by packtrain, and by the batches and the loss of TRL's SFTTrainer. They take turns; the first round is a short one, to warm up.
 
-Real tokens a second of CPU time: the median, the least and the most. CPU time is that of the process, so that other processes on the machine
-take little from it. The loss shows that all do the same work.
+Real tokens a second: the median, the least and the most. On a CPU the seconds are CPU time of the process, so that other processes on the
+machine take little from it. The loss shows that all do the same work.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from packtrain.changes.experts import group_experts
 from packtrain.data.dataset import Document
 from packtrain.model.forward import add_loss_sum, choose_head
 from packtrain.model.layers import can_group
-from packtrain.packing.collate import collate_flat, collate_padded
+from packtrain.packing.collate import collate_flat, collate_padded, on_device
 from packtrain.proof.mixer_search import mixing_of
 
 VOCABULARY, BATCH = 32_000, 8
@@ -100,7 +100,7 @@ def trl_loss(model: PreTrainedModel) -> Callable[[Sequence[Document]], torch.Ten
             max_length=None,
             dataset_kwargs={"skip_prepare_dataset": True},
             activation_checkpointing=False,
-            use_cpu=True,
+            use_cpu=model.device.type == "cpu",
             bf16=False,
             router_aux_loss_coef=0.0,  # packtrain has no loss of routers either unless it is asked for
             report_to="none",
@@ -111,7 +111,8 @@ def trl_loss(model: PreTrainedModel) -> Callable[[Sequence[Document]], torch.Ten
 
     def loss(batch: Sequence[Document]) -> torch.Tensor:
         rows = [{"input_ids": ids, "labels": ids} for ids in (document.input_ids.tolist() for document in batch)]
-        return trainer.compute_loss(trainer.model, trainer.data_collator(rows), num_items_in_batch=1)
+        batch = on_device(trainer.data_collator(rows), model.device)
+        return trainer.compute_loss(trainer.model, batch, num_items_in_batch=1)
 
     return loss
 
@@ -124,7 +125,7 @@ def contestants(model: PreTrainedModel, paddings: Sequence[float]) -> dict[str, 
         group_experts(model)
     add_fused_lm_head(model)
     head = add_loss_sum(model)
-    choose_head(model, head, collate_padded(documents(20, 60, 100), 0))
+    choose_head(model, head, on_device(collate_padded(documents(20, 60, 100), 0), model.device))
     mixing = mixing_of(model)
     print(f"once per document: {mixing.words()}; attention by {mixing.attention or 'the model itself'}", flush=True)
 
@@ -139,7 +140,7 @@ def contestants(model: PreTrainedModel, paddings: Sequence[float]) -> dict[str, 
         return total
 
     def packed(items: list[Document]) -> float:
-        return both_passes([lambda: model(**collate_flat(items), loss_sum=True)])
+        return both_passes([lambda: model(**on_device(collate_flat(items), model.device), loss_sum=True)])
 
     def by_mixers(items: list[Document], padding: float) -> float:
         undo = install(model, mixing, padding=padding)
@@ -155,7 +156,7 @@ def contestants(model: PreTrainedModel, paddings: Sequence[float]) -> dict[str, 
     def padded(items: list[Document]) -> float:
         return both_passes(
             [
-                lambda at=at: model(**collate_padded(items[at : at + BATCH], 0), loss_sum=True)
+                lambda at=at: model(**on_device(collate_padded(items[at : at + BATCH], 0), model.device), loss_sum=True)
                 for at in range(0, len(items), BATCH)
             ]
         )
@@ -167,6 +168,14 @@ def contestants(model: PreTrainedModel, paddings: Sequence[float]) -> dict[str, 
     return ways | {"per_document": per_document, "padding": padded, "TRL's padding": by_trainer}
 
 
+def seconds(model: PreTrainedModel) -> float:
+    """Seconds of the process so far: CPU time, or wall time once the GPU is done."""
+    if model.device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=SIZES)
@@ -174,26 +183,26 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--padding", default="0.25")
-    parser.add_argument("--only-mixers", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     model = build(asked.family)
+    if asked.device == "cuda":
+        model = model.to("cuda", torch.bfloat16)
     items = documents(*map(int, asked.documents.split("-")), asked.tokens)
     tokens = sum(len(document.input_ids) for document in items)
     weights = sum(weight.numel() for weight in model.parameters())
     print(f"{asked.family}: {weights / 1e6:.0f} M parameters; {len(items)} documents, {tokens} tokens", flush=True)
     ways = contestants(model, [float(share) for share in asked.padding.split(",")])
-    if asked.only_mixers:
-        ways = {name: both_passes for name, both_passes in ways.items() if name.startswith("mixers")}
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     losses = {}
     for turn in range(asked.repeat + 1):
         for name, both_passes in ways.items():
-            started = time.process_time()
+            started = seconds(model)
             losses[name] = both_passes(items if turn else items[:2])
             if turn:
-                speeds[name].append(tokens / (time.process_time() - started))
+                speeds[name].append(tokens / (seconds(model) - started))
     print(f"{'':<24}{'tokens/s':>10}{'least':>8}{'most':>8}{'loss':>14}")
     for name, measured in speeds.items():
         median = statistics.median(measured)
