@@ -136,6 +136,8 @@ def test_rows_that_processes_would_run_differently_often_are_refused(family: str
 def test_mixers_outside_of_layers_are_refused_if_processes_gather_their_weights() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50, "is_decoder": True}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["roformer"](**sizes, intermediate_size=32))
+    for weight in model.parameters():
+        weight.ds_id = 0  # type: ignore[attr-defined]
     with pytest.raises(CheckFailed, match="zero3"):
         choose_on_all_ranks("mixers", model, Ranks(0, 1, torch.device("cpu"), "zero3"), None, prove=False)
     choose_on_all_ranks("mixers", model, Ranks(0, 1, torch.device("cpu"), "zero2"), None, prove=False)
