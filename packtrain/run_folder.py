@@ -38,7 +38,7 @@ REPLACED_LOGS = ("attempt", "lock", "channel.json", "ranks.json", "diagnosis.txt
 """Files in logs/ that a run replaces; it appends to all others."""
 DECISIVE_PACKAGES = (
     *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "tokenizers"),
-    *("flash-attn", "flash-attn-4", "kernels", "liger-kernel"),
+    *("flash-attn", "flash-attn-4", "kernels", "liger-kernel", "flash-linear-attention", "causal-conv1d", "mamba-ssm"),
 )
 """Packages that results depend on. Strategies add theirs."""
 

@@ -4,13 +4,14 @@
 |---|---|---|---|
 | flash | flattened | varlen kernels, one call for all segments | needs a GPU |
 | segmented | flattened | an ordinary attention function, once per length of segments | a call per length |
+| mixers | flattened | the modules that mix tokens once per batch of documents, everything else once | padding and calls in these modules |
 | per_document | taken apart | the model once per length of documents, with layers of any kind | kernels on fewer tokens |
 | sdpa_mask | flattened | one dense mask | O(T²): the plain reference, for tests and small rows |
 
 Each is a file, or part of another package, and declared in spec.py. It ends in ATTENTION, an `Attention`.
 
 Models with their own attention code (bloom, mpt, falcon, remote code) do not look up their attention function in
-transformers' AttentionInterface: for them there is only per_document. Padded batches keep the model's own attention under
+transformers' AttentionInterface: their attention is a mixer, or they run per_document. Padded batches keep the model's own attention under
 per_document; a replaced attention function takes flattened rows only: see `attention_of`.
 """
 
@@ -39,7 +40,7 @@ from packtrain.packing.segments import Segments
 
 _PER_DOCUMENT = "per_document"
 OWN_CODE = "its attention function cannot be replaced"
-"""Why a model that does not use the AttentionInterface has only per_document."""
+"""Why flash and segmented cannot serve a model that does not use the AttentionInterface."""
 Undo = Callable[[], None]
 
 
@@ -171,8 +172,9 @@ def attend_by(model: PreTrainedModel, name: str) -> Undo:
     this model."""
     attention = attention_by(name)
     if why := attention.why_not(model):
-        fix = f"set model.attention to {_PER_DOCUMENT}"
-        raise CheckFailed(f"{type(model).__name__}: {why}", fix=fix, code="attention-not-replaceable")
+        raise CheckFailed(
+            f"{type(model).__name__}: {why}", fix="set model.attention=auto", code="attention-not-replaceable"
+        )
     return attention.install(model)
 
 

@@ -27,7 +27,7 @@ from packtrain.packing.segments import Segments, SplitSegments
 
 AttentionOf = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """A function of transformers' AttentionInterface: outputs [count, T, heads, d_v] come first."""
-_UNSURE = "it cannot be flattened exactly: set model.attention=per_document"
+_UNSURE = "its attention cannot be replaced exactly: set model.attention=auto"
 _EAGER_ONLY = ("softcap", "s_aux")  # features that sdpa lacks
 
 
@@ -86,7 +86,7 @@ def row_of(
         code, what = "layer-has-bias", "adds a bias by position in the row"
     else:
         return local_segments(module, segments, sliding_window)
-    raise CheckFailed(f"{type(module).__name__} {what}", fix="set model.attention=per_document", code=code)
+    raise CheckFailed(f"{type(module).__name__} {what}", fix="set model.attention=auto", code=code)
 
 
 def attention_function(module: torch.nn.Module, kwargs: Mapping[str, object]) -> AttentionOf:

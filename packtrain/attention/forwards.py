@@ -110,7 +110,7 @@ def _rotate_by_document(
     if position_ids[0, borders].any():
         raise CheckFailed(
             f"the rotary embeddings of {type(module).__name__} depend on a document's length, which cannot share a prefix",
-            fix="set model.attention=per_document",
+            fix="set model.attention=auto",
             code="rotary-by-length",
         )
     documents = position_ids.tensor_split(borders.cpu(), dim=1)

@@ -191,6 +191,7 @@ PACKAGES = (
     *("safetensors", "numpy", "pyarrow", "hydra-core", "omegaconf"),
     *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
 )
+_OF_HYBRIDS = ("flash-linear-attention", "causal-conv1d", "mamba-ssm")
 _FOLDERS = {"trainer.output_dir": "output-folder", "data.cache_dir": "cache-folder", "HF_HOME": "hub-cache"}
 _REPORTED = (
     *("ACCELERATE_", "CONDA_PREFIX", "CUBLAS", "CUDA_", "CUDNN_", "DS_", "FI_", "FSDP_", "GLOO_", "HF_", "KMP_", "LD_"),
@@ -512,6 +513,17 @@ def check_attention(facts: Facts, run: PlannedRun) -> Iterator[Check]:
         yield Check("attention", "ok" if facts.torch.kernels is None else "warn", words, backend.get_kernels)
 
 
+def check_hybrids(facts: Facts, run: PlannedRun) -> Iterator[Check]:
+    """Name the kernels of hybrid models that a GPU could use. Other models need none."""
+    versions = {name: facts.host.packages.get(name) for name in _OF_HYBRIDS}
+    found = [f"{name} {version}" for name, version in versions.items() if version]
+    lacking = ", ".join(name for name, version in versions.items() if not version)
+    advice = "pip install --no-build-isolation 'packtrain[hybrid]', docs/modes.md"
+    found += [f"not installed, and used by hybrid models only: {lacking} ({advice})"] * bool(lacking)
+    if facts.driver.gpus:
+        yield Check("hybrid-kernels", "ok", "; ".join(found))
+
+
 def _kernel(backend: Backend, facts: Facts, run: PlannedRun) -> tuple[str | None, str]:
     """Return the backend's kernel for the run's layers, and why better ones do not work.
 
@@ -545,7 +557,7 @@ def attention_json(facts: Facts, run: PlannedRun) -> dict[str, dict[str, object]
 
 CHECKS = (
     *(check_run, check_limits, check_folders, check_packages, check_network),
-    *(check_torch, check_driver, check_gpus, check_attention),
+    *(check_torch, check_driver, check_gpus, check_attention, check_hybrids),
 )
 
 if __name__ == "__main__":

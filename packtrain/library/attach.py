@@ -347,11 +347,12 @@ class _PackedModel:
         choose = functools.partial(
             choose_attention, model=self._measured, device=self.model.device, autocast=self.autocast
         )
+        share, must_share = self.proof and self.share is not False, self.share is True
         agreed: AttentionChoice | CheckFailed | None = None
         try:
             for name in ["auto"] if self.proof else [backend.name for backend in tried_by_auto()]:
                 with suppress(UserError):  # not available
-                    agreed = agreed or choose(name, prove=self.proof, pairs=self.proof and self.share is not False)
+                    agreed = agreed or choose(name, prove=self.proof, pairs=share, must_share=must_share)
         except CheckFailed as refusal:
             agreed = refusal
         if torch.distributed.is_available() and torch.distributed.is_initialized():

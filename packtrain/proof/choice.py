@@ -53,14 +53,17 @@ def choose_attention(
     autocast: torch.dtype | None = None,
     prove: bool = True,
     pairs: bool = False,
+    must_share: bool = False,
 ) -> AttentionChoice:
     """Choose the backend for packed rows of `model` on `device`. `wanted` is model.attention, `autocast` the format of training.
 
     With `pairs` it also tries to share the prompts of preference pairs: the row TREE holds pairs and a document, and proves
-    both at once. `auto` chooses by proofs, so it always proves; without `prove` a named backend is accepted
-    unproved. Raises UserError if a named backend is not available, NotExact if it is not exact, CheckFailed if no backend works.
+    both at once. With `must_share`, `auto` passes over backends that cannot, if a later one can. `auto` chooses by proofs, so it
+    always proves; without `prove` a named backend is accepted unproved. Raises UserError if a named backend is not available,
+    NotExact if it is not exact, CheckFailed if no backend works.
     """
     named, rejected, proof, leak = wanted != "auto", [], None, None
+    unshared: AttentionChoice | None = None
     for backend in [BACKENDS[wanted]] if named else tried_by_auto():
         name, service = backend.name, serve(backend, model, device, autocast)
         reason, kernel = service.why, service.kernel
@@ -77,10 +80,16 @@ def choose_attention(
                 reason, proof = prove_backend(name, model, autocast)
             if why_not_shared == "" or not reason:
                 why = "; ".join(f"no {other}: {lacking}" for other, lacking in rejected) or why
-                return AttentionChoice(backend, why, kernel, proof, tuple(rejected), why_not_shared, service.detail)
-            if proof is not None and proof.verdict == "leaks" and (leak := find_leak(model, name)):
+                given = (proof, tuple(rejected), why_not_shared, service.detail)
+                choice = AttentionChoice(backend, why, kernel, *given)
+                if named or not (must_share and why_not_shared):
+                    return choice
+                unshared, reason = unshared or choice, f"it cannot share prefixes: {why_not_shared}"
+            elif proof is not None and proof.verdict == "leaks" and (leak := find_leak(model, name)):
                 reason = f"{reason}: {leak.module}, a {leak.kind}, mixes them"
         rejected.append((name, reason))
+    if unshared is not None:
+        return unshared
     if named:
         raise NotExact(rejected[0][1], proof, leak)
     raise CheckFailed(

@@ -150,10 +150,8 @@ def _wrappable(
 
 def _mixer(model: PreTrainedModel, name: str, call: ModuleCall) -> Mixer | None:
     """Return the module as a mixer. None if it is a model, or does not take and give tensors along the row."""
-    row = [tensor for side in call for tensor in side.values() if tensor.along]
-    is_row = all(tensor.shape[axis] == DOCUMENTS.tokens for tensor in row for axis in tensor.along)
     takes, gives = (any(len(tensor.along) == 1 for tensor in side.values()) for side in call)
-    if not (is_row and takes and gives) or isinstance(model.get_submodule(name), PreTrainedModel):
+    if not (takes and gives) or isinstance(model.get_submodule(name), PreTrainedModel):
         return None
     return Mixer(name, *({path: _axes(tensor) for path, tensor in side.items()} for side in call))
 

@@ -23,7 +23,7 @@ class SeenTensor:
     """A tensor of a call: its `shape`, the axes `along` the row if it has any, and whether it has integers.
 
     `sums` float64 [tokens, 2] on the CPU: Σ|x| and Σ x·sin(1, 2, …) of each token of the document, `sums_at_start` of as many tokens at the
-    start of the row. None without an axis along the row, and for booleans.
+    start of the row. An output of a convolution that is longer than the row has them, too; booleans do not.
     """
 
     shape: tuple[int, ...]
@@ -100,11 +100,11 @@ def _see(value: object, tokens: int, place: slice) -> dict[str, SeenTensor]:
     seen: dict[str, SeenTensor] = {}
     for path, leaf in tree_flatten_with_path(value)[0]:
         if isinstance(leaf, torch.Tensor):
-            # axes of the row's size, or else of the next larger size that a convolution may give
-            size = min((size for size in leaf.shape if tokens <= size < tokens + _LONGEST_FILTER), default=None)
-            along = tuple(axis for axis, own in enumerate(leaf.shape) if own == size)
-            places = [place, slice(0, place.stop - place.start)] if along and leaf.dtype != torch.bool else []
-            sums, at_start = [_sums(leaf, along, own) for own in places] or (None, None)
+            size = min((size for size in leaf.shape if tokens <= size < tokens + _LONGEST_FILTER), default=0)
+            axes = tuple(axis for axis, own in enumerate(leaf.shape) if own == size > 0)
+            places = [place, slice(0, place.stop - place.start)] if axes and leaf.dtype != torch.bool else []
+            sums, at_start = [_sums(leaf, axes, own) for own in places] or (None, None)
+            along = axes if size == tokens else ()
             seen[keystr(path)] = SeenTensor(tuple(leaf.shape), along, not leaf.is_floating_point(), sums, at_start)
     return seen
 

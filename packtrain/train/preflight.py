@@ -61,12 +61,15 @@ def choose_on_all_ranks(
     *,
     prove: bool,
     pairs: bool = False,
+    must_share: bool = False,
 ) -> AttentionChoice:
     """Choose the attention of packed rows by proof, with the same kernel on all ranks.
 
     Arguments as for `choose_attention`. Raises UserError or CheckFailed if `wanted` is not available or not exact, or if ranks would differ.
     """
-    choice = choose_attention(wanted, model, model.device, autocast=autocast, prove=prove, pairs=pairs)
+    choice = choose_attention(
+        wanted, model, model.device, autocast=autocast, prove=prove, pairs=pairs, must_share=must_share
+    )
     by = f" by {choice.kernel}" if choice.kernel else ""
     same_everywhere(f"{choice.backend.name}{by}", "attention", "model.attention", ranks.world_size)
     if problem := why_not_together(ranks, choice.backend.name, model):

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from packtrain import attach
 from packtrain.errors import CheckFailed
 
-WINDOW = 32  # tokens; more than a document of the isolation proof has
-ANSWERS = ((12, (26, 21, 3)), (25, (20, 1)), (7, (5,)))  # tokens of each prompt and of its answers, beyond a window
+WINDOW = 44  # tokens; more than a row of the isolation proof has
+ANSWERS = ((12, (40, 21, 3)), (25, (30, 1)), (7, (5,)))  # tokens of each prompt and of its answers, beyond a window
 ALIKE = 18  # tokens that the first two answers have in common
 SHARED, PACKED, AS_IT_COMES, REFUSED = "shared", "packed", "unchanged", "refused"
 

@@ -1,6 +1,6 @@
-"""The page docs/architectures.md, from what is measured alone: `python tests/architectures/page.py` writes it.
+"""The page docs/architectures.md: `python tests/architectures/page.py` measures all types and writes it.
 
-It takes two minutes. The tests compare every line of it with what they measure.
+It takes four minutes. The tests measure every line again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ _OPTIONAL = ("causal_conv1d", "fla", "mamba_ssm", "timm", "xlstm")
 
 _PATHS = {
     "segmented": "packed rows are flattened, attention runs once per document",
+    "mixers": "packed rows are flattened, the modules that mix tokens get their documents as a batch",
     "per_document": "packed rows are planned and counted as any other, the model runs once per document",
     "padding only": "packed rows are refused, `packing.mode=padding` trains",
     "refused": "does not train as it is: the run ends before step 1, and names the package that is missing, the key of `model.config` to look at, or that another model has to be taken",
 }
 _ATTACHMENTS = {
-    SHARED: "padded calls run as rows in which what documents begin with is once",
-    PACKED: "padded calls run without their padding, nothing is shared: the model runs once per document",
+    SHARED: "padded calls run as rows, which compute common beginnings once",
+    PACKED: "padded calls run as rows, and each document computes its own beginning",
     AS_IT_COMES: "padded calls run as without `attach`",
     REFUSED: "`attach` raises, and says why",
 }
@@ -39,6 +40,9 @@ is no GPU (on a GPU, `flash` comes before `segmented`). Each line is measured on
 in `padding`, `padding_free` and `packed` equal every document alone, to 1e-5 and 1e-4, or the type is refused.
 There is no list of names: the same proof runs on the loaded model before step 1. So a model that is not in this table, also
 from remote code, is treated by its behaviour.
+
+The third column names the modules that a row runs once per document under `mixers`; they were found by measurement. If it does not
+say "attention by segments", the model's own attention is among them, or there is none.
 
 The last column says how `packtrain.attach` runs padded calls of the type. It is measured with a call of GRPO: prompts padded on the
 left, answers on the right, in groups with a common prompt. If that is not packed, it is measured with a call padded only on the
@@ -66,7 +70,7 @@ def page(outcomes: Sequence[Outcome], attachments: Sequence[Attachment]) -> str:
     lines += [f"| {path} | {counts[path]} | {meaning} |" for path, meaning in _PATHS.items()]
     lines += [f"| all | {len(outcomes)} | |", "", "| `attach` | types | what it means |", "|---|---|---|"]
     lines += [f"| {path} | {attached[path]} | {meaning} |" for path, meaning in _ATTACHMENTS.items()]
-    lines += ["", "| type | path | why not the one before | `attach` |", "|---|---|---|---|"]
+    lines += ["", "| type | path | once per document | why not the one before | `attach` |", "|---|---|---|---|---|"]
     return "\n".join([*lines, *map(line, outcomes, attachments)]) + "\n"
 
 
@@ -75,7 +79,8 @@ def line(outcome: Outcome, attachment: Attachment) -> str:
     said = f"{attachment.path}: {attachment.why}" if attachment.why else attachment.path
     if outcome.path == attachment.path == REFUSED and outcome.why == attachment.why:
         said = REFUSED
-    return f"| {outcome.model_type} | {outcome.path} | {outcome.why.replace('|', '/')} | {said.replace('|', '/')} |"
+    cells = (outcome.model_type, outcome.path, outcome.by_document, outcome.why, said)
+    return " | ".join(["", *(cell.replace("|", "/") for cell in cells), ""]).strip()
 
 
 if __name__ == "__main__":

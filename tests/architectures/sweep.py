@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,13 +22,16 @@ from tiny import VOCABULARY, Unbuildable, tiny_model
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
+from packtrain.attention import flattened
 from packtrain.attention.backends import attending_by
+from packtrain.attention.spec import Backend
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
 from packtrain.model.forward import add_loss_sum, choose_head
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, shifted_labels
 from packtrain.proof.choice import choose_attention
 from packtrain.proof.comparison import tolerance_of
+from packtrain.proof.mixer_search import mixing_of
 
 Batch = dict[str, object]
 
@@ -50,12 +54,16 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`path` is a backend, "padding only" or "refused", `why` says what a better one lacks; `modes` that the path has, by name."""
+    """`path` is a backend, "padding only" or "refused", `why` says what a better one lacks; `modes` that the path has, by name.
+
+    `by_document`: the modules that run once per document of a row, in words; "" if the path has none.
+    """
 
     model_type: str
     path: str
     why: str
     modes: dict[str, Difference] = field(default_factory=dict)
+    by_document: str = ""
 
 
 @contextmanager
@@ -100,7 +108,19 @@ def outcome_of(model_type: str) -> Outcome:
         modes["padding_free"] = difference(model, [collate_flat(items[:3]), collate_flat(items[3:])], truth)
         modes["packed"] = difference(model, [collate_flat(items)], truth)
     lacks = "; ".join(lack for backend, lack in decision.rejected if backend != "flash")  # no CPU has it
-    return Outcome(model_type, decision.backend.name, without_figures(lacks), modes)
+    return Outcome(
+        model_type, decision.backend.name, without_figures(lacks), modes, by_document(model, decision.backend)
+    )
+
+
+def by_document(model: PreTrainedModel, backend: Backend) -> str:
+    """Name the modules that the backend runs once per document, and attention by segments."""
+    if backend.name != "mixers":
+        return ""
+    seen = mock.patch.object(flattened, "row_of", wraps=flattened.row_of)
+    with torch.no_grad(), attending_by(model, backend.name), seen as by_segments:
+        model(**collate_flat(documents()), loss_sum=True)
+    return mixing_of(model).words() + (", attention by segments" if by_segments.called else "")
 
 
 def documents() -> list[Document]:

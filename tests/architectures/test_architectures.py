@@ -69,6 +69,7 @@ def test_every_architecture_is_exact_in_every_mode_or_refused(model_type: str) -
     modes = {"refused": 0, "padding only": 1}.get(outcome.path, 3)
     assert len(outcome.modes) == modes
     assert outcome.why or outcome.path == "segmented"
+    assert bool(outcome.by_document) == (outcome.path == "mixers")
     if is_comparable():
         assert line(outcome, attachment_of(model_type)) in PAGE.read_text().splitlines()
 

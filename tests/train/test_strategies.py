@@ -139,6 +139,17 @@ def test_rows_that_processes_would_run_differently_often_are_refused(family: str
         choose_on_all_ranks("per_document", model, ranks, None, prove=False)
     for other in ("ddp", "zero2"):
         choose_on_all_ranks("per_document", model, replace(ranks, strategy=other), None, prove=False)
+    choose_on_all_ranks("mixers", model, ranks, None, prove=False)  # within layers
+
+
+def test_mixers_outside_of_layers_are_refused_if_processes_gather_their_weights() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50, "is_decoder": True}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["roformer"](**sizes, intermediate_size=32))
+    for weight in model.parameters():
+        weight.ds_id = 0  # type: ignore[attr-defined]
+    with pytest.raises(CheckFailed, match="zero3"):
+        choose_on_all_ranks("mixers", model, Ranks(0, 1, torch.device("cpu"), "zero3"), None, prove=False)
+    choose_on_all_ranks("mixers", model, Ranks(0, 1, torch.device("cpu"), "zero2"), None, prove=False)
 
 
 def test_a_mixer_whose_parts_gather_weights_is_refused_unless_its_layer_gathers_them() -> None:

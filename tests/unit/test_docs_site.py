@@ -29,14 +29,24 @@ def test_links_outside_the_site_lead_somewhere_and_the_readme_is_read_in_a_minut
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
-def test_all_pages_count_the_model_types_that_transformers_registers() -> None:
+def test_all_pages_count_the_model_types_alike() -> None:
     measured = (ROOT / "docs/architectures.md").read_text()
-    rows = re.findall(r"^\| [\w-]+ \| (?:segmented|per_document|padding only|refused) \| .*\|$", measured, re.M)
+    rows = re.findall(r"^\| [\w-]+ \| (?:segmented|mixers|per_document|padding only|refused) \| .*\|$", measured, re.M)
     [total] = re.findall(r"^\| all \| (\d+) \|", measured, re.M)
     assert int(total) == len(rows) > 0
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     said = {page.name: re.findall(r"([\d,]+) types that transformers registers", page.read_text()) for page in pages}
     assert {name: found for name, found in said.items() if found} == {"README.md": [total], "modes.md": [total]}
+    counts = dict(
+        re.findall(r"^\| (segmented|mixers|per_document|refused) \| (\d+) \|", measured.split("| all |")[0], re.M)
+    )
+    in_words = (
+        r"(\d+) run by `segmented` \(or `flash`\), (\d+) by `mixers`, (\d+) by `per_document`, and (\d+) are refused"
+    )
+    assert re.findall(in_words, (ROOT / "docs/modes.md").read_text()) == [tuple(counts.values())]
+    assert re.findall(r"(\d+) of them run in flattened rows", (ROOT / "README.md").read_text()) == [
+        str(int(counts["segmented"]) + int(counts["mixers"]))
+    ]
 
 
 def test_the_picture_of_packed_rows_has_the_figures_that_were_measured() -> None:

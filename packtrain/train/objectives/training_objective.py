@@ -99,8 +99,8 @@ class TrainingObjective:
         model, ranks, autocast = base_model(run.model), run.ranks, run.precision.autocast
         wanted, prove = run.config.model.attention, run.config.verify.preflight
         share = self.packing.share_prefix
-        share = self.shares_unless_told if share is None else share
-        choice = choose_on_all_ranks(wanted, model, ranks, autocast, prove=prove, pairs=share)
+        must_share, share = bool(share), self.shares_unless_told if share is None else share
+        choice = choose_on_all_ranks(wanted, model, ranks, autocast, prove=prove, pairs=share, must_share=must_share)
         if not share:
             self.why_not_shared = "packing.share_prefix=false"
             return choice

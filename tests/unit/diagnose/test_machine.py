@@ -94,6 +94,13 @@ def test_a_healthy_machine_passes_every_check_and_one_of_which_nothing_is_known_
         assert all(check.found for check in check_all(Facts(), run))
 
 
+def test_installed_and_missing_kernels_of_hybrids_are_named_where_there_is_a_gpu() -> None:
+    (check,) = named(host(packages={"flash-linear-attention": "0.6.0"}), PlannedRun(), "hybrid-kernels")
+    assert check.status == "ok" and check.found.startswith("flash-linear-attention 0.6.0; not installed")
+    assert "causal-conv1d, mamba-ssm (pip install --no-build-isolation 'packtrain[hybrid]'" in check.found
+    assert "hybrid-kernels" not in {check.name for check in check_all(driver(gpus=()), PlannedRun())}
+
+
 NO_TORCH = {"version": None, "available": None}
 CPU_BUILD = {"version": "2.13.0+cpu", "cuda": None, "available": False}
 KERNELS = {"flash": {"FlashAttention 4": "not installed", "torch's varlen_attn": "wrong by 3"}}
