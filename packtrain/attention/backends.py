@@ -78,6 +78,10 @@ class Attention(ABC):
     def run_alike(self, other: PreTrainedModel, model: PreTrainedModel) -> None:  # noqa: B027
         """Take what it measured on `model` for `other` too: its reference, or its backbone. Both then round alike."""
 
+    def gathers_unevenly(self, model: PreTrainedModel) -> bool:
+        """Return whether the number of documents in a row decides how often sharded weights of `model` are gathered."""
+        return False
+
     @abstractmethod
     def install(self, model: PreTrainedModel) -> Undo:
         """Make it serve flattened rows of `model`. Return the undo function."""

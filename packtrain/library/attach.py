@@ -307,10 +307,13 @@ class _PackedModel:
         CheckFailed if none is exact, or if processes would have to gather weights a different number of times."""
         choice = self._agreed()
         sharded = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in self.model.parameters())
-        if sharded and (self.tokens_per_row is not None or choice.backend.by_document):
-            rows = f"{type(self.model).__name__}: rows one after the other"
-            what = f"{rows} would have processes gather the sharded weights a different number of times"
-            fix = "use DDP or ZeRO-2; with other strategies leave tokens_per_row away, and models that run per document"
+        attention = attention_by(choice.backend.name)
+        attention.run_alike(self._backbone, self._measured)
+        uneven = choice.backend.by_document or attention.gathers_unevenly(self._backbone)
+        if sharded and (self.tokens_per_row is not None or uneven):
+            parts = "documents" if uneven else "rows"
+            what = f"{type(self.model).__name__}: {parts} one after the other would have processes gather the sharded weights a different number of times"
+            fix = "use DDP or ZeRO-2; with other strategies leave tokens_per_row away, and models with layers that run per document"
             raise CheckFailed(what, fix=fix, code="gathers-unevenly")
         if choice.why_not_shared:
             if self.share is True:
@@ -325,8 +328,6 @@ class _PackedModel:
             remove_hooks(engine)
             add_hooks(engine)
         self.backend = choice.backend.name
-        attention = attention_by(self.backend)
-        attention.run_alike(self._backbone, self._measured)
         self._undo.callback(attention.install_when_packed(self._backbone))
         self._undo.callback(_replaced(self._backbone, self._forward_of_backbone()))
         if self.model is not self._backbone:

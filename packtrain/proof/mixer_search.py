@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -165,6 +166,16 @@ def _axes(tensor: SeenTensor) -> Axes:
     return Axes(tensor.along, batch[0] if batch else None)
 
 
+def _gathers_inside(model: PreTrainedModel, name: str) -> bool:
+    """Return whether weights in parts of the module are gathered when the part is called, and not the module or a layer around it."""
+    module = model.get_submodule(name)
+    parts = [part for part in module.modules() if part is not module]
+    around = [model.get_submodule(outer) for outer in accumulate(name.split("."), "{}.{}".format)]
+    is_leaf = any(getattr(one, "_z3_leaf", False) for one in around)  # of DeepSpeed
+    by_zero3 = any(hasattr(weight, "ds_id") for part in parts for weight in part.parameters())
+    return any(isinstance(part, FSDPModule) for part in parts) or (by_zero3 and not is_leaf)
+
+
 class Mixers(Attention):
     """The backend, which changes calls with `segments` only."""
 
@@ -181,6 +192,10 @@ class Mixers(Attention):
     def inner(self, model: PreTrainedModel) -> str:
         """See Attention."""
         return mixing_of(model).attention
+
+    def gathers_unevenly(self, model: PreTrainedModel) -> bool:
+        """See Attention."""
+        return any(_gathers_inside(model, mixer.name) for mixer in mixing_of(model).mixers)
 
     def run_alike(self, other: PreTrainedModel, model: PreTrainedModel) -> None:
         """See Attention."""

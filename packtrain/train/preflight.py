@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
-from packtrain.attention.backends import attention_of, documents_alone
+from packtrain.attention.backends import attention_by, attention_of, documents_alone
 from packtrain.attention.forwards import rotates_by_length
 from packtrain.attention.spec import BACKENDS
 from packtrain.changes.spec import NO_GRADIENTS, Make, Proposal
@@ -79,10 +79,12 @@ def choose_on_all_ranks(
 
 def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Problem | None:
     """Return a problem if ranks would gather weights a different number of times, which hangs. Else None."""
-    if ranks.sharded and BACKENDS[backend].by_document:
+    by_document = BACKENDS[backend].by_document
+    if ranks.sharded and (by_document or attention_by(backend).gathers_unevenly(model)):
+        what = "packed rows" if by_document else "modules outside of the layers"
         return Problem(
-            f"packed rows of {type(model).__name__} run one document at a time, so that processes call it a different number "
-            f"of times; under {ranks.strategy} all have to call it together",
+            f"{what} of {type(model).__name__} run one document at a time, so that processes call them a different number "
+            f"of times; under {ranks.strategy} all have to call them together",
             "strategy.name",
             "set packing.mode=padding, or strategy=zero2",
             code="calls-differ-by-rank",

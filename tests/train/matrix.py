@@ -32,7 +32,9 @@ LARGE = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}
 """A model with weights that ZeRO-3 does not keep whole."""
 SPARSE = {**LARGE, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SPARSE |= {"head_dim": 16, "output_router_logits": True, "router_aux_loss_coef": 0.1}
-MODELS = {"start": LARGE, "sparse": SPARSE}
+HYBRID = {**LARGE, "model_type": "lfm2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+HYBRID |= {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
+MODELS = {"start": LARGE, "sparse": SPARSE, "hybrid": HYBRID}
 PAIRS = (preferences(22, 0), preferences(5, 1))
 ROWS = {
     "sft": (conversations(22), conversations(5, seed=1)),
@@ -115,6 +117,12 @@ VARIANTS = {
         said="experts    all of a layer in one grouped product (",
         objectives=("sft",),
         worlds=(*WORLDS[1:], ALONE),
+    ),
+    "hybrid": Variant(
+        both=("model.path={folder}/hybrid",),
+        said="attention  mixers",
+        objectives=("sft", "dpo", "kto"),
+        worlds=("fsdp2", "zero3", "ddp", "zero2"),
     ),
     "by document": Variant(own=("model.attention=per_document",), worlds=WHOLE_MODEL),
     "unshared prompts": Variant(own=("packing.share_prefix=false",), objectives=("dpo", "reward")),

@@ -105,6 +105,7 @@ def test_adapters_mixed_precision_and_real_rollouts(tmp_path: Path) -> None:
 _ZERO = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
 _GLOO: dict[str, Any] = {"use_cpu": False, "accelerator_config": {"use_configured_state": True}}
 _FSDP = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+_HYBRID_FSDP = {**_FSDP, "transformer_layer_cls_to_wrap": ["Lfm2DecoderLayer"]}
 
 
 def by_zero(stage: int) -> dict[str, Any]:
@@ -117,15 +118,20 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero2": by_zero(2),
     "zero3": by_zero(3),
     "fsdp2": {**_GLOO, "fsdp": True, "fsdp_config": _FSDP},
+    "fsdp2 of a hybrid": {**_GLOO, "fsdp": True, "fsdp_config": _HYBRID_FSDP},
+    "ddp of a hybrid": {"use_cpu": True},
+    "zero2 of a hybrid": by_zero(2),
 }
 KINDS = {"ddp": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}
+HYBRID = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
 
 
 def train_by(strategy: str, environment: dict[str, str], folder: Path) -> None:
     """One of the processes: the same training without `attach` and with it."""
     os.environ.update(environment)
     torch.set_num_threads(1)
-    if strategy == "fsdp2":
+    kind = KINDS[strategy.split()[0]]
+    if kind == "FSDP":
         torch.distributed.init_process_group("gloo")
     if strategy.startswith("zero"):
         import deepspeed.ops
@@ -138,17 +144,17 @@ def train_by(strategy: str, environment: dict[str, str], folder: Path) -> None:
     results = []
     for attached in (False, True):
         AcceleratorState._reset_state()
-        if strategy != "ddp":  # accelerate would not choose gloo by itself, nor FSDP without GPUs
+        if kind != "MULTI_CPU":  # accelerate would not choose gloo by itself, nor FSDP without GPUs
             state = PartialState(backend="gloo")
-            state.distributed_type = DistributedType[KINDS[strategy].replace("FSDP", "MULTI_GPU")]
+            state.distributed_type = DistributedType[kind.replace("FSDP", "MULTI_GPU")]
         settings = {"per_device_train_batch_size": 4, "beta": 0.1, "gradient_accumulation_steps": 2}
         trainer = make("grpo", folder, **settings, **STRATEGIES[strategy])
         result = ran(trainer, attached=attached)
         stats = result.handle and result.handle.stats
         results.append((result.losses, result.weights, stats and (stats.calls, stats.shared_tokens, stats.unchanged)))
-    assert trainer.accelerator.num_processes == 2 and trainer.accelerator.distributed_type.name == KINDS[strategy]
+    assert trainer.accelerator.num_processes == 2 and trainer.accelerator.distributed_type.name == kind
     sharded = [isinstance(p, DTensor) or hasattr(p, "ds_id") for p in trainer.model.parameters()]
-    assert all(sharded) == any(sharded) == (strategy in ("zero3", "fsdp2"))
+    assert all(sharded) == any(sharded) == (kind == "FSDP" or "zero3" in strategy)
     torch.save(results, folder / f"{environment['RANK']}.pt")
 
 
@@ -158,7 +164,8 @@ def train_by(strategy: str, environment: dict[str, str], folder: Path) -> None:
 def test_two_processes(strategy: str, tmp_path: Path) -> None:
     if strategy.startswith("zero") and not importlib.util.find_spec("deepspeed"):
         pytest.skip("DeepSpeed is not installed")
-    tiny_model("llama").save_pretrained(tmp_path / "model")
+    model = tiny_model("lfm2", **HYBRID) if "hybrid" in strategy else tiny_model("llama")
+    model.save_pretrained(tmp_path / "model")
     ranks = [forked.begun(train_by, strategy, variables, tmp_path) for variables in forked.told_by_torchrun(2)]
     for rank in ranks:
         rank.join(90)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import EXPERTS, FAMILIES, break_borders, gradient, off, tiny_model, whole
+from tiny_models import EXPERTS, FAMILIES, break_borders, gradient, longrope_model, off, tiny_model, whole
 from transformers import AttentionInterface, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
@@ -32,7 +32,7 @@ SHARED = Segments((13, 7, 7, 21, 5, 1, 13, 7), (None, 0, 0, None, 3, 3, None, 0)
 DEEP = Segments((9, 4, 1, 3, 12, 4, 6, 1, 5, 11, 2, 8, 8, 1), (None, 0, 1, 2, 3, 3, 1, 0, None, None, 9, 10, 10, 0))
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2}
 OWN_ATTENTION = {"bloom": {"n_layer": 2, "n_head": 4}, "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4}}
-BY_DOCUMENT: dict[str, dict[str, Any]] = {
+HYBRIDS: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 4},
     "rwkv": {"attention_hidden_size": 32},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 
 def mamba() -> PreTrainedModel:
-    return tiny_model("mamba", **SMALL, **BY_DOCUMENT["mamba"])
+    return tiny_model("mamba", **SMALL, **HYBRIDS["mamba"])
 
 
 def row(segments: Segments) -> dict[str, Any]:
@@ -122,13 +122,19 @@ def test_segments_of_equal_length_go_through_in_one_call(monkeypatch: pytest.Mon
     assert shapes == [(3, 5), (2, 9), (1, 3)]
 
 
-@pytest.mark.parametrize("family", BY_DOCUMENT)
-def test_a_model_whose_rows_cannot_be_flattened_runs_per_document_and_is_exact(family: str) -> None:
-    model = tiny_model(family, **SMALL, **BY_DOCUMENT[family])
-    decision = choose_attention("auto", model, CPU)
-    assert decision.backend.name == "per_document" and [name for name, _ in decision.rejected] == ["flash", "segmented"]
-    assert decision.proof is not None and decision.proof.verdict == "exact"
-    assert_as_alone(model.train() if family == "rwkv" else model, row(DEEP), "per_document")
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_model_that_mixes_tokens_elsewhere_runs_by_its_mixers_and_is_exact(family: str) -> None:
+    """Shared prefixes included, and documents of one token, alone in their row, and of as many tokens as there are heads or channels."""
+    model = tiny_model(family, **SMALL, **HYBRIDS[family])
+    decision = choose_attention("auto", model, CPU, pairs=True)
+    assert decision.backend.name == "mixers" and [name for name, _ in decision.rejected] == ["flash", "segmented"]
+    assert decision.proof is not None and decision.proof.verdict == "exact" and decision.why_not_shared == ""
+    if family == "rwkv":
+        model.train()
+    for segments in (SHARED, DEEP, Segments((1,)), Segments((32, 4, 1, 1, 32, 2))):
+        assert_as_alone(model, row(segments), "mixers")
+    assert_as_alone(model, row(DEEP), "per_document")
+    assert all("forward" not in module.__dict__ for module in model.modules())
     if family in OWN_ATTENTION:
         assert [why for _, why in decision.rejected] == [OWN_CODE] * 2
         with pytest.raises(UserError, match=r"model\.attention"):
@@ -181,7 +187,7 @@ def test_a_layer_that_forgets_its_segments_is_named(monkeypatch: pytest.MonkeyPa
     assert leak is not None and leak.module == "model.layers.1.self_attn"
     with pytest.raises(CheckFailed, match=r"model\.layers\.1\.self_attn"):
         choose_attention("segmented", model, CPU)
-    assert choose_attention("auto", model, CPU).backend.name == "per_document"
+    assert choose_attention("auto", model, CPU).backend.name == "mixers"
 
 
 @pytest.mark.parametrize("segments", [DOCUMENTS, TREE], ids=["documents", "tree"])
@@ -223,7 +229,7 @@ def test_what_is_exact_for_short_documents_alone_is_not_taken_with_shared_prefix
         return exact(*args, segments=segments, sliding_window=16 if long else None, **kwargs)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, segmented.NAME, blind)
-    assert choose_attention("auto", model, CPU, pairs=True).backend.name == "per_document"
+    assert choose_attention("auto", model, CPU, pairs=True).backend.name == "mixers"
 
 
 def test_a_backend_that_is_asked_for_is_never_replaced() -> None:
@@ -249,7 +255,7 @@ def test_a_layer_that_brings_a_mask_of_its_own_is_not_flattened() -> None:
     for backend in ("segmented", "sdpa_mask"):
         with pytest.raises(CheckFailed, match="a mask of its own"):
             choose_attention(backend, model, CPU)
-    assert choose_attention("auto", model, CPU).backend.name == "per_document"
+    assert choose_attention("auto", model, CPU).backend.name == "mixers"
 
 
 @pytest.mark.parametrize("backend", ["segmented", "sdpa_mask"])
@@ -274,14 +280,6 @@ def test_rotary_frequencies_by_length_share_no_prefix_and_no_padded_batch_with_a
         check_positions(model, 101, padded=True)
 
 
-def longrope_model() -> PreTrainedModel:
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    rope |= {"original_max_position_embeddings": 100, "factor": 8.0}
-    model = tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=100)
-    assert model.config.rope_parameters["original_max_position_embeddings"] == 100
-    return model
-
-
 def test_a_leak_in_training_mode_alone_is_seen_and_dropout_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of state-space layers, for one, run other code where there are gradients to make."""
     model = tiny_model("llama", attention_dropout=0.3)
@@ -290,7 +288,7 @@ def test_a_leak_in_training_mode_alone_is_seen_and_dropout_is_none(monkeypatch: 
     proof = prove_isolation(model, "segmented")
     assert proof.verdict == "leaks" and proof.alone < proof.tolerance < proof.most_moved()
     decision = choose_attention("auto", model, CPU)
-    assert decision.backend.name == "per_document" and "model.layers.0.self_attn" in decision.why
+    assert decision.backend.name == "mixers" and "model.layers.0.self_attn" in decision.why
     assert not any(module.training for module in model.modules())
 
 

@@ -72,7 +72,12 @@ def without_names(*arguments: Any) -> None:
 
 @pytest.mark.parametrize(
     "cell",
-    parameters(RESUMED, sample([one for one in SAMPLE if one in RESUMED], lambda one: {one.objective, one.family})),
+    parameters(
+        RESUMED,
+        sample(
+            [one for one in SAMPLE if one in RESUMED], lambda one: {one.objective, one.family, one.variant == "hybrid"}
+        ),
+    ),
 )
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(runs: Runs, cell: Cell) -> None:
     expected = runs.of(cell)

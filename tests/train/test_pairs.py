@@ -109,7 +109,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "jamba": {"use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
 }
-RUN_BY_DOCUMENT = ("jamba", "bloom")
+HYBRIDS = ("jamba", "bloom")
 PAD, EOS = 0, 2
 
 
@@ -164,12 +164,11 @@ def test_rows_score_as_padded_batches(family: str) -> None:
     with outputs_of_tokens(model):
         choice = choose_attention("auto", model, model.device, pairs=True)
     assert choice.proof is not None and choice.proof.verdict == "exact"
-    assert (choice.backend.name == "per_document") == (family in RUN_BY_DOCUMENT)
+    assert choice.backend.name == ("mixers" if family in HYBRIDS else "segmented") and choice.why_not_shared == ""
     expected, gradient = scored(model, "padding", pairs, PAD, margin=None)
     add_scores(model)
     attend_by(model, choice.backend.name)
-    layouts: list[RowLayout] = ["flat", "shared"] if choice.why_not_shared == "" else ["flat"]
-    assert (len(layouts) == 2) == (family not in RUN_BY_DOCUMENT)
+    layouts: tuple[RowLayout, ...] = ("flat", "shared")
     for layout in layouts:
         scores, own = scored(model, layout, pairs, PAD)
         assert torch.allclose(scores, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())

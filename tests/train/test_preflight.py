@@ -66,7 +66,7 @@ def remote_config(folder: Path, mean_from: int) -> dict[str, Any]:
 def test_remote_code_is_proved_like_any_other_and_trains_the_same_in_every_mode(tmp_path: Path) -> None:
     config = remote_config(tmp_path, mean_from=0)
     packed, padded = (run_here(tmp_path, config, f"packing.mode={one}", name=one) for one in ("packed", "padding"))
-    assert packed.summary["verify"]["backend"] == "per_document"
+    assert packed.summary["verify"]["backend"] == "mixers"
     assert packed.losses == pytest.approx(padded.losses, rel=1e-5)
 
 

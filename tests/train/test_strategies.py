@@ -19,9 +19,10 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from packtrain import attach
 from packtrain.errors import CheckFailed
 from packtrain.model.precision import compute_in
-from packtrain.model.spread import Ranks, open_strategy
+from packtrain.model.spread import Ranks, layers_of, open_strategy
 from packtrain.plan.memory import GIB, Memory
 from packtrain.strategies.spec import DEFAULT, STRATEGIES
 from packtrain.train import run as training
@@ -129,6 +130,31 @@ def test_rows_that_processes_would_run_differently_often_are_refused(family: str
         choose_on_all_ranks("per_document", model, ranks, None, prove=False)
     for other in ("ddp", "zero2"):
         choose_on_all_ranks("per_document", model, replace(ranks, strategy=other), None, prove=False)
+    choose_on_all_ranks("mixers", model, ranks, None, prove=False)  # within layers
+
+
+def test_mixers_outside_of_layers_are_refused_if_processes_gather_their_weights() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50, "is_decoder": True}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["roformer"](**sizes, intermediate_size=32))
+    with pytest.raises(CheckFailed, match="zero3"):
+        choose_on_all_ranks("mixers", model, Ranks(0, 1, torch.device("cpu"), "zero3"), None, prove=False)
+    choose_on_all_ranks("mixers", model, Ranks(0, 1, torch.device("cpu"), "zero2"), None, prove=False)
+
+
+def test_a_mixer_whose_parts_gather_weights_is_refused_unless_its_layer_gathers_them() -> None:
+    """ZeRO-3 gathers module by module, as it does for `attach`; a run of packtrain has it gather layers."""
+    model = tiny_model("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    for weight in model.parameters():
+        weight.ds_id = 0  # type: ignore[attr-defined]
+    zero3 = Ranks(0, 1, torch.device("cpu"), "zero3")
+    with pytest.raises(CheckFailed, match=r"\[calls-differ-by-rank\]"):
+        choose_on_all_ranks("mixers", model, zero3, None, prove=False)
+    choose_on_all_ranks("mixers", model, replace(zero3, strategy="zero2"), None, prove=False)
+    with pytest.raises(CheckFailed, match=r"\[gathers-unevenly\]"):
+        attach(model)
+    for layer in layers_of(model):
+        layer._z3_leaf = True  # type: ignore[assignment]
+    assert choose_on_all_ranks("mixers", model, zero3, None, prove=False).kernel == "conv"
 
 
 def test_what_a_launcher_left_in_the_environment_does_not_choose_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:

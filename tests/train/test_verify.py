@@ -108,11 +108,11 @@ def test_adapters_16_bits_sinks_and_windows_are_exact(model: dict, groups: dict,
 
 @pytest.mark.sample(without=("model2-sft",))
 @pytest.mark.parametrize(("model", "kind"), [(MPT, "sft"), (MPT, "dpo"), (MAMBA, "sft")])
-def test_a_model_that_cannot_be_flattened_is_exact_one_document_at_a_time(
+def test_a_model_that_mixes_tokens_elsewhere_is_exact_by_its_mixers(
     tmp_path: Path, model: dict[str, Any], kind: Any
 ) -> None:
     code, report = proved(tmp_path, model, objective=Objective(kind=kind))
-    assert (code, report["verdict"], report["backend"]) == (0, "exact", "per_document"), report["problem"]
+    assert (code, report["verdict"], report["backend"]) == (0, "exact", "mixers"), report["problem"]
     assert report["control"]["grad_rel_diff"] > 0.1 and report["controls_see"]
     assert [one["backend"] for one in report["lacking"]] == ["flash", "segmented"]
 

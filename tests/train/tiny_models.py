@@ -49,6 +49,15 @@ def tiny_model(family: str, **overrides) -> PreTrainedModel:
     return model.eval()  # no dropout
 
 
+def longrope_model() -> PreTrainedModel:
+    """A model whose rotary frequencies are others for a document of more than 100 tokens."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope |= {"original_max_position_embeddings": 100, "factor": 8.0}
+    model = tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=100)
+    assert model.config.rope_parameters["original_max_position_embeddings"] == 100
+    return model
+
+
 def gradient(model: torch.nn.Module) -> torch.Tensor:
     """All gradients as one vector, zeros where there is none."""
     parts = [p.grad.flatten() if p.grad is not None else torch.zeros(p.numel()) for p in model.parameters()]
