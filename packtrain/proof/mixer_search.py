@@ -11,7 +11,7 @@ first; some models count them themselves, and from another number than 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -60,9 +60,9 @@ def _find(model: PreTrainedModel, dtype: torch.dtype) -> Mixing:
         autocast = dtype if dtype != model.dtype and (formats or isinstance(model, FSDPModule)) else None
         for positions in (True, False):
             # compiled layers (trainer.torch_compile) do not see hooks
-            with evaluating(model, autocast), torch.compiler.set_stance("force_eager"):
+            with evaluating(model, autocast) as computed_in, torch.compiler.set_stance("force_eager"):
                 try:
-                    return _search(model, Mixing(attention, positions), tolerance_of(autocast or model.dtype).outputs)
+                    return _search(model, Mixing(attention, positions), computed_in)
                 except CheckFailed as error:
                     refusal = error.problems[0].what
     raise CheckFailed(refusal, fix=_FIX, code="no-mixers-found")
@@ -74,8 +74,11 @@ def _functions(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
     return [backend.name for backend in functions if serve(backend, model, model.device, dtype).kernel is not None]
 
 
-def _search(model: PreTrainedModel, mixing: Mixing, tolerance: float) -> Mixing:
+def _search(model: PreTrainedModel, mixing: Mixing, computed_in: Callable[[], torch.dtype]) -> Mixing:
     """Wrap modules until nothing moves. Raises CheckFailed if that does not give the outputs of documents alone."""
+    ids = random_ids(model, DOCUMENTS)[0]
+    alone = torch.cat(run_each_alone(model, ids, DOCUMENTS))
+    tolerance = tolerance_of(computed_in()).outputs
     for _ in range(_ROUNDS):
         undo = install(model, mixing)
         try:
@@ -88,8 +91,6 @@ def _search(model: PreTrainedModel, mixing: Mixing, tolerance: float) -> Mixing:
         kept = {mixer.name: mixer for mixer in mixing.mixers if not mixer.name.startswith(inside)}
         mixing = replace(mixing, mixers=tuple({**kept, **more}.values()))
     model.eval()
-    ids = random_ids(model, DOCUMENTS)[0]
-    alone = torch.cat(run_each_alone(model, ids, DOCUMENTS))
     undo = install(model, mixing, padding=1.0)  # all documents of a mixer in one batch
     try:
         row = torch.cat(logits_in_row(model, ids, DOCUMENTS))
