@@ -272,4 +272,4 @@ def _join(pieces: Sequence[Any], axes: Axes, groups: Groups) -> Any:
     (axis,) = axes.along
     if axes.batch is not None:
         pieces = [piece.unsqueeze(axes.batch + 1).movedim(axes.batch, axis).flatten(axis, axis + 1) for piece in pieces]
-    return Gathered.apply(torch.cat(pieces, dim=axis), axis, groups.sources)
+    return Gathered.apply(torch.cat([*pieces], dim=axis), axis, groups.sources)
