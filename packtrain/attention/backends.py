@@ -49,7 +49,7 @@ class Service:
     """Answer of a backend to a model.
 
     `kernel`: the kernel's name, or the modules that `mixers` runs per document; "" if there is neither, None if the backend cannot serve the
-    model. `why` and `detail` are lines for the log: why it serves or not, and what it does to this model.
+    model. `why` and `detail` are lines for the log: the reason, and how it runs this model.
     """
 
     kernel: str | None
@@ -72,14 +72,14 @@ class Attention(ABC):
         return Service("", "it needs no kernel")
 
     def inner_backend(self, model: PreTrainedModel) -> str:
-        """Return the backend whose attention function this one uses, "" without one. That backend's formats apply."""
+        """Return the backend whose attention function this one uses, "" without one. Its formats apply."""
         return ""
 
     def run_alike(self, other: PreTrainedModel, model: PreTrainedModel) -> None:  # noqa: B027
         """Use what was measured on `model` for `other`, too: its backbone, or its reference. Both then round alike."""
 
     def gathers_unevenly(self, model: PreTrainedModel) -> bool:
-        """Return whether the number of documents in a row decides how often sharded weights of `model` are gathered."""
+        """Return whether rows with more documents gather sharded weights of `model` more often."""
         return False
 
     @abstractmethod

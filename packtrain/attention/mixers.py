@@ -1,4 +1,4 @@
-"""Run mixers on each document of a row, and all other modules on the whole row.
+"""Run mixers on each document of a row, other modules on the whole row.
 
 Linear attention, convolutions and state spaces carry a state from token to token, and would carry it into the next document. Such a module, a
 mixer, gets the documents as a batch: its arguments are cut by document, and its outputs are joined to the row again. A document with a shared
@@ -40,7 +40,7 @@ PADDING = 0.25
 class Axes:
     """Axes of one tensor. `along`: those that run along the row: none, one, or two (a mask). `batch`: an axis of size 1 for documents, or None.
 
-    `from_start`: the tensor counts places, not tokens. Each document gets its beginning, as if it stood alone. Of masks each always does.
+    `from_start`: the tensor counts places, not tokens. Each document gets its beginning, as if it stood alone; masks always do.
     """
 
     along: tuple[int, ...]
@@ -69,7 +69,7 @@ class Mixer:
 class Mixing:
     """How rows of a model run. `attention`: the backend that attends by segments, "" for the model's own attention.
 
-    Its own attention gets a mask of ones: without one, transformers finds borders in the positions, but not those of shared prefixes.
+    Its own attention gets a mask of ones. Without one, transformers finds borders in the positions, but misses those of shared prefixes.
     `positions`: whether the model gets positions that restart in each document; else it counts them itself.
     """
 
@@ -190,7 +190,7 @@ def install(model: PreTrainedModel, mixing: Mixing, *, padding: float = PADDING,
 def _mix(
     mixer: Mixer, padding: float, inner: Callable[..., object], _: nn.Module, *args: object, **kwargs: object
 ) -> object:
-    """Run `inner`, the forward of a mixer, on each batch of documents of the running row."""
+    """Run `inner`, the forward of a mixer, on each batch of documents."""
     if (row := _running.get()) is None:
         return inner(*args, **kwargs)
     given, structure = tree_flatten_with_path((args, kwargs))
@@ -254,7 +254,10 @@ def _cut(value: Any, axes: Axes, groups: Groups) -> list[Any]:
 
 
 def _start_of_mask(mask: torch.Tensor, axes: Axes, count: int, length: int) -> torch.Tensor:
-    """Return the top left of a mask [.., T, .., T, ..] for `count` documents of `length` tokens: what each would have alone."""
+    """Return the top left of a mask, as documents alone have it.
+
+    `mask` [.., T, .., T, ..]; the result is for `count` documents of `length` tokens.
+    """
     for axis in axes.along:
         mask = mask.narrow(axis, 0, length)
     return mask.expand([count if axis == axes.batch else -1 for axis in range(mask.dim())])

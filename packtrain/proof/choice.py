@@ -24,7 +24,7 @@ from packtrain.proof.isolation import DOCUMENTS, TREE, Leak, Proof, find_leak, p
 class AttentionChoice:
     """Chosen backend, `why`, and its proof (None if not asked for). `rejected` has better candidates with reasons, best first.
 
-    `kernel` is the kernel's name, or the modules that `mixers` runs per document; "" if there is neither. `detail`: what the backend does to
+    `kernel` is the kernel's name, or the modules that `mixers` runs per document; "" if there is neither. `detail`: how the backend runs
     this model, "" if there is nothing to add.
     `why_not_shared`: None if sharing the prompt of a preference pair was not tried, "" if it proved exact, else the reason.
     """

@@ -1,7 +1,7 @@
 """Find by measurement the modules of a loaded model that must run per document. No name of a module or a model is known here.
 
 A row of three documents runs twice, the second time with other tokens in the outer documents. The innermost module that moves the middle
-document although its arguments did not move is a mixer, and so are all modules of its class. It is wrapped (attention/mixers.py), and the search
+document although its arguments did not move is a mixer. All modules of its class are, too. They are wrapped (attention/mixers.py), and the search
 goes on until nothing moves. Then the row is compared with the middle document alone. A module that differs depends on the place in the row
 (it counts positions itself), and is wrapped, too. In the end the row must have the outputs of each document alone.
 
@@ -49,7 +49,7 @@ _found: WeakKeyDictionary[PreTrainedModel, Mixing] = WeakKeyDictionary()
 def mixing_of(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Mixing:
     """Return how rows of `model` run. The first call measures it.
 
-    `dtype` is the layers' compute dtype, by default that of the weights. Raises CheckFailed if there is no way.
+    `dtype` is the layers' compute dtype, by default the format of the weights. Raises CheckFailed if there is no way.
     """
     if model not in _found:
         _found[model] = _find(model, dtype or model.dtype)
@@ -80,7 +80,7 @@ def _functions(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
 
 
 def _search(model: PreTrainedModel, mixing: Mixing, dtype: torch.dtype) -> Mixing:
-    """Wrap modules until nothing moves. Raises CheckFailed if that does not give the outputs of documents alone."""
+    """Wrap modules until nothing moves. Raises CheckFailed if outputs then differ from each document alone."""
     tolerance = tolerance_of(dtype).outputs
     for _ in range(_ROUNDS):
         with ExitStack() as undo:
@@ -137,7 +137,10 @@ def _modules_to_wrap(model: PreTrainedModel, done: Mapping[str, Mixer], toleranc
 def _wrappable(
     model: PreTrainedModel, suspects: Iterable[str], calls: Mapping[str, ModuleCall], done: Mapping[str, Mixer]
 ) -> dict[str, Mixer]:
-    """Return the first suspect, or the module around it that can be wrapped, with all others of its class."""
+    """Return the first suspect that can be wrapped, with all others of its class.
+
+    If it cannot, the module around it is taken.
+    """
     possible = {
         name: mixer for name, call in calls.items() if (mixer := _mixer(model, name, call)) and name not in done
     }

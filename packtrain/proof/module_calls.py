@@ -1,4 +1,4 @@
-"""Record what each module of a model gets and returns for one document of a row, token by token.
+"""Record the tensors of each module call for one document of a row.
 
 Two runs are compared. Where a module's arguments agree and its outputs do not, that module makes the difference: it mixes documents if other
 documents were changed, or depends on the place in the row if the document stood alone the second time.
@@ -20,9 +20,9 @@ _LONGEST_FILTER = 16  # a convolution's output may exceed the row by its filter'
 
 @dataclass(frozen=True, slots=True)
 class SeenTensor:
-    """Tensor of a call: its `shape`, the axes `along` the row if it has any, and whether it has integers (or booleans).
+    """Tensor of a call.
 
-    `sums` float64 [tokens, 2], on the CPU: Σ|x| and Σ x·sin(1, 2, …) for each token of the document. `sums_at_start`: the same for the first
+    `along` are the axes along the row, if it has any. `is_integer` includes booleans. `sums` float64 [tokens, 2], on the CPU: Σ|x| and Σ x·sin(1, 2, …) for each token of the document. `sums_at_start`: the same for the first
     tokens of the row. Both are None for booleans (masks, which follow from places) and for tensors without an axis along the row. Outputs that
     exceed the row by a filter have sums, but no axes `along`.
     """
@@ -44,9 +44,9 @@ class ModuleCall(NamedTuple):
 def record_calls(
     model: nn.Module, run: Callable[[], object], lengths: Sequence[int], document: int
 ) -> dict[str, ModuleCall]:
-    """Run the model on a row of documents of these `lengths`, and record the calls for one `document` by the names of the modules.
+    """Run the model on a row, and record the calls by the names of the modules.
 
-    The first call to return comes first: a module stands after the modules in it.
+    The row has documents of these `lengths`; only one `document` is recorded. The first call to return comes first: a module stands after the modules in it.
     """
     calls: dict[str, ModuleCall] = {}
     start = sum(lengths[:document])
@@ -70,9 +70,9 @@ def record_calls(
 def where_they_part(
     first: Mapping[str, ModuleCall], second: Mapping[str, ModuleCall], tolerance: float, *, at_start: bool = False
 ) -> Iterator[str]:
-    """Yield the modules whose arguments agree in both runs while their outputs differ, inner ones first.
+    """Yield modules whose arguments agree in both runs but not their outputs, inner ones first.
 
-    `at_start`: an argument also agrees if the second run has what the first has at the start of its row. It counts places.
+    `at_start`: an argument that counts places also agrees if it equals the start of the first run's row.
     """
     for name, call in first.items():
         other = second.get(name, call)
