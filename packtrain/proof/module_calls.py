@@ -22,9 +22,10 @@ _LONGEST_FILTER = 16  # a convolution's output may exceed the row by its filter'
 class SeenTensor:
     """Tensor of a call.
 
-    `along` are the axes along the row, if it has any. `is_integer` includes booleans. `sums` float64 [tokens, 2], on the CPU: Σ|x| and Σ x·sin(1, 2, …) for each token of the document. `sums_at_start`: the same for the first
-    tokens of the row. Both are None for booleans (masks, which follow from places) and for tensors without an axis along the row. Outputs that
-    exceed the row by a filter have sums, but no axes `along`.
+    `along` are the axes along the row, if it has any. `is_integer` includes booleans. `sums` float64 [tokens, 2], on the CPU: Σ|x| and
+    Σ x·sin(1, 2, …) for each token of the document. `sums_at_start`: the same for the first tokens of the row. Both are None for booleans
+    (masks, which follow from places) and for tensors without an axis along the row. Outputs that exceed the row by a filter have sums, but no
+    axes `along`.
     """
 
     shape: tuple[int, ...]
