@@ -122,7 +122,13 @@ def _modules_to_wrap(model: PreTrainedModel, done: Mapping[str, Mixer], toleranc
     model.eval()  # attention functions may have dropout, whose draws depend on the shape
     middle = rows[0, MIDDLE]
     first, alone = record(rows[0]), record(middle, Segments((len(middle),)))
-    more = _wrappable(model, where_they_part(first, alone, tolerance, at_start=True), first, done)
+    suspects = list[str]()
+    for name in where_they_part(first, alone, tolerance, at_start=True):
+        along = {path for path, tensor in first[name].given.items() if len(tensor.along) == 1}
+        if along and along <= paths_off(first[name].given, alone[name].given, tolerance):
+            suspects.append(name.rpartition(".")[0])  # it gets nothing but places: better the module that counts them
+        suspects.append(name)
+    more = _wrappable(model, suspects, first, done)
     for name, mixer in (more or done).items():
         given, other = first[name].given, alone[name].given
         off = {path for path in paths_off(given, other, tolerance) if path in given and len(given[path].along) == 1}

@@ -175,6 +175,13 @@ def test_a_mixer_that_is_left_out_is_found_by_the_proof(monkeypatch: pytest.Monk
     assert find_leak(model, "mixers") == ("backbone.layers.1.mixer", "MambaMixer")
 
 
+def test_a_model_that_counts_positions_itself_takes_rows_longer_than_its_table() -> None:
+    """roberta counts them from another number than 0."""
+    model = tiny_model("roberta", is_decoder=True, vocab_size=951, max_position_embeddings=64, num_hidden_layers=2)
+    assert [mixer.name for mixer in mixing_of(model).mixers] == ["roberta.embeddings"]
+    assert_as_alone(model, row(Segments((20, 61, 20, 1))), "mixers")
+
+
 class Remembering(torch.nn.Module):
     """Adds the sum of all tokens before it, by a state that its model resets in each call."""
 
