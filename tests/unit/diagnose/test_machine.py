@@ -170,7 +170,7 @@ def test_the_attention_that_auto_comes_to_is_named_with_what_better_kernels_lack
     (check,) = named(found, PlannedRun(), "attention")
     assert check.found == "flash: FlashAttention 2 (FlashAttention 4: not installed)"
     backends = attention_json(found, PlannedRun())
-    assert list(backends) == ["flash", "segmented", "per_document", "sdpa_mask"]
+    assert list(backends) == ["flash", "segmented", "mixers", "per_document", "sdpa_mask"]
     assert backends["flash"]["available"] is True
     for facts, why in ((torch(available=False), "not a CUDA GPU"), (torch(error="no answer"), "no answer")):
         (check,) = named(facts, PlannedRun(), "attention")
