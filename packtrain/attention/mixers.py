@@ -11,6 +11,7 @@ A causal mixer ignores what stands behind a document, so documents of similar le
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -79,7 +80,7 @@ class Mixing:
 
     def words(self) -> str:
         """Return the mixers in words: `linear_attn of 36 layers`."""
-        counts = Counter(mixer.name.rpartition(".")[2] for mixer in self.mixers)
+        counts = Counter(re.sub(r"\.\d+$", "", mixer.name).rpartition(".")[2] for mixer in self.mixers)
         return ", ".join(f"{name} of {count} layers" if count > 1 else name for name, count in counts.items())
 
 
