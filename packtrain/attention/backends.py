@@ -48,8 +48,8 @@ Undo = Callable[[], None]
 class Service:
     """Answer of a backend to a model.
 
-    `kernel` is the kernel's name, "" if it needs none, None if the backend cannot serve the model. `why` is a line for the log; so is
-    `detail`: what it does to this model.
+    `kernel`: the kernel's name, or the modules that `mixers` runs per document; "" if there is neither, None if the backend cannot serve the
+    model. `why` and `detail` are lines for the log: the reason, and how it runs this model.
     """
 
     kernel: str | None
@@ -71,15 +71,15 @@ class Attention(ABC):
         """Choose the kernel for `model`, whose layers compute in `dtype` on `device`. The declaration allows both."""
         return Service("", "it needs no kernel")
 
-    def inner(self, model: PreTrainedModel) -> str:
-        """Return the other backend that attends inside of this one, "" without one. Its formats then count."""
+    def inner_backend(self, model: PreTrainedModel) -> str:
+        """Return the backend whose attention function this one uses, "" without one. Its formats apply."""
         return ""
 
     def run_alike(self, other: PreTrainedModel, model: PreTrainedModel) -> None:  # noqa: B027
-        """Take what it measured on `model` for `other` too: its reference, or its backbone. Both then round alike."""
+        """Use what was measured on `model` for `other`, too: its backbone, or its reference. Both then round alike."""
 
     def gathers_unevenly(self, model: PreTrainedModel) -> bool:
-        """Return whether the number of documents in a row decides how often sharded weights of `model` are gathered."""
+        """Return whether rows with more documents gather sharded weights of `model` more often."""
         return False
 
     @abstractmethod

@@ -1,11 +1,11 @@
-"""Run the modules that mix tokens once per document, and everything else once on the whole row.
+"""Run mixers on each document of a row, other modules on the whole row.
 
-Linear attention, convolutions and state spaces carry a state from token to token, and would carry it into the next document.
-So such a module, a mixer, gets its documents as a batch: its arguments are cut by document, and its outputs are joined to the row again.
-Embeddings, experts, norms and the head run on the row. A document with a shared prefix goes through a mixer whole, from the root; the
-outputs of shared tokens are those in the first document. proof/mixer_search.py measures which modules are mixers.
+Linear attention, convolutions and state spaces carry a state from token to token, and would carry it into the next document. Such a module, a
+mixer, gets the documents as a batch: its arguments are cut by document, and its outputs are joined to the row again. A document with a shared
+prefix goes through a mixer in full, prefix included; shared tokens keep the outputs of the first document that has them.
+proof/mixer_search.py measures which modules are mixers.
 
-A causal mixer ignores what stands behind a document, so documents of similar lengths are padded to the longest and run together: fewer calls.
+A causal mixer ignores tokens behind a document. So documents of similar lengths are padded to the longest and run together: fewer calls.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 from transformers import Cache, PreTrainedModel
 
 from packtrain.attention.backends import Undo, attention_by
@@ -39,9 +39,9 @@ PADDING = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Axes of a tensor that run `along` the row: none, one, or two (a mask). `batch` is the axis of size 1 for documents, None if it has none.
+    """Axes of one tensor. `along`: those that run along the row: none, one, or two (a mask). `batch`: an axis of size 1 for documents, or None.
 
-    `from_start`: the tensor tells of places in the row, not of tokens. Every document gets its beginning, as if it stood alone. Masks always do.
+    `from_start`: the tensor counts places, not tokens. Each document gets its beginning, as if it stood alone; masks always do.
     """
 
     along: tuple[int, ...]
@@ -54,7 +54,7 @@ _WHOLE = Axes((), None)
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """A module by its dotted `name`. `given` and `returned`: axes of all tensors, by their paths in arguments and outputs."""
+    """Module that runs per document. `given` and `returned`: axes of its tensors, by their paths in arguments and outputs."""
 
     name: str
     given: Mapping[str, Axes]
@@ -62,7 +62,7 @@ class Mixer:
 
     @property
     def is_batched(self) -> bool:
-        """Return whether it takes documents of one length as a batch."""
+        """Return whether several documents can run in one call."""
         return all(axes.batch is not None for axes in (*self.given.values(), *self.returned.values()) if axes.along)
 
 
@@ -70,7 +70,7 @@ class Mixer:
 class Mixing:
     """How rows of a model run. `attention`: the backend that attends by segments, "" for the model's own attention.
 
-    Its own attention gets a mask of ones: without one, transformers finds borders in the positions, but not those of shared prefixes.
+    Its own attention gets a mask of ones. Without one, transformers finds borders in the positions, but misses those of shared prefixes.
     `positions`: whether the model gets positions that restart in each document; else it counts them itself.
     """
 
@@ -86,16 +86,15 @@ class Mixing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Documents of a row as batches, given as numbers of tokens. Else, if not `batched`, one after the other.
+    """Batches of a row's documents.
 
-    `shapes`: documents and length of each batch. `order` int64 [Σ documents × length]: the place in the row of each batched token, batch after
-    batch; `counted`: its place in its document. `sources` int64 [T]: where among them each token of the row has its output.
+    `shapes`: documents and padded length of each batch. `order` int64 [Σ documents × length]: the token of the row in each slot; `positions`:
+    the place of each slot in its document. `sources` int64 [T]: the slot with the output of each token of the row.
     """
 
-    batched: bool
     shapes: list[tuple[int, int]]
     order: torch.Tensor
-    counted: torch.Tensor
+    positions: torch.Tensor
     sources: torch.Tensor
 
     @property
@@ -133,7 +132,6 @@ def group_documents(row: Segments, batched: bool, padding: float, device: torch.
             end += length
     with torch.inference_mode(False):  # an evaluation's cached tensors are used again in training
         return Groups(
-            batched,
             shapes,
             to_device(torch.from_numpy(np.concatenate(order)), device),
             to_device(torch.cat([torch.arange(length).repeat(count) for count, length in shapes]), device),
@@ -146,7 +144,7 @@ _running: ContextVar[Segments | None] = ContextVar("row that the model is runnin
 
 @contextmanager
 def running(row: Segments | None) -> Iterator[None]:
-    """Run mixers on the documents of `row` inside the block. None: they take their arguments as they are."""
+    """Run mixers on the documents of `row` inside the block. With None they run unchanged."""
     token = _running.set(row)
     try:
         yield
@@ -155,7 +153,10 @@ def running(row: Segments | None) -> Iterator[None]:
 
 
 def install(model: PreTrainedModel, mixing: Mixing, *, padding: float = PADDING, when_packed: bool = False) -> Undo:
-    """Make calls of `model` with `segments` run as `mixing` says. Return the undo function. `when_packed`: see Attention."""
+    """Run calls of `model` with `segments` as `mixing` says. Return the undo function.
+
+    `padding` is the largest share of a batch. `when_packed`: leave all other calls alone.
+    """
     undo = ExitStack()
     if mixing.attention:
         attention = attention_by(mixing.attention)
@@ -171,6 +172,7 @@ def install(model: PreTrainedModel, mixing: Mixing, *, padding: float = PADDING,
     def forward(_: PreTrainedModel, *args: object, segments: Segments | None = None, **kwargs: object) -> object:
         if segments is None:
             return inner(*args, **kwargs)
+        # a mixer gets documents already: kernels must not cut them again at the borders of the row
         unused = KERNEL_ARGUMENTS if mixing.positions else (*KERNEL_ARGUMENTS, "position_ids")
         call = {name: value for name, value in kwargs.items() if name not in unused}
         if mixing.attention:
@@ -189,7 +191,7 @@ def install(model: PreTrainedModel, mixing: Mixing, *, padding: float = PADDING,
 def _mix(
     mixer: Mixer, padding: float, inner: Callable[..., object], _: nn.Module, *args: object, **kwargs: object
 ) -> object:
-    """Run `inner`, the forward of a mixer, on each batch of documents of the running row."""
+    """Run `inner`, the forward of a mixer, on each batch of documents."""
     if (row := _running.get()) is None:
         return inner(*args, **kwargs)
     given, structure = tree_flatten_with_path((args, kwargs))
@@ -197,17 +199,13 @@ def _mix(
     groups = group_documents(row, mixer.is_batched, padding, device)
     cut = [_cut(value, _axes_of(mixer, keystr(path), value, row.tokens), groups) for path, value in given]
     outputs = []
-    with running(None):  # mixers inside of this one get one document already
-        for number in range(len(groups.shapes)):
-            positional, named = tree_unflatten([pieces[number] for pieces in cut], structure)
-            outputs.append(tree_flatten_with_path(inner(*positional, **named)))
-    paths = [keystr(path) for path, _ in outputs[0][0]]
-    by_path = zip(*([value for _, value in batch] for batch, _ in outputs), strict=True)
-    joined = [
-        _join(list(pieces), mixer.returned.get(path, _WHOLE), groups)
-        for path, pieces in zip(paths, by_path, strict=True)
-    ]
-    return tree_unflatten(joined, outputs[0][1])
+    with running(None):  # mixers inside of this one get its documents already
+        for call in zip(*cut, strict=True):
+            positional, named = tree_unflatten(call, structure)
+            outputs.append(inner(*positional, **named))
+    return tree_map_with_path(
+        lambda path, *pieces: _join(pieces, mixer.returned.get(keystr(path), _WHOLE), groups), *outputs
+    )
 
 
 def _axes_of(mixer: Mixer, path: str, value: object, tokens: int) -> Axes:
@@ -222,7 +220,7 @@ def _axes_of(mixer: Mixer, path: str, value: object, tokens: int) -> Axes:
 
 
 def _usual_axes(value: torch.Tensor, tokens: int) -> Axes | None:
-    """Return the axes of an argument that was not there when the mixer was found. None if they are not clear.
+    """Guess the axes of an argument that the search did not see. None: unclear.
 
     Masks appear when rows are longer than a window, and some calls pass more on than others.
     """
@@ -231,7 +229,7 @@ def _usual_axes(value: torch.Tensor, tokens: int) -> Axes | None:
         return Axes((2, 3), 0)
     if value.shape[:2] == (1, tokens):
         return Axes((1,), 0)
-    if value.shape[-2:] == (1, tokens) and not value.is_floating_point():  # positions of several kinds
+    if value.shape[-2:] == (1, tokens) and not value.is_floating_point():  # positions of M-RoPE, [3, 1, T]
         return Axes((last,), last - 1)
     return None if tokens in value.shape else _WHOLE
 
@@ -239,16 +237,16 @@ def _usual_axes(value: torch.Tensor, tokens: int) -> Axes | None:
 def _cut(value: Any, axes: Axes, groups: Groups) -> list[Any]:
     """Return the part of an argument for each batch. Values that do not run along the row stay whole.
 
-    A cache is left out: it would carry states from one batch to the next.
+    Caches and Segments become None: a cache would carry states to the next batch, and Segments describe the whole row.
     """
     if not axes.along:
         return [None if isinstance(value, Segments | Cache) else value] * len(groups.shapes)
     if len(axes.along) == 2:
         return [_start_of_mask(value, axes, *shape) for shape in groups.shapes]
     (axis,) = axes.along
-    places = groups.counted if axes.from_start else groups.order
+    places = groups.positions if axes.from_start else groups.order
     pieces = Gathered.apply(value, axis, places).split(groups.sizes, dim=axis)  # type: ignore[union-attr]
-    if axes.batch is None or not groups.batched:
+    if axes.batch is None:
         return list(pieces)
     return [
         piece.unflatten(axis, shape).movedim(axis, axes.batch).squeeze(axes.batch + 1)
@@ -257,14 +255,17 @@ def _cut(value: Any, axes: Axes, groups: Groups) -> list[Any]:
 
 
 def _start_of_mask(mask: torch.Tensor, axes: Axes, count: int, length: int) -> torch.Tensor:
-    """Return the beginning of a mask [.., T, .., T, ..] for `count` documents of `length` tokens: what each would have alone."""
+    """Return the top left of a mask, as documents alone have it.
+
+    `mask` [.., T, .., T, ..]; the result is for `count` documents of `length` tokens.
+    """
     for axis in axes.along:
         mask = mask.narrow(axis, 0, length)
-    return mask if count == 1 else mask.expand([count if axis == axes.batch else -1 for axis in range(mask.dim())])
+    return mask.expand([count if axis == axes.batch else -1 for axis in range(mask.dim())])
 
 
-def _join(pieces: list[Any], axes: Axes, groups: Groups) -> Any:
-    """Join the parts of an output to the row's. Of values that do not run along the row, such as a last state, the first stands.
+def _join(pieces: Sequence[Any], axes: Axes, groups: Groups) -> Any:
+    """Join the parts of an output. Values that do not run along the row, such as a last state, come from the first batch.
 
     Attention weights, which have two axes along the row, are None: no model computes with them.
     """
@@ -273,6 +274,6 @@ def _join(pieces: list[Any], axes: Axes, groups: Groups) -> Any:
     if len(axes.along) == 2:
         return None
     (axis,) = axes.along
-    if axes.batch is not None and groups.batched:
+    if axes.batch is not None:
         pieces = [piece.unsqueeze(axes.batch + 1).movedim(axes.batch, axis).flatten(axis, axis + 1) for piece in pieces]
-    return Gathered.apply(torch.cat(pieces, dim=axis), axis, groups.sources)
+    return Gathered.apply(torch.cat([*pieces], dim=axis), axis, groups.sources)

@@ -308,12 +308,13 @@ class _PackedModel:
         choice = self._agreed()
         sharded = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in self.model.parameters())
         attention = attention_by(choice.backend.name)
-        attention.run_alike(self._backbone, self._measured)
+        attention.run_alike(self._backbone, self._subject)  # rows run the backbone
         uneven = choice.backend.by_document or attention.gathers_unevenly(self._backbone)
         if sharded and (self.tokens_per_row is not None or uneven):
             parts = "documents" if uneven else "rows"
-            what = f"{type(self.model).__name__}: {parts} one after the other would have processes gather the sharded weights a different number of times"
-            fix = "use DDP or ZeRO-2; with other strategies leave tokens_per_row away, and models with layers that run per document"
+            rows = f"{type(self.model).__name__}: running {parts} one by one"
+            what = f"{rows} would make processes gather sharded weights a different number of times"
+            fix = "use DDP or ZeRO-2; else do not set tokens_per_row, and take a model whose sharded modules run once per row"
             raise CheckFailed(what, fix=fix, code="gathers-unevenly")
         if choice.why_not_shared:
             if self.share is True:
@@ -339,20 +340,21 @@ class _PackedModel:
         self._undo.close()
 
     @property
-    def _measured(self) -> PreTrainedModel:
+    def _subject(self) -> PreTrainedModel:
+        """Return the model that the proof runs: with its head, if it has one."""
         return self._backbone if self.model.get_output_embeddings() is None else self.model
 
     def _agreed(self) -> AttentionChoice:
         """Return the choice of the first process. Only that process may have all weights."""
         choose = functools.partial(
-            choose_attention, model=self._measured, device=self.model.device, autocast=self.autocast
+            choose_attention, model=self._subject, device=self.model.device, autocast=self.autocast
         )
-        share, must_share = self.proof and self.share is not False, self.share is True
+        pairs, must_share = self.proof and self.share is not False, self.share is True
         agreed: AttentionChoice | CheckFailed | None = None
         try:
             for name in ["auto"] if self.proof else [backend.name for backend in tried_by_auto()]:
                 with suppress(UserError):  # not available
-                    agreed = agreed or choose(name, prove=self.proof, pairs=share, must_share=must_share)
+                    agreed = agreed or choose(name, prove=self.proof, pairs=pairs, must_share=must_share)
         except CheckFailed as refusal:
             agreed = refusal
         if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -24,7 +24,8 @@ from packtrain.proof.isolation import DOCUMENTS, TREE, Leak, Proof, find_leak, p
 class AttentionChoice:
     """Chosen backend, `why`, and its proof (None if not asked for). `rejected` has better candidates with reasons, best first.
 
-    `kernel` is the kernel's name, "" if the backend needs none. `detail`: what the backend does to this model, "" if that goes without saying.
+    `kernel` is the kernel's name, or the modules that `mixers` runs per document; "" if there is neither. `detail`: how the backend runs
+    this model, "" if there is nothing to add.
     `why_not_shared`: None if sharing the prompt of a preference pair was not tried, "" if it proved exact, else the reason.
     """
 
@@ -58,8 +59,8 @@ def choose_attention(
     """Choose the backend for packed rows of `model` on `device`. `wanted` is model.attention, `autocast` the format of training.
 
     With `pairs` it also tries to share the prompts of preference pairs: the row TREE holds pairs and a document, and proves
-    both at once. With `must_share`, `auto` passes over backends that cannot, if a later one can. `auto` chooses by proofs, so it
-    always proves; without `prove` a named backend is accepted unproved. Raises UserError if a named backend is not available,
+    both at once. With `must_share`, `auto` prefers an exact backend that shares over a faster one that does not. `auto`
+    chooses by proofs, so it always proves; without `prove` a named backend is accepted unproved. Raises UserError if a named backend is not available,
     NotExact if it is not exact, CheckFailed if no backend works.
     """
     named, rejected, proof, leak = wanted != "auto", [], None, None
@@ -80,8 +81,7 @@ def choose_attention(
                 reason, proof = prove_backend(name, model, autocast)
             if why_not_shared == "" or not reason:
                 why = "; ".join(f"no {other}: {lacking}" for other, lacking in rejected) or why
-                given = (proof, tuple(rejected), why_not_shared, service.detail)
-                choice = AttentionChoice(backend, why, kernel, *given)
+                choice = AttentionChoice(backend, why, kernel, proof, tuple(rejected), why_not_shared, service.detail)
                 if named or not (must_share and why_not_shared):
                     return choice
                 unshared, reason = unshared or choice, f"it cannot share prefixes: {why_not_shared}"
@@ -117,8 +117,8 @@ def prove_backend(
     if backend.why_not_shared and segments is TREE:
         return f"{name} {backend.why_not_shared}", None
     # None: in float32 if kernel and weights take it, see isolation.py; FSDP2 gathers weights in 16 bits
-    attends = BACKENDS[attention_by(name).inner(model) or name]
-    precision = autocast if attends.formats or isinstance(model, FSDPModule) else None
+    attending = BACKENDS[attention_by(name).inner_backend(model) or name]
+    precision = autocast if attending.formats or isinstance(model, FSDPModule) else None
     try:
         proof = prove_isolation(model, name, autocast=precision, segments=segments, part=part, parts=parts)
     except CheckFailed as refusal:

@@ -46,9 +46,11 @@ from packtrain.proof.comparison import CONTROL_FACTOR, difference, evaluating, m
 from packtrain.proof.module_calls import record_calls, where_they_part
 
 LENGTHS = (5, 27, 5)
-"""Documents of the proof: 37 tokens, a prime, since few weights have a dimension of that size (`find_leak` looks for it).
+"""Documents of the proof: 37 tokens, a prime, since few weights have a dimension of that size (module_calls.py recognizes the row by it).
 The outer ones are longer than the filters of convolutions, the middle one is longer than small windows."""
 DOCUMENTS = Segments(LENGTHS)
+MIDDLE = slice(LENGTHS[0], LENGTHS[0] + LENGTHS[1])
+"""The tokens of the middle document."""
 TREE = Segments((3, 1, 3, 1, 2, 27, 2, 2, 1), (None, 0, 1, 1, 0, None, None, 6, 6))
 """Two prompts with two continuations each (one has two of its own), and between them a document as long as the longest of
 DOCUMENTS: one proof serves trees and documents."""
@@ -347,7 +349,7 @@ def find_leak(
     """
     run = run or (lambda row: logits_in_row(model, row, DOCUMENTS))
     attention = nullcontext() if backend is None else attending_by(model, backend)
-    # compiled layers (trainer.torch_compile) do not see hooks
+    # hooks do not run in compiled layers (trainer.torch_compile)
     with evaluating(model) as computed_in, attention, torch.compiler.set_stance("force_eager"):
         training_mode_without_dropout(model)  # like the proof
         first, second = (record_calls(model, partial(run, row), LENGTHS, 1) for row in rows_that_differ(model))
@@ -360,5 +362,5 @@ def find_leak(
 def rows_that_differ(model: PreTrainedModel) -> np.ndarray:
     """Return tokens of DOCUMENTS, int64 [2, T]. The second row has other tokens in its outer documents."""
     rows = random_ids(model, DOCUMENTS)
-    rows[1, LENGTHS[0] : LENGTHS[0] + LENGTHS[1]] = rows[0, LENGTHS[0] : LENGTHS[0] + LENGTHS[1]]
+    rows[1, MIDDLE] = rows[0, MIDDLE]
     return rows

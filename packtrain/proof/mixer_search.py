@@ -1,17 +1,18 @@
-"""Find the modules of a loaded model that must run once per document, by measuring. No name of a module or a model is known here.
+"""Find by measurement the modules of a loaded model that must run per document. No name of a module or a model is known here.
 
-A row of three documents runs twice, the second time with other tokens in the outer ones. The innermost module that moves the middle document
-although its arguments did not move is a mixer, and so are all modules of its class. It is wrapped (attention/mixers.py), and the search goes on
-until nothing moves. Then the row is compared with the middle document alone: a module that differs depends on the place in the row (positions
-that it counts itself), and is wrapped, too. In the end the row must have the outputs of each document alone.
+A row of three documents runs twice, the second time with other tokens in the outer documents. The innermost module that moves the middle
+document although its arguments did not move is a mixer. All modules of its class are, too. They are wrapped (attention/mixers.py), and the search
+goes on until nothing moves. Then the row is compared with the middle document alone. A module that differs depends on the place in the row
+(it counts positions itself), and is wrapped, too. In the end the row must have the outputs of each document alone.
 
-Attention is tried by segments first, by the functions of other backends; then the model's own, as a mixer like others. Positions are given
-first; some models count them themselves, and from another number than 0.
+Backends that attend by segments are tried first. Then the model's own attention stays and is treated as any other module. Each is tried
+with positions that restart in every document, then without: some models count positions themselves, not always from 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -30,7 +31,7 @@ from packtrain.packing.segments import Segments
 from packtrain.proof.comparison import difference, evaluating, tolerance_of
 from packtrain.proof.isolation import (
     DOCUMENTS,
-    LENGTHS,
+    MIDDLE,
     logits_in_row,
     random_ids,
     rows_that_differ,
@@ -41,12 +42,15 @@ from packtrain.proof.module_calls import ModuleCall, SeenTensor, paths_off, reco
 
 _FIX = "set model.attention=per_document"
 _ROUNDS = 12
-"""Most classes of modules to wrap."""
+"""Most rounds of the search. A round wraps one class of modules, or changes how arguments are cut."""
 _found: WeakKeyDictionary[PreTrainedModel, Mixing] = WeakKeyDictionary()
 
 
 def mixing_of(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Mixing:
-    """Return how rows of `model` run. Measured at the first call, where layers compute in `dtype`. Raises CheckFailed if there is no way."""
+    """Return how rows of `model` run. The first call measures it.
+
+    `dtype` is the layers' compute dtype, by default the format of the weights. Raises CheckFailed if there is no way.
+    """
     if model not in _found:
         _found[model] = _find(model, dtype or model.dtype)
     return _found[model]
@@ -56,13 +60,14 @@ def mixing_of(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Mixin
 def _find(model: PreTrainedModel, dtype: torch.dtype) -> Mixing:
     refusal = ""
     for attention in [*_functions(model, dtype), ""]:
+        # as in prove_backend: 16 bits only if the kernel takes nothing else, or FSDP2 gathers in them
         formats = BACKENDS[attention].formats if attention else ()
         autocast = dtype if dtype != model.dtype and (formats or isinstance(model, FSDPModule)) else None
         for positions in (True, False):
-            # compiled layers (trainer.torch_compile) do not see hooks
+            # hooks do not run in compiled layers (trainer.torch_compile)
             with evaluating(model, autocast), torch.compiler.set_stance("force_eager"):
                 try:
-                    return _search(model, Mixing(attention, positions), tolerance_of(autocast or model.dtype).outputs)
+                    return _search(model, Mixing(attention, positions), autocast or model.dtype)
                 except CheckFailed as error:
                     refusal = error.problems[0].what
     raise CheckFailed(refusal, fix=_FIX, code="no-mixers-found")
@@ -74,37 +79,34 @@ def _functions(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
     return [backend.name for backend in functions if serve(backend, model, model.device, dtype).kernel is not None]
 
 
-def _search(model: PreTrainedModel, mixing: Mixing, tolerance: float) -> Mixing:
-    """Wrap modules until nothing moves. Raises CheckFailed if that does not give the outputs of documents alone."""
+def _search(model: PreTrainedModel, mixing: Mixing, dtype: torch.dtype) -> Mixing:
+    """Wrap modules until nothing moves. Raises CheckFailed if outputs then differ from each document alone."""
+    tolerance = tolerance_of(dtype).outputs
     for _ in range(_ROUNDS):
-        undo = install(model, mixing)
-        try:
+        with ExitStack() as undo:
+            undo.callback(install(model, mixing))
             more = _modules_to_wrap(model, {mixer.name: mixer for mixer in mixing.mixers}, tolerance)
-        finally:
-            undo()
         if not more:
             break
-        inside = tuple(f"{name}." for name in more)
-        kept = {mixer.name: mixer for mixer in mixing.mixers if not mixer.name.startswith(inside)}
+        prefixes = tuple(f"{name}." for name in more)
+        kept = {mixer.name: mixer for mixer in mixing.mixers if not mixer.name.startswith(prefixes)}
         mixing = replace(mixing, mixers=tuple({**kept, **more}.values()))
     model.eval()
     ids = random_ids(model, DOCUMENTS)[0]
     alone = torch.cat(run_each_alone(model, ids, DOCUMENTS))
-    undo = install(model, mixing, padding=1.0)  # all documents of a mixer in one batch
-    try:
+    with ExitStack() as undo:
+        undo.callback(install(model, mixing, padding=1.0))  # the hardest case: all documents padded into one batch
         row = torch.cat(logits_in_row(model, ids, DOCUMENTS))
-    finally:
-        undo()
-    if not difference(row, alone, statistic=torch.mean if tolerance > 1e-3 else torch.max) <= tolerance:
+    if not difference(row, alone, statistic=torch.mean if dtype.itemsize < 4 else torch.max) <= tolerance:
         what = "outputs of documents in a row differ from each alone"
         raise CheckFailed(what, fix=_FIX, code="mixers-not-exact")
     return mixing
 
 
 def _modules_to_wrap(model: PreTrainedModel, done: Mapping[str, Mixer], tolerance: float) -> dict[str, Mixer]:
-    """Return the next modules to wrap by name, all of one class. None if nothing moves.
+    """Return the next modules to wrap, by name. Empty if the search is over.
 
-    Those that are `done` come again if their arguments tell of places in the row, to be taken from its start.
+    New ones are of one class. A mixer in `done` comes again with `from_start` set for arguments that count places in the row.
     """
 
     def record(row: np.ndarray, segments: Segments = DOCUMENTS) -> dict[str, ModuleCall]:
@@ -117,12 +119,12 @@ def _modules_to_wrap(model: PreTrainedModel, done: Mapping[str, Mixer], toleranc
     if more := _wrappable(model, where_they_part(first, second, tolerance), first, done):
         return more
     model.eval()  # attention functions may have dropout, whose draws depend on the shape
-    middle = rows[0, LENGTHS[0] : LENGTHS[0] + LENGTHS[1]]
+    middle = rows[0, MIDDLE]
     first, alone = record(rows[0]), record(middle, Segments((len(middle),)))
     more = _wrappable(model, where_they_part(first, alone, tolerance, at_start=True), first, done)
     for name, mixer in (more or done).items():
         given, other = first[name].given, alone[name].given
-        off = {path for path in paths_off(given, other, tolerance) if len(given[path].along) == 1}
+        off = {path for path in paths_off(given, other, tolerance) if path in given and len(given[path].along) == 1}
         if off & paths_off(given, other, tolerance, at_start=True):
             what = f"arguments of {name} depend on the place in the row"
             raise CheckFailed(what, fix=_FIX, code="arguments-by-place")
@@ -135,7 +137,10 @@ def _modules_to_wrap(model: PreTrainedModel, done: Mapping[str, Mixer], toleranc
 def _wrappable(
     model: PreTrainedModel, suspects: Iterable[str], calls: Mapping[str, ModuleCall], done: Mapping[str, Mixer]
 ) -> dict[str, Mixer]:
-    """Return the first suspect that can be wrapped, or else the module around it, and all others of its class."""
+    """Return the first suspect that can be wrapped, with all others of its class.
+
+    If it cannot, the module around it is taken.
+    """
     possible = {
         name: mixer for name, call in calls.items() if (mixer := _mixer(model, name, call)) and name not in done
     }
@@ -150,14 +155,16 @@ def _wrappable(
 
 def _mixer(model: PreTrainedModel, name: str, call: ModuleCall) -> Mixer | None:
     """Return the module as a mixer. None if it is a model, or does not take and give tensors along the row."""
-    takes, gives = (any(len(tensor.along) == 1 for tensor in side.values()) for side in call)
-    if not (takes and gives) or isinstance(model.get_submodule(name), PreTrainedModel):
+    if isinstance(model.get_submodule(name), PreTrainedModel):
         return None
-    return Mixer(name, *({path: _axes(tensor) for path, tensor in side.items()} for side in call))
+    given, returned = ({path: _axes(tensor) for path, tensor in side.items()} for side in call)
+    if not all(any(len(axes.along) == 1 for axes in side.values()) for side in (given, returned)):
+        return None
+    return Mixer(name, given, returned)
 
 
 def _axes(tensor: SeenTensor) -> Axes:
-    """Return the axes. The batch axis is the first one, or in positions of several kinds, [3, 1, T], the one before the row's."""
+    """Return the axes. The batch axis is the first one, or for positions of M-RoPE, [3, 1, T], the second."""
     first = tensor.along[0] if tensor.along else 0
     candidates = [0, first - 1] if tensor.is_integer else [0]
     batch = [axis for axis in candidates if 0 <= axis < first and tensor.shape[axis] == 1]
@@ -165,7 +172,7 @@ def _axes(tensor: SeenTensor) -> Axes:
 
 
 def _gathers_inside(model: PreTrainedModel, name: str) -> bool:
-    """Return whether weights in parts of the module are gathered when the part is called, and not the module or a layer around it."""
+    """Return whether a part of the module gathers its weights at its own calls. Then the number of documents decides how often."""
     module = model.get_submodule(name)
     parts = [part for part in module.modules() if part is not module]
     around = [model.get_submodule(outer) for outer in accumulate(name.split("."), "{}.{}".format)]
@@ -175,7 +182,7 @@ def _gathers_inside(model: PreTrainedModel, name: str) -> bool:
 
 
 class Mixers(Attention):
-    """The backend, which changes calls with `segments` only."""
+    """Backend that runs mixers per document and other modules on the whole row."""
 
     def serve(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> Service:
         """See Attention. In place of a kernel it names the modules."""
@@ -183,11 +190,9 @@ class Mixers(Attention):
             words = mixing_of(model, dtype).words()
         except CheckFailed as refusal:
             return Service(None, refusal.problems[0].what)
-        return Service(
-            words, "other backends do not keep documents apart in these modules", f"{words} run per document"
-        )
+        return Service(words, "", f"{words} run per document" if words else "")
 
-    def inner(self, model: PreTrainedModel) -> str:
+    def inner_backend(self, model: PreTrainedModel) -> str:
         """See Attention."""
         return mixing_of(model).attention
 
@@ -197,9 +202,10 @@ class Mixers(Attention):
 
     def run_alike(self, other: PreTrainedModel, model: PreTrainedModel) -> None:
         """See Attention."""
-        inside = next((f"{name}." for name, part in model.named_modules() if part is other and name), "")
+        # names inside a backbone lack its prefix; a reference has the names of the model
+        prefix = next((f"{name}." for name, part in model.named_modules() if part is other and name), "")
         mixing = mixing_of(model)
-        mixers = [replace(mixer, name=mixer.name.removeprefix(inside)) for mixer in mixing.mixers]
+        mixers = [replace(mixer, name=mixer.name.removeprefix(prefix)) for mixer in mixing.mixers]
         _found[other] = replace(mixing, mixers=tuple(mixers))
 
     def install(self, model: PreTrainedModel) -> Undo:

@@ -1,4 +1,4 @@
-"""What every module of a model gets and returns for one document of a row, token by token.
+"""Record the tensors of each module call for one document of a row.
 
 Two runs are compared. Where a module's arguments agree and its outputs do not, that module makes the difference: it mixes documents if other
 documents were changed, or depends on the place in the row if the document stood alone the second time.
@@ -20,10 +20,12 @@ _LONGEST_FILTER = 16  # a convolution's output may exceed the row by its filter'
 
 @dataclass(frozen=True, slots=True)
 class SeenTensor:
-    """A tensor of a call: its `shape`, the axes `along` the row if it has any, and whether it has integers.
+    """Tensor of a call.
 
-    `sums` float64 [tokens, 2] on the CPU: Σ|x| and Σ x·sin(1, 2, …) of each token of the document, `sums_at_start` of as many tokens at the
-    start of the row. An output of a convolution that is longer than the row has them, too; booleans do not.
+    `along` are the axes along the row, if it has any. `is_integer` includes booleans. `sums` float64 [tokens, 2], on the CPU: Σ|x| and
+    Σ x·sin(1, 2, …) for each token of the document. `sums_at_start`: the same for the first tokens of the row. Both are None for booleans
+    (masks, which follow from places) and for tensors without an axis along the row. Outputs that exceed the row by a filter have sums, but no
+    axes `along`.
     """
 
     shape: tuple[int, ...]
@@ -34,7 +36,7 @@ class SeenTensor:
 
 
 class ModuleCall(NamedTuple):
-    """First call of a module in a run: the tensors in its arguments and in its output, by their paths."""
+    """Tensors of a module's first call, by their paths in arguments and output."""
 
     given: Mapping[str, SeenTensor]
     returned: Mapping[str, SeenTensor]
@@ -43,9 +45,9 @@ class ModuleCall(NamedTuple):
 def record_calls(
     model: nn.Module, run: Callable[[], object], lengths: Sequence[int], document: int
 ) -> dict[str, ModuleCall]:
-    """Run the model on a row of documents of these `lengths`, and record the calls for one `document` by the names of the modules.
+    """Run the model on a row, and record the calls by the names of the modules.
 
-    The first call to return comes first: a module stands after the modules in it.
+    The row has documents of these `lengths`; only one `document` is recorded. The first call to return comes first: a module stands after the modules in it.
     """
     calls: dict[str, ModuleCall] = {}
     start = sum(lengths[:document])
@@ -69,9 +71,9 @@ def record_calls(
 def where_they_part(
     first: Mapping[str, ModuleCall], second: Mapping[str, ModuleCall], tolerance: float, *, at_start: bool = False
 ) -> Iterator[str]:
-    """Yield the modules whose arguments agree in both runs while their outputs differ, inner ones first.
+    """Yield modules whose arguments agree in both runs but not their outputs, inner ones first.
 
-    `at_start`: arguments agree as well if the first ones do at the start of the row.
+    `at_start`: an argument that counts places also agrees if it equals the start of the first run's row.
     """
     for name, call in first.items():
         other = second.get(name, call)
@@ -84,10 +86,13 @@ def where_they_part(
 def paths_off(
     first: Mapping[str, SeenTensor], second: Mapping[str, SeenTensor], tolerance: float, *, at_start: bool = False
 ) -> set[str]:
-    """Return the paths of tensors whose sums differ, relative to the largest Σ|x| of a token. `at_start`: the first ones' at the start."""
+    """Return the paths whose sums differ, relative to the largest Σ|x| of a token.
+
+    `at_start`: take the first run's sums from the start of its row.
+    """
     own = {path: tensor.sums_at_start if at_start else tensor.sums for path, tensor in first.items()}
-    pairs = {path: (own.get(path), second[path].sums if path in second else None) for path in {**first, **second}}
-    return {path for path, (one, other) in pairs.items() if _differ(one, other, tolerance)}
+    others = {path: tensor.sums for path, tensor in second.items()}
+    return {path for path in own | others if _differ(own.get(path), others.get(path), tolerance)}
 
 
 def _differ(one: torch.Tensor | None, other: torch.Tensor | None, tolerance: float) -> bool:
@@ -100,8 +105,8 @@ def _see(value: object, tokens: int, place: slice) -> dict[str, SeenTensor]:
     seen: dict[str, SeenTensor] = {}
     for path, leaf in tree_flatten_with_path(value)[0]:
         if isinstance(leaf, torch.Tensor):
-            size = min((size for size in leaf.shape if tokens <= size < tokens + _LONGEST_FILTER), default=0)
-            axes = tuple(axis for axis, own in enumerate(leaf.shape) if own == size > 0)
+            size = min((size for size in leaf.shape if tokens <= size < tokens + _LONGEST_FILTER), default=-1)
+            axes = tuple(axis for axis, own in enumerate(leaf.shape) if own == size)
             places = [place, slice(0, place.stop - place.start)] if axes and leaf.dtype != torch.bool else []
             sums, at_start = [_sums(leaf, axes, own) for own in places] or (None, None)
             along = axes if size == tokens else ()

@@ -81,10 +81,10 @@ def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Prob
     """Return a problem if ranks would gather weights a different number of times, which hangs. Else None."""
     by_document = BACKENDS[backend].by_document
     if ranks.sharded and (by_document or attention_by(backend).gathers_unevenly(model)):
-        what = "packed rows" if by_document else "modules outside of the layers"
+        what = "packed rows" if by_document else "modules with sharded parts"
         return Problem(
-            f"{what} of {type(model).__name__} run one document at a time, so that processes call them a different number "
-            f"of times; under {ranks.strategy} all have to call them together",
+            f"{what} of {type(model).__name__} run per document, so processes would gather weights a different number of times; "
+            f"under {ranks.strategy} all must gather together",
             "strategy.name",
             "set packing.mode=padding, or strategy=zero2",
             code="calls-differ-by-rank",
