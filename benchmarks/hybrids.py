@@ -1,6 +1,6 @@
 """Hybrid models packed: the modules that mix tokens once per document, beside the whole model once per document and padding.
 
-    python benchmarks/hybrids.py FAMILY [--documents 20-60] [--tokens 2048] [--repeat 3] [--padding 0.25] [--device cuda]
+    python benchmarks/hybrids.py FAMILY [--documents 20-60] [--tokens 2048] [--repeat 3] [--padding 0.1] [--device cuda]
 
 FAMILY is a key of SIZES: random weights of about 100 million parameters, in float32 on one thread, or in bfloat16 on a GPU. The documents of one micro-batch, forward and
 backward: as one row by model.attention=mixers (with each share of `--padding` that a call of a mixer may have) and per_document, padded
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--documents", default="20-60", help="tokens of the shortest and the longest")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--padding", default="0.25")
+    parser.add_argument("--padding", default="0.1")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     asked = parser.parse_args()
     torch.set_num_threads(1)
