@@ -82,6 +82,8 @@ def row_of(
         code, what = "keys-of-other-tokens", "attends to keys of other tokens"
     elif attention_mask is not None:
         code, what = "layer-has-mask", "brings a mask of its own"
+    elif any(name.endswith("indices") and value is not None for name, value in kwargs.items()):
+        code, what = "layer-chooses-keys", "chooses its keys"
     elif kwargs.get("position_bias") is not None:
         code, what = "layer-has-bias", "adds a bias by position in the row"
     else:

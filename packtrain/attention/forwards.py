@@ -33,8 +33,15 @@ def replace_forward(module: nn.Module, forward: Callable[..., object]) -> Callab
 
     @functools.wraps(forward)
     def ours(self: nn.Module, *args: object, **kwargs: object) -> object:
+        if self is module:
+            return forward(self, *args, **kwargs)
         # a deep copy takes this method along, but `forward` runs the weights of the original
-        return forward(self, *args, **kwargs) if self is module else type(self).forward(self, *args, **kwargs)
+        if kwargs.get("segments") is not None:
+            what = f"a copy of {type(self).__name__} does not keep the documents of a row apart"
+            raise CheckFailed(
+                what, fix="copy the model before packtrain changes its forward", code="copy-with-segments"
+            )
+        return type(self).forward(self, *args, **kwargs)
 
     def undo() -> None:
         if own is None:

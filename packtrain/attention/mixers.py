@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_pa
 from transformers import Cache, PreTrainedModel
 
 from packtrain.attention.backends import Undo, attention_by
-from packtrain.attention.forwards import kept_for_recomputation, replace_forward, rotate_by_document
+from packtrain.attention.forwards import kept_for_recomputation, replace_forward, rotate_by_document, rotates_by_length
 from packtrain.attention.varlen import Gathered
 from packtrain.errors import CheckFailed
 from packtrain.packing.collate import KERNEL_ARGUMENTS, to_device
@@ -139,12 +139,13 @@ def group_documents(row: Segments, batched: bool, padding: float, device: torch.
         )
 
 
-_running: ContextVar[Segments | None] = ContextVar("row that the model is running", default=None)
+Running = Segments | Literal["no row", "documents apart"]
+_running: ContextVar[Running] = ContextVar("row that the model is running", default="no row")
 
 
 @contextmanager
-def running(row: Segments | None) -> Iterator[None]:
-    """Run mixers on the documents of `row` inside the block. With None they run unchanged."""
+def running(row: Running) -> Iterator[None]:
+    """Run mixers on the documents of `row` inside the block, or unchanged if there is none."""
     token = _running.set(row)
     try:
         yield
@@ -157,7 +158,9 @@ def install(model: PreTrainedModel, mixing: Mixing, *, padding: float = PADDING,
 
     `padding` is the largest share of a batch. `when_packed`: leave all other calls alone.
     """
-    undo = ExitStack()
+    undo, was_packed = ExitStack(), [False]
+    if rotates_by_length(model):
+        padding = 0.0  # rotations would follow the longest document of a batch
     if mixing.attention:
         attention = attention_by(mixing.attention)
         undo.callback((attention.install_when_packed if when_packed else attention.install)(model))
@@ -165,11 +168,12 @@ def install(model: PreTrainedModel, mixing: Mixing, *, padding: float = PADDING,
         undo.callback(rotate_by_document(model))
     for mixer in mixing.mixers:
         module = model.get_submodule(mixer.name)
-        undo.callback(replace_forward(module, functools.partial(_mix, mixer, padding, module.forward)))
+        undo.callback(replace_forward(module, functools.partial(_mix, mixer, padding, was_packed, module.forward)))
     inner = model.forward
 
     @functools.wraps(type(model).forward)
     def forward(_: PreTrainedModel, *args: object, segments: Segments | None = None, **kwargs: object) -> object:
+        was_packed[0] = segments is not None
         if segments is None:
             return inner(*args, **kwargs)
         # a mixer gets documents already: kernels must not cut them again at the borders of the row
@@ -189,17 +193,29 @@ def install(model: PreTrainedModel, mixing: Mixing, *, padding: float = PADDING,
 
 @torch.compiler.disable
 def _mix(
-    mixer: Mixer, padding: float, inner: Callable[..., object], _: nn.Module, *args: object, **kwargs: object
+    mixer: Mixer,
+    padding: float,
+    was_packed: list[bool],
+    inner: Callable[..., object],
+    _: nn.Module,
+    *args: object,
+    **kwargs: object,
 ) -> object:
     """Run `inner`, the forward of a mixer, on each batch of documents."""
-    if (row := _running.get()) is None:
+    row = _running.get()
+    if not isinstance(row, Segments):
+        if row == "no row" and was_packed[0] and torch._C._current_graph_task_id() != -1:
+            # the documents are kept for transformers' checkpoints alone (forwards.py::kept_for_recomputation)
+            what = f"the backward pass runs {mixer.name} again without the documents of its row, for a checkpoint of the model's own"
+            fix = "set trainer.gradient_checkpointing=none, or model.attention=per_document"
+            raise CheckFailed(what, fix=fix, code="foreign-checkpoint")
         return inner(*args, **kwargs)
     given, structure = tree_flatten_with_path((args, kwargs))
     device = next(value.device for _, value in given if isinstance(value, torch.Tensor))
     groups = group_documents(row, mixer.is_batched, padding, device)
     cut = [_cut(value, _axes_of(mixer, keystr(path), value, row.tokens), groups) for path, value in given]
     outputs = []
-    with running(None):  # mixers inside of this one get its documents already
+    with running("documents apart"):  # mixers inside of this one get its documents already
         for call in zip(*cut, strict=True):
             positional, named = tree_unflatten(call, structure)
             outputs.append(inner(*positional, **named))
@@ -227,7 +243,7 @@ def _usual_axes(value: torch.Tensor, tokens: int) -> Axes | None:
     last = value.dim() - 1
     if last == 3 and value.shape[2:] == (tokens, tokens):
         return Axes((2, 3), 0)
-    if value.shape[:2] == (1, tokens):
+    if value.shape[:2] == (1, tokens) and tokens not in value.shape[2:]:
         return Axes((1,), 0)
     if value.shape[-2:] == (1, tokens) and not value.is_floating_point():  # positions of M-RoPE, [3, 1, T]
         return Axes((last,), last - 1)

@@ -126,7 +126,8 @@ def prove_backend(
     # a call for each document is exact by construction, even if the positive control is too weak
     if proof.verdict == "exact" or (backend.by_document and proof.verdict != "leaks"):
         return "", proof
-    off, tolerance = f"{proof.max_difference:.2g}", f"(tolerance {proof.tolerance:.1g})"
+    limit = proof.tolerance if proof.max_difference > proof.tolerance else min(proof.tolerance, proof.most)
+    off, tolerance = f"{proof.max_difference:.2g}", f"(tolerance {limit:.1g})"
     if proof.verdict == "unsupported":
         return (
             f"the proof is inconclusive: even without isolation outputs change by only {proof.control:.2g} {tolerance}",

@@ -18,7 +18,6 @@ from functools import partial
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -28,12 +27,14 @@ from packtrain.attention.mixers import Axes, Mixer, Mixing, install
 from packtrain.attention.spec import BACKENDS, tried_by_auto
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
-from packtrain.proof.comparison import difference, evaluating, tolerance_of
+from packtrain.proof.comparison import difference, evaluating, model_refusals, tolerance_of
 from packtrain.proof.isolation import (
     DOCUMENTS,
+    LENGTHS,
     MIDDLE,
     logits_in_row,
     random_ids,
+    record_changed,
     rows_that_differ,
     run_each_alone,
     training_mode_without_dropout,
@@ -67,7 +68,8 @@ def _find(model: PreTrainedModel, dtype: torch.dtype) -> Mixing:
             # hooks do not run in compiled layers (trainer.torch_compile)
             with evaluating(model, autocast) as computed_in, torch.compiler.set_stance("force_eager"):
                 try:
-                    return _search(model, Mixing(attention, positions), computed_in)
+                    with model_refusals(f"{type(model).__name__} cannot run a row", fix=_FIX):
+                        return _search(model, Mixing(attention, positions), computed_in)
                 except CheckFailed as error:
                     refusal = error.problems[0].what
     raise CheckFailed(refusal, fix=_FIX, code="no-mixers-found")
@@ -110,18 +112,16 @@ def _modules_to_wrap(model: PreTrainedModel, done: Mapping[str, Mixer], toleranc
     New ones are of one class. A mixer in `done` comes again with `from_start` set for arguments that count places in the row.
     """
 
-    def record(row: np.ndarray, segments: Segments = DOCUMENTS) -> dict[str, ModuleCall]:
-        run = partial(logits_in_row, model, row, segments)
-        return record_calls(model, run, segments.lengths, len(segments.lengths) // 2)
-
     training_mode_without_dropout(model)  # like the proof
-    rows = rows_that_differ(model)
-    first, second = map(record, rows)
-    if more := _wrappable(model, where_they_part(first, second, tolerance), first, done):
+    first, second = record_changed(model, lambda row: logits_in_row(model, row, DOCUMENTS))
+    # shapes and experts are the same in both: in 16 bits, too, only a leak moves anything
+    if more := _wrappable(model, where_they_part(first, second, tolerance_of(torch.float32).outputs), first, done):
         return more
     model.eval()  # attention functions may have dropout, whose draws depend on the shape
-    middle = rows[0, MIDDLE]
-    first, alone = record(rows[0]), record(middle, Segments((len(middle),)))
+    row = rows_that_differ(model)[0]
+    own = Segments(LENGTHS[1:2])
+    first = record_calls(model, partial(logits_in_row, model, row, DOCUMENTS), LENGTHS, 1)
+    alone = record_calls(model, partial(logits_in_row, model, row[MIDDLE], own), own.lengths, 0)
     suspects = list[str]()
     for name in where_they_part(first, alone, tolerance, at_start=True):
         along = {path for path, tensor in first[name].given.items() if len(tensor.along) == 1}
@@ -130,6 +130,8 @@ def _modules_to_wrap(model: PreTrainedModel, done: Mapping[str, Mixer], toleranc
         suspects.append(name)
     more = _wrappable(model, suspects, first, done)
     for name, mixer in (more or done).items():
+        if name not in first or name not in alone:  # it is called in training mode only, or in long rows
+            continue
         given, other = first[name].given, alone[name].given
         off = {path for path in paths_off(given, other, tolerance) if path in given and len(given[path].along) == 1}
         if off & paths_off(given, other, tolerance, at_start=True):

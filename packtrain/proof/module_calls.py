@@ -16,13 +16,14 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 _LONGEST_FILTER = 16  # a convolution's output may exceed the row by its filter's length
+_LEAST_NORM = 1e-2  # of a token, relative to the largest one: smaller tokens are mere rounding
 
 
 @dataclass(frozen=True, slots=True)
 class SeenTensor:
     """Tensor of a call.
 
-    `along` are the axes along the row, if it has any. `is_integer` includes booleans. `sums` float64 [tokens, 2], on the CPU: Σ|x| and
+    `along` are the axes along the row, if it has any. `is_integer` includes booleans. `sums` float64 [tokens, 2], on the CPU: the norm and
     Σ x·sin(1, 2, …) for each token of the document. `sums_at_start`: the same for the first tokens of the row. Both are None for booleans
     (masks, which follow from places) and for tensors without an axis along the row. Outputs that exceed the row by a filter have sums, but no
     axes `along`.
@@ -86,7 +87,7 @@ def where_they_part(
 def paths_off(
     first: Mapping[str, SeenTensor], second: Mapping[str, SeenTensor], tolerance: float, *, at_start: bool = False
 ) -> set[str]:
-    """Return the paths whose sums differ, relative to the largest Σ|x| of a token.
+    """Return the paths whose sums differ, relative to the norm of a token.
 
     `at_start`: take the first run's sums from the start of its row.
     """
@@ -98,7 +99,8 @@ def paths_off(
 def _differ(one: torch.Tensor | None, other: torch.Tensor | None, tolerance: float) -> bool:
     if one is None or other is None:
         return one is not other
-    return not bool((one - other).abs().max() <= tolerance * one[:, 0].max())
+    norms = one[:, 0] + _LEAST_NORM * one[:, 0].max()
+    return not bool(((one - other).abs() <= tolerance * norms[:, None]).all())
 
 
 def _see(value: object, tokens: int, place: slice) -> dict[str, SeenTensor]:
@@ -120,4 +122,4 @@ def _sums(value: torch.Tensor, along: tuple[int, ...], place: slice) -> torch.Te
         part = part[..., place]
     part = part.double().nan_to_num(0, 0, 0).reshape(len(part), -1)
     weights = torch.arange(1, part.shape[1] + 1, device=part.device, dtype=part.dtype).sin()
-    return torch.stack([part.abs().sum(1), part @ weights], dim=1).cpu()
+    return torch.stack([part.norm(dim=1), part @ weights], dim=1).cpu()
