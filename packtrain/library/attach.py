@@ -515,7 +515,7 @@ def _check_row(call: Call, row: Segments) -> Call:
         raise UserError(what, fix=fix, code="segments-of-another-row")
     positions = call.get("position_ids")
     positions = to_device(row.position_ids(), given.device) if positions is None else positions
-    return {**call, "position_ids": positions, "segments": row}
+    return {**call, "position_ids": positions, "segments": row, "use_cache": False}
 
 
 def _by_name(signature: inspect.Signature, args: tuple[object, ...], kwargs: Call) -> Call:

@@ -11,7 +11,7 @@ with positions that restart in every document, then without: some models count p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -65,9 +65,9 @@ def _find(model: PreTrainedModel, dtype: torch.dtype) -> Mixing:
         autocast = dtype if dtype != model.dtype and (formats or isinstance(model, FSDPModule)) else None
         for positions in (True, False):
             # hooks do not run in compiled layers (trainer.torch_compile)
-            with evaluating(model, autocast), torch.compiler.set_stance("force_eager"):
+            with evaluating(model, autocast) as computed_in, torch.compiler.set_stance("force_eager"):
                 try:
-                    return _search(model, Mixing(attention, positions), autocast or model.dtype)
+                    return _search(model, Mixing(attention, positions), computed_in)
                 except CheckFailed as error:
                     refusal = error.problems[0].what
     raise CheckFailed(refusal, fix=_FIX, code="no-mixers-found")
@@ -79,8 +79,11 @@ def _functions(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
     return [backend.name for backend in functions if serve(backend, model, model.device, dtype).kernel is not None]
 
 
-def _search(model: PreTrainedModel, mixing: Mixing, dtype: torch.dtype) -> Mixing:
+def _search(model: PreTrainedModel, mixing: Mixing, computed_in: Callable[[], torch.dtype]) -> Mixing:
     """Wrap modules until nothing moves. Raises CheckFailed if outputs then differ from each document alone."""
+    ids = random_ids(model, DOCUMENTS)[0]
+    alone = torch.cat(run_each_alone(model, ids, DOCUMENTS))
+    dtype = computed_in()  # accelerate's autocast around a reference is seen in a call
     tolerance = tolerance_of(dtype).outputs
     for _ in range(_ROUNDS):
         with ExitStack() as undo:
@@ -92,8 +95,6 @@ def _search(model: PreTrainedModel, mixing: Mixing, dtype: torch.dtype) -> Mixin
         kept = {mixer.name: mixer for mixer in mixing.mixers if not mixer.name.startswith(prefixes)}
         mixing = replace(mixing, mixers=tuple({**kept, **more}.values()))
     model.eval()
-    ids = random_ids(model, DOCUMENTS)[0]
-    alone = torch.cat(run_each_alone(model, ids, DOCUMENTS))
     with ExitStack() as undo:
         undo.callback(install(model, mixing, padding=1.0))  # the hardest case: all documents padded into one batch
         row = torch.cat(logits_in_row(model, ids, DOCUMENTS))
@@ -121,7 +122,13 @@ def _modules_to_wrap(model: PreTrainedModel, done: Mapping[str, Mixer], toleranc
     model.eval()  # attention functions may have dropout, whose draws depend on the shape
     middle = rows[0, MIDDLE]
     first, alone = record(rows[0]), record(middle, Segments((len(middle),)))
-    more = _wrappable(model, where_they_part(first, alone, tolerance, at_start=True), first, done)
+    suspects = list[str]()
+    for name in where_they_part(first, alone, tolerance, at_start=True):
+        along = {path for path, tensor in first[name].given.items() if len(tensor.along) == 1}
+        if along and along <= paths_off(first[name].given, alone[name].given, tolerance):
+            suspects.append(name.rpartition(".")[0])  # it gets nothing but places: better the module that counts them
+        suspects.append(name)
+    more = _wrappable(model, suspects, first, done)
     for name, mixer in (more or done).items():
         given, other = first[name].given, alone[name].given
         off = {path for path in paths_off(given, other, tolerance) if path in given and len(given[path].along) == 1}

@@ -243,7 +243,7 @@ def test_a_packed_row_of_an_attached_model_trains_what_its_documents_alone_do(fa
     assert not handle.stats.unchanged
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "mamba"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "mamba", "rwkv"])
 def test_a_row_counts_its_own_positions_and_is_refused_with_other_tokens(family: str) -> None:
     model = tiny_model(family)
     attach(model)

@@ -20,6 +20,7 @@ from trl_trainers import STEPS, Ran, make, ran
 from packtrain import attach
 from tests.train import forked
 
+HYBRID = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
 TIMES = ("time", "runtime", "per_second", "flos", "second")
 
 
@@ -55,17 +56,26 @@ def test_empty_completions_and_equal_prompts(tmp_path: Path) -> None:
     compared("grpo", tmp_path, equal_prompts=True, mask_truncated_completions=True, num_iterations=2)
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto", "distillation", "sft"])
-def test_other_objectives(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "family"), [*((kind, "llama") for kind in ("dpo", "kto", "distillation", "sft")), ("grpo", "lfm2")]
+)
+def test_other_objectives_and_hybrids(kind: str, family: str, tmp_path: Path) -> None:
+    tiny_model(family, **(HYBRID if family == "lfm2" else {})).save_pretrained(tmp_path / "model")
     found = compared(kind, tmp_path, **({"activation_checkpointing": True} if kind == "kto" else {}))
     assert found.handle.stats.shared_tokens > 0
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
-def test_a_reference_under_autocast_is_proved_by_the_tolerance_of_bfloat16(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "family", "backend"),
+    [("dpo", "llama", "segmented"), ("kto", "llama", "segmented"), ("dpo", "lfm2", "mixers")],
+)
+def test_a_reference_under_autocast_is_proved_by_the_tolerance_of_bfloat16(
+    kind: str, family: str, backend: str, tmp_path: Path
+) -> None:
     """accelerate wraps the reference's forward before `attach` sees it: float32 weights, computed in bfloat16."""
+    tiny_model(family, **(HYBRID if family == "lfm2" else {})).save_pretrained(tmp_path / "model")
     handle = attach(make(kind, tmp_path, bf16=True))
-    assert handle.backends == ("segmented", "segmented") and not handle.stats.unrolled
+    assert handle.backends == (backend, backend) and not handle.stats.unrolled
     handle.detach()
 
 
@@ -123,7 +133,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero2 of a hybrid": by_zero(2),
 }
 KINDS = {"ddp": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}
-HYBRID = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
 
 
 def train_by(strategy: str, environment: dict[str, str], folder: Path) -> None:

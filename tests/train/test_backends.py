@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ from packtrain.model.forward import add_loss_sum
 from packtrain.model.load import check_positions
 from packtrain.packing.collate import IGNORE, label_positions
 from packtrain.packing.segments import Segments
-from packtrain.proof import isolation
+from packtrain.proof import isolation, mixer_search
 from packtrain.proof.choice import NotExact, choose_attention
 from packtrain.proof.comparison import evaluating
 from packtrain.proof.isolation import DOCUMENTS, TREE, check_causal_and_padding, find_leak, prove_isolation
+from packtrain.proof.mixer_search import mixing_of
 
 # two prompts, the first one shared twice and once more later, and a lone document; equal lengths, neighbours and not
 SHARED = Segments((13, 7, 7, 21, 5, 1, 13, 7), (None, 0, 0, None, 3, 3, None, 0))
@@ -141,6 +143,71 @@ def test_a_model_that_mixes_tokens_elsewhere_runs_by_its_mixers_and_is_exact(fam
             choose_attention("segmented", model, CPU)
         with pytest.raises(CheckFailed):
             attend_by(model, "sdpa_mask")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_where_attention_alone_mixes_tokens_no_module_is_wrapped(family: str) -> None:
+    model = tiny_model(family)
+    assert not mixing_of(model).mixers and mixing_of(model).attention == "segmented"
+    decision = choose_attention("mixers", model, CPU)
+    assert decision.kernel == "" and decision.proof is not None and decision.proof.verdict == "exact"
+
+
+@pytest.mark.parametrize("family", ["lfm2", "mamba"])
+@pytest.mark.parametrize(
+    ("weights", "autocast"), [(torch.bfloat16, None), (torch.float32, torch.bfloat16), (torch.float64, None)]
+)
+def test_mixers_are_found_in_any_format(family: str, weights: torch.dtype, autocast: torch.dtype | None) -> None:
+    model = tiny_model(family, **SMALL, **HYBRIDS[family])
+    expected = [mixer.name for mixer in mixing_of(model).mixers]
+    again = tiny_model(family, **SMALL, **HYBRIDS[family]).to(weights)
+    decision = choose_attention("auto", again, CPU, autocast=autocast, pairs=True)
+    assert decision.backend.name == "mixers" and [mixer.name for mixer in mixing_of(again).mixers] == expected
+    if weights == torch.float64:
+        assert_as_alone(again, row(DEEP), "mixers")
+
+
+def test_a_mixer_that_is_left_out_is_found_by_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mamba()
+    mixing = mixing_of(model)
+    monkeypatch.setitem(mixer_search._found, model, replace(mixing, mixers=mixing.mixers[:1]))
+    assert prove_isolation(model, "mixers").verdict == "leaks"
+    assert find_leak(model, "mixers") == ("backbone.layers.1.mixer", "MambaMixer")
+
+
+def test_a_model_that_counts_positions_itself_takes_rows_longer_than_its_table() -> None:
+    """roberta counts them from another number than 0."""
+    model = tiny_model("roberta", is_decoder=True, vocab_size=951, max_position_embeddings=64, num_hidden_layers=2)
+    assert [mixer.name for mixer in mixing_of(model).mixers] == ["roberta.embeddings"]
+    assert_as_alone(model, row(Segments((20, 61, 20, 1))), "mixers")
+
+
+class Remembering(torch.nn.Module):
+    """Adds the sum of all tokens before it, by a state that its model resets in each call."""
+
+    state: torch.Tensor | float = 0.0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        sums = self.state + hidden.cumsum(1)
+        self.state = sums[:, -1:].mean(0, keepdim=True)
+        return hidden + sums / 8
+
+
+def test_a_module_whose_state_outlives_its_call_runs_in_calls_of_the_whole_model() -> None:
+    """One batch of documents would begin with the state of another."""
+    model: Any = tiny_model("llama", num_hidden_layers=2)
+    module = model.model.layers[0].mlp = Remembering().eval()
+    model.model.register_forward_pre_hook(lambda *_: setattr(module, "state", 0.0))
+    decision = choose_attention("auto", model, CPU)
+    assert decision.backend.name == "per_document" and "differ from each alone" in dict(decision.rejected)["mixers"]
+    assert_as_alone(model, row(Segments((5, 9, 5, 1))), "per_document")
+
+
+def test_a_cache_carries_no_state_from_one_batch_of_documents_to_the_next() -> None:
+    """Models make one by default."""
+    model, batch = mamba(), row(DEEP)
+    with attending_by(model, "mixers"):
+        assert torch.equal(model(**batch, use_cache=True).logits, model(**batch, use_cache=False).logits)
 
 
 def test_a_label_of_what_is_shared_counts_once() -> None:

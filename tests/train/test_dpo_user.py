@@ -62,6 +62,14 @@ def trained(config: RunConfig, name: str, **groups: Any) -> Run:
     return train_here(replace(config, **groups), Path(config.trainer.output_dir).with_name(name))
 
 
+def test_a_hybrid_and_its_reference_round_alike(start: RunConfig) -> None:
+    """Modules that run per document are found once: under autocast a search on the reference might find others."""
+    hybrid = {**LLAMA, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+    start = replace(start, model=replace(start.model, config=hybrid))
+    run = trained(start, "hybrid", trainer=replace(start.trainer, max_steps=1, mixed_precision="bf16"))
+    assert run.summary["verify"]["backend"] == "mixers" and run.losses == pytest.approx([LN2], abs=1e-6)
+
+
 def against(reference: str) -> Objective:
     return Objective(kind="dpo", reference=reference)
 

@@ -79,6 +79,15 @@ def test_under_fsdp2_gradients_are_exchanged_once_a_step_where_they_fit(tmp_path
 
 
 @pytest.mark.exhaustive
+def test_under_fsdp2_a_hybrid_gathers_each_layer_once_and_not_once_a_document(tmp_path: Path) -> None:
+    """Otherwise processes, which have different numbers of documents, would wait for one another for ever."""
+    run = Runs(tmp_path).run(Cell("sft", "fsdp2", variant="hybrid"), "hybrid", begin=counting)
+    made = json.loads((run.folder / "calls.json").read_text())
+    # two layers and the rest in both passes
+    assert made["foreach_all_gather"] == 6 * made["micro-batches"] and "attention  mixers" in run.log
+
+
+@pytest.mark.exhaustive
 @needs("deepspeed")
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
 def test_gradients_of_bfloat16_weights_are_added_up_in_float32(tmp_path: Path, name: str) -> None:
