@@ -1,4 +1,4 @@
-"""Hybrid models packed: the modules that mix tokens once per document, beside the whole model once per document and padding.
+"""Hybrid models packed: mixers beside the whole model per document, and padding.
 
     python benchmarks/hybrids.py FAMILY [--documents 20-60] [--tokens 2048] [--repeat 3] [--padding 0.1] [--device cuda]
 
@@ -169,7 +169,7 @@ def contestants(model: PreTrainedModel, paddings: Sequence[float]) -> dict[str, 
 
 
 def seconds(model: PreTrainedModel) -> float:
-    """Seconds of the process so far: CPU time, or wall time once the GPU is done."""
+    """Seconds so far: CPU time, or wall time on a GPU."""
     if model.device.type == "cpu":
         return time.process_time()
     torch.cuda.synchronize()
