@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import pickle
 from dataclasses import replace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import EXPERTS, FAMILIES, break_borders, gradient, longrope_model, off, tiny_model, whole
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
@@ -208,6 +210,52 @@ def test_a_cache_carries_no_state_from_one_batch_of_documents_to_the_next() -> N
     model, batch = mamba(), row(DEEP)
     with attending_by(model, "mixers"):
         assert torch.equal(model(**batch, use_cache=True).logits, model(**batch, use_cache=False).logits)
+
+
+def test_a_small_leak_of_bfloat16_weights_is_one_too() -> None:
+    """Nothing moves a document by rounding: all shapes stay the same."""
+    model = mamba()
+    for layer in model.backbone.layers:
+        layer.mixer.out_proj.weight.data *= 0.02
+    model.to(torch.bfloat16)
+    proof = prove_isolation(model, "segmented")
+    assert 0 < proof.max_difference < proof.tolerance
+    assert proof.verdict == "leaks"
+    assert choose_attention("auto", model, CPU).backend.name in ("mixers", "per_document")
+
+
+def test_a_checkpoint_of_the_models_own_does_not_run_the_documents_of_a_row_together() -> None:
+    model = tiny_model("lfm2", **SMALL, **HYBRIDS["lfm2"])
+    layer = model.model.layers[0]
+    forward = layer.forward
+    layer.forward = lambda *given, **named: checkpoint(forward, *given, use_reentrant=False, **named)
+    with attending_by(model, "mixers"), pytest.raises(CheckFailed, match=r"\[foreign-checkpoint\]"):
+        model(**row(Segments((5, 7))), use_cache=False).logits.sum().backward()
+
+
+def test_a_copy_of_a_model_refuses_rows_that_it_would_not_keep_apart() -> None:
+    model = tiny_model("lfm2", **SMALL, **HYBRIDS["lfm2"])
+    with attending_by(model, "mixers"):
+        twin = copy.deepcopy(model)
+    with pytest.raises(CheckFailed, match=r"\[copy-with-segments\]"):
+        twin(**row(Segments((5, 7))))
+
+
+def test_a_module_that_runs_in_training_mode_alone_does_not_end_the_search() -> None:
+    model = tiny_model("lfm2", **SMALL, **HYBRIDS["lfm2"])
+    norm = model.model.layers[1].operator_norm
+    norm.extra = torch.nn.Conv1d(32, 32, 4)
+    forward, padding = norm.forward, torch.nn.functional.pad
+    norm.forward = lambda x: forward(x) + (norm.extra(padding(x.mT, (3, 0))).mT if norm.training else 0)
+    assert_as_alone(model, row(SHARED), "mixers")
+
+
+def test_a_layer_that_chooses_its_keys_is_not_flattened() -> None:
+    """MiniMax-M3 gives its attention function the blocks of keys, of which short documents have one."""
+    query = torch.randn(1, 2, 12, 4)
+    attend = AttentionInterface()["packtrain_segmented"]
+    with pytest.raises(CheckFailed, match=r"\[layer-chooses-keys\]"):
+        attend(torch.nn.Module(), query, query, query, None, segments=Segments((5, 7)), block_indices=torch.zeros(1))
 
 
 def test_a_label_of_what_is_shared_counts_once() -> None:
