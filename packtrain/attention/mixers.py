@@ -70,7 +70,7 @@ class Mixer:
 class Mixing:
     """How rows of a model run. `attention`: the backend that attends by segments, "" for the model's own attention.
 
-    Its own attention gets a mask of ones. Without one, transformers finds borders in the positions, but misses those of shared prefixes.
+    Its own attention gets a mask of ones. Without one, transformers finds borders in the positions, but not the borders of shared prefixes.
     `positions`: whether the model gets positions that restart in each document; else it counts them itself.
     """
 
@@ -145,7 +145,7 @@ _running: ContextVar[Running] = ContextVar("row that the model is running", defa
 
 @contextmanager
 def running(row: Running) -> Iterator[None]:
-    """Run mixers on the documents of `row` inside the block, or unchanged if there is none."""
+    """Run mixers on the documents of `row` inside the block."""
     token = _running.set(row)
     try:
         yield

@@ -194,7 +194,7 @@ def measure(
 
 @contextmanager
 def _routed(model: PreTrainedModel, routing: Routing, *, keep: bool = False) -> Iterator[None]:
-    """Record the routing of a call, or `keep` it: send all tokens to the same experts as in the recorded call.
+    """Record the routing of a call. With `keep`, send all tokens to the recorded experts.
 
     Hooks intercept the layer's call `experts(hidden [T, h], chosen [T, k], weights [T, k])`, as in transformers' models.
     """
@@ -364,7 +364,10 @@ def find_leak(
 def record_changed(
     model: PreTrainedModel, run: Callable[[np.ndarray], object]
 ) -> tuple[dict[str, ModuleCall], dict[str, ModuleCall]]:
-    """Record the calls for the middle document, and again with other outer documents, by the same experts."""
+    """Record the calls for the middle document, then with other outer documents.
+
+    The experts of all tokens stay the same.
+    """
     first, second = rows_that_differ(model)
     routing: Routing = {}
     with _routed(model, routing):

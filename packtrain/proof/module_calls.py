@@ -46,7 +46,7 @@ class ModuleCall(NamedTuple):
 def record_calls(
     model: nn.Module, run: Callable[[], object], lengths: Sequence[int], document: int
 ) -> dict[str, ModuleCall]:
-    """Run the model on a row, and record the calls by the names of the modules.
+    """Run the model on a row, and record the calls by module names.
 
     The row has documents of these `lengths`; only one `document` is recorded. The first call to return comes first: a module stands after the modules in it.
     """

@@ -1,4 +1,4 @@
-"""Hybrids whose kernels know where documents begin run packed without a wrapped module, and only if every kernel of theirs does.
+"""Hybrids run without mixers, exactly, if all their kernels know where documents begin.
 
 The stand-ins need a process of their own: transformers looks for the packages once, as it imports the code of a model.
 """
