@@ -175,7 +175,8 @@ def install(model: PreTrainedModel, mixing: Mixing, *, padding: float = PADDING,
     def forward(_: PreTrainedModel, *args: object, segments: Segments | None = None, **kwargs: object) -> object:
         was_packed[0] = segments is not None
         if segments is None:
-            return inner(*args, **kwargs)
+            with running("documents apart"), kept_for_recomputation(model, lambda: running("documents apart")):
+                return inner(*args, **kwargs)
         # a mixer gets documents already: kernels must not cut them again at the borders of the row
         unused = KERNEL_ARGUMENTS if mixing.positions else (*KERNEL_ARGUMENTS, "position_ids")
         call = {name: value for name, value in kwargs.items() if name not in unused}

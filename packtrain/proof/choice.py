@@ -60,8 +60,8 @@ def choose_attention(
 
     With `pairs` it also tries to share the prompts of preference pairs: the row TREE holds pairs and a document, and proves
     both at once. With `must_share`, `auto` prefers an exact backend that shares over a faster one that does not. `auto`
-    chooses by proofs, so it always proves; without `prove` a named backend is accepted unproved. Raises UserError if a named backend is not available,
-    NotExact if it is not exact, CheckFailed if no backend works.
+    chooses by proofs, so it always proves; without `prove` a named backend is accepted unproved. Raises UserError if a
+    named backend is not available, NotExact if it is not exact, CheckFailed if no backend works.
     """
     named, rejected, proof, leak = wanted != "auto", [], None, None
     unshared: AttentionChoice | None = None

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import flattened, segmented
-from packtrain.attention.backends import OWN_CODE, attend_by, attending_by
+from packtrain.attention.backends import OWN_CODE, attend_by, attending_by, attention_by
 from packtrain.attention.flattened import chunks
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.forward import add_loss_sum
@@ -231,6 +231,23 @@ def test_a_checkpoint_of_the_models_own_does_not_run_the_documents_of_a_row_toge
     layer.forward = lambda *given, **named: checkpoint(forward, *given, use_reentrant=False, **named)
     with attending_by(model, "mixers"), pytest.raises(CheckFailed, match=r"\[foreign-checkpoint\]"):
         model(**row(Segments((5, 7))), use_cache=False).logits.sum().backward()
+
+
+def test_a_padded_call_before_a_row_is_computed_again_as_it_was() -> None:
+    model = tiny_model("lfm2", **SMALL, **HYBRIDS["lfm2"]).train()
+    ids = row(Segments((12,)))["input_ids"].view(2, 6)
+
+    def loss() -> torch.Tensor:
+        padded = model(ids, use_cache=False).logits.square().sum()
+        return padded + model(**row(Segments((5, 7))), use_cache=False).logits.sum()
+
+    attention_by("mixers").install_when_packed(model)
+    loss().backward()
+    expected = gradient(model)
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss().backward()
+    assert off(gradient(model), expected) < 1e-6
 
 
 def test_a_copy_of_a_model_refuses_rows_that_it_would_not_keep_apart() -> None:
