@@ -1,4 +1,4 @@
-"""Kill runs at every kind of moment, start them again, and compare their weights with an undisturbed run.
+"""Kill runs at every kind of moment, start them again, and compare the weights.
 
     python benchmarks/crash.py                          # the table of RESULTS.md; half an hour on two idle cores
     python benchmarks/crash.py --short                  # a fixed sample of all kinds, as tests/train/test_resume.py has it

@@ -1,4 +1,6 @@
-"""Stand-ins for the kernels of hybrid models: the same signatures and demands, computed one document at a time by transformers' own functions.
+"""Stand-ins for the kernels of hybrid models, with the same signatures and demands.
+
+They compute one document at a time, by transformers' own functions.
 
 `sys.modules.update(PACKAGES)` installs them, for models whose code transformers has not imported yet.
 """

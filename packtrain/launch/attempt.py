@@ -1,4 +1,4 @@
-"""Use of a run folder: its lock, the user's files in it, and the files of an attempt.
+"""A launch in its run folder: the lock, the user's files, and its own files.
 
 Only one run at a time writes in a run folder: two would resume from each other's checkpoints, and both report success. The lock is on a
 file in logs/, which always belongs to the active run. The system releases it when the process ends for any reason. Machines that

@@ -417,7 +417,7 @@ def _stored(folder: Path, sizes: Sizes) -> Weights:
 def _weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder.
 
-    As in transformers, one file with all weights comes first, then the files in the index.
+    One file with all weights comes first, then the files in the index, as in transformers.
     """
     index = {} if (folder / "model.safetensors").is_file() else _read(folder / "model.safetensors.index.json")
     shards = index.get("weight_map")

@@ -35,8 +35,8 @@ _ATTACHMENTS = {
 _INTRODUCTION = """\
 # Architectures
 
-What packtrain does with every causal language model that transformers registers, when `model.attention` is `auto` and there
-is no GPU (on a GPU, `flash` comes before `segmented`). Each line is measured on a tiny random model: its losses and gradients
+This page says how packtrain runs every causal language model that transformers registers, if `model.attention` is `auto` and there
+is no GPU. (On a GPU, `flash` comes before `segmented`.) Each line is measured on a tiny random model: its losses and gradients
 in `padding`, `padding_free` and `packed` equal every document alone, to 1e-5 and 1e-4, or the type is refused.
 There is no list of names: the same proof runs on the loaded model before step 1. So a model that is not in this table, also
 from remote code, is treated by its behaviour.

@@ -117,7 +117,7 @@ def refuse_media(row: Row) -> None:
     """Raise BadRow for a row with a picture, a film or a sound."""
     if given := next((name for name in MEDIA if row.values.get(name)), None):
         fix = "If the text makes sense without it, remove the column."
-        raise BadRow("not text", "this row is not of text alone; packtrain trains on text", given, fix)
+        raise BadRow("not text", "this row has more than text; packtrain trains on text", given, fix)
 
 
 def refuse_unwanted(row: Row) -> None:

@@ -39,7 +39,7 @@ _PROBE_TOKENS = 64
 
 
 class SFTLoss(Loss):
-    """The loss of documents on `model`: Σ of token losses / trained tokens, and the routers' loss."""
+    """Loss of documents on `model`: Σ of token losses / trained tokens, and the routers' loss."""
 
     def __init__(self, setup: Setup, objective: Objective) -> None:
         super().__init__(setup, objective)
