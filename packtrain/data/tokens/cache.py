@@ -33,6 +33,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from packtrain.data.formats.columns import merge_uses
+from packtrain.data.pictures.picture import Picture
 from packtrain.errors import PeerFailed, Problem, UserError
 from packtrain.monitor.heartbeat import progress
 from packtrain.system import hash_of, publish, write_text
@@ -50,10 +51,14 @@ class DamagedStore(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Document with input_ids int32[n] and loss_mask bool[n], read-only. loss_mask[t]: token t is a trained target."""
+    """Document with input_ids int32[n] and loss_mask bool[n], read-only. loss_mask[t]: token t is a trained target.
+
+    `pictures` are in the order of their tokens.
+    """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
+    pictures: tuple[Picture, ...] = ()
 
 
 class Fate(NamedTuple):
