@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from packtrain.data.dataset import Document, Preference
 from packtrain.packing.pictures import Sight
-from packtrain.packing.prefixes import SharedRow
+from packtrain.packing.prefixes import SharedRow, outside_pictures
 from packtrain.packing.segments import Segments, SplitSegments, own_tokens, split_row
 
 ModelInputs = dict[str, Any]
@@ -215,14 +216,15 @@ def _list_documents(pairs: Sequence[Preference]) -> list[Document]:
 def _lay_out(documents: Sequence[Document], pairs: Sequence[int], *, shared: bool) -> tuple[Segments, list[np.ndarray]]:
     """Lay out documents as a row of T tokens. The two documents of a pair become neighbours.
 
-    `pairs` as in `collate_answers`. If `shared`, a prompt of two tokens or more stands in the row once, without its last token. Returns the
-    row's segments, and for each document the places of its tokens in the row.
+    `pairs` as in `collate_answers`. If `shared`, a prompt of two tokens or more stands in the row once, without its last token and up to
+    the first picture that differs. Returns the row's segments, and for each document the places of its tokens in the row.
     """
     groups = [(number, number + len(pairs)) for number in range(len(pairs))] or [(at,) for at in range(len(documents))]
     places: list[np.ndarray] = [np.zeros(0, np.int64)] * len(documents)
     lengths, prefixes, end = list[int](), list[int | None](), 0
     for group, prompt in zip(groups, pairs or [0] * len(groups), strict=True):
-        before, prefix = np.arange(end, end + (max(prompt - 1, 0) if shared else 0)), None
+        once = _shareable([documents[number] for number in group], prompt) if shared else 0
+        before, prefix = np.arange(end, end + once), None
         if len(before):
             prefix = len(lengths)
             lengths.append(len(before))
@@ -235,6 +237,13 @@ def _lay_out(documents: Sequence[Document], pairs: Sequence[int], *, shared: boo
             end += lengths[-1]
     sharing = any(prefix is not None for prefix in prefixes)
     return Segments(tuple(lengths), tuple(prefixes) if sharing else ()), places
+
+
+def _shareable(documents: Sequence[Document], prompt: int) -> int:
+    """Return how many tokens of the prompt the documents can share."""
+    alike = zip_longest(*(document.pictures for document in documents))
+    differ = [min(one.start for one in each if one) for each in alike if len({*each}) > 1]
+    return outside_pictures(documents[0], min([prompt - 1, *differ]))
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
