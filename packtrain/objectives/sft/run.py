@@ -24,7 +24,7 @@ from packtrain.model.load import base_model
 from packtrain.model.routers import router_loss, without_labels
 from packtrain.monitor.heartbeat import waiting
 from packtrain.objectives.answers import Inputs
-from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, on_device, shifted_labels
+from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, on_device
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.comparison import tolerance_of
 from packtrain.train.loader import MicroBatch, Steps
