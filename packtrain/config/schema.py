@@ -74,6 +74,12 @@ class Model:
         "it trains the same (docs/speed.md).",
     )
 
+    towers: Literal["frozen", "trained"] = advanced(
+        "frozen",
+        "Towers of a multimodal model (vision, audio) and their projector: kept as they came, or trained on pictures of the data.",
+        resume="decisive",
+    )
+
     @property
     def backend(self) -> Backend | None:
         """The declaration of the attention backend, None for auto."""
