@@ -1,4 +1,4 @@
-"""What the rule of tiny.py cannot know: types that need another value, and types that are no plain causal language model."""
+"""What the rule of tiny.py cannot know: types that need another value."""
 
 from __future__ import annotations
 
@@ -96,14 +96,3 @@ QUIRKS: dict[str, Quirk] = {
     "unlimited_ocr_sam_vision_model": _WIDE,
     "radio": Quirk("the model around it asks for it", {"video_temporal_patch_size": 2}),
 }  # fmt: skip
-
-_CODEBOOKS = "predicts several audio codes at a time, and its head is not made from its registered config"
-_DRAFTS = "drafts for a larger Gemma 4: it runs on that model's hidden states, keys and values, not on tokens"
-
-UNBUILDABLE: dict[str, str] = {
-    "gemma4_assistant": _DRAFTS,
-    "gemma4_unified_assistant": _DRAFTS,
-    "musicgen": _CODEBOOKS,
-    "musicgen_melody": _CODEBOOKS,
-}
-"""Types that cannot be trained as a plain causal language model, and why."""
