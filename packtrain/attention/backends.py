@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from packtrain.attention.forwards import (
     kept_for_recomputation,
+    language_part,
     replace_forward,
     rotate_by_document,
     uses_attention_interface,
@@ -108,8 +109,8 @@ class AttentionFunction(Attention):
         """See Attention."""
         undo = ExitStack()
         # no context manager: it would be undone when nobody keeps the undo function
-        undo.callback(model.set_attn_implementation, own_attention(model))
-        model.set_attn_implementation(self.implementation)
+        undo.callback(language_part(model).set_attn_implementation, own_attention(model))
+        language_part(model).set_attn_implementation(self.implementation)
         undo.callback(rotate_by_document(model))
         return undo.close
 
@@ -164,7 +165,7 @@ def serve(backend: Backend, model: PreTrainedModel, device: torch.device, dtype:
 
 def own_attention(model: PreTrainedModel) -> str:
     """Return the current attention implementation of `model`, by transformers' name."""
-    return str(model.config._attn_implementation)
+    return str(language_part(model).config._attn_implementation)
 
 
 def attend_by(model: PreTrainedModel, name: str) -> Undo:
@@ -214,12 +215,12 @@ def documents_alone(model: PreTrainedModel) -> AbstractContextManager[None]:
 @contextmanager
 def attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """Give `model` another attention implementation inside the block, by transformers' name."""
-    own = own_attention(model)
-    model.set_attn_implementation(implementation)
+    part, own = language_part(model), own_attention(model)
+    part.set_attn_implementation(implementation)
     try:
         yield
     finally:
-        model.set_attn_implementation(own)
+        part.set_attn_implementation(own)
 
 
 NEEDED = "does not have a deterministic implementation"

@@ -24,7 +24,13 @@ _CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 def uses_attention_interface(model: PreTrainedModel) -> bool:
     """Return whether transformers' `set_attn_implementation` can replace the attention function of `model`."""
-    return model._can_set_attn_implementation()
+    return language_part(model)._can_set_attn_implementation()
+
+
+def language_part(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of `model` that reads tokens. Its towers see no documents, and keep their own attention."""
+    part = model.get_decoder()
+    return part if isinstance(part, PreTrainedModel) else model
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., object]) -> Callable[[], None]:
