@@ -22,6 +22,8 @@ _TABLE = re.compile(r"MODEL_FOR_(\w+?)(_MAPPING)?_NAMES|(MODEL)_MAPPING_NAMES")
 _CODEBOOKS = "it predicts several audio codes at a time"
 _DRAFTS = "it drafts for a larger Gemma 4: it runs on that model's hidden states, keys and values, not on tokens"
 _PICTURE = "it takes a picture with every text"
+_SOUND = "it takes sound with every text"
+_SPEAKS = "it joins a model that answers with one that speaks. The first trains alone: save its `thinker`"
 _TWO_PARTS = "an encoder reads the input, and a decoder writes the answer"
 UNTRAINABLE = {
     "blip": _PICTURE,
@@ -35,14 +37,18 @@ UNTRAINABLE = {
     "instructblip": _PICTURE,
     "instructblipvideo": _PICTURE,
     "kosmos-2": _PICTURE,
+    "kyutai_speech_to_text": _SOUND,
     "musicgen": _CODEBOOKS,
     "musicgen_melody": _CODEBOOKS,
     "pi0": "it predicts movements of a robot, from its state",
     "pix2struct": _TWO_PARTS,
     "pp_formulanet": _TWO_PARTS,
+    "qwen2_5_omni": _SPEAKS,
+    "qwen3_omni_moe": _SPEAKS,
     "t5gemma2": _TWO_PARTS,
     "udop": _TWO_PARTS,
     "vision-encoder-decoder": _TWO_PARTS,
+    "voxtral_realtime": _SOUND,
 }
 """Types that transformers registers as language models and that do not train on text, and why."""
 PACKAGES = {"fast_vlm": "timm", "gemma3n": "timm", "inkling_mm_model": "scipy", "perception_lm": "timm"}

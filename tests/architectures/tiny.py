@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
+from packtrain.model.text_alone import let_run_text
 from packtrain.plan.model_types import UNTRAINABLE
 
 VOCABULARY, WINDOW, LONGEST = 128, 8, 256
@@ -87,6 +88,7 @@ def tiny_model(model_type: str, window: int = WINDOW) -> PreTrainedModel | Unbui
             noise = _STD * torch.randn_like(parameter)
             # scales stay near 1, nothing is equal
             parameter.copy_(noise if parameter.dim() >= 2 else parameter + noise)
+    let_run_text(model)
     return model.eval()  # no dropout
 
 
