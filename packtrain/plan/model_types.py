@@ -16,7 +16,10 @@ from typing import cast
 from packtrain.config.keys import suggest
 from packtrain.errors import Json, UserError
 
-_TRAINED = {False: ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"), True: ("SEQUENCE_CLASSIFICATION", "IMAGE_TEXT_TO_TEXT")}
+_TRAINED = {
+    False: ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"),
+    True: ("SEQUENCE_CLASSIFICATION", "IMAGE_TEXT_TO_TEXT"),
+}
 """Tables of types that train, by whether a model gives scores instead of answers."""
 _TABLE = re.compile(r"MODEL_FOR_(\w+?)(_MAPPING)?_NAMES|(MODEL)_MAPPING_NAMES")
 _CODEBOOKS = "it predicts several audio codes at a time"

@@ -82,6 +82,7 @@ QUIRKS: dict[str, Quirk] = {
     "glm4v_text": _three(2, 3, 3),
     "glm4v_moe_text": _three(1, 1, 2, partial_rotary_factor=0.5),
     "glm_ocr_text": _three(2, 3, 3),
+    "glm5_next_text": Quirk("chooses keys by groups, which divide what it chooses", {"index_kpool": 4}),
     "granite4_vision": Quirk("which layers get pictures has no default", {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2", "spatial_target_layers": [1, 1, 1, 1]}),
     "hunyuan_vl_text": _three(2, 2, 2, 2),
     "hy_v4_vl_text": _three(2, 3, 3),

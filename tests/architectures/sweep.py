@@ -137,7 +137,9 @@ def is_causal(model: PreTrainedModel) -> bool:
     """Whether neither what the later tokens are nor how many there are moves an output, while its own token does."""
     ids = torch.from_numpy(np.random.default_rng(1).integers(3, VOCABULARY, (1, 33)))
     changed = torch.cat([ids[:, :-1], 3 + (ids[:, -1:] - 2) % (VOCABULARY - 3)], dim=1)
-    whole, other, part = (unmasked(model(input_ids=row, use_cache=False).logits[0]) for row in (ids, changed, ids[:, :20]))
+    whole, other, part = (
+        unmasked(model(input_ids=row, use_cache=False).logits[0]) for row in (ids, changed, ids[:, :20])
+    )
     scale = whole.abs().max()
     content, number = (whole - other).abs().amax(dim=-1) / scale, (whole[:20] - part).abs().max() / scale
     tolerance = tolerance_of(torch.float32).outputs
@@ -147,7 +149,7 @@ def is_causal(model: PreTrainedModel) -> bool:
 @torch.no_grad()
 def fails_in_training(model: PreTrainedModel) -> str:
     """Why text alone is refused by a model in training mode, "" if it is not."""
-    ids = torch.arange(3, 40)[None]
+    ids = torch.arange(3, 43)[None]
     try:
         model.train()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     except Exception as error:

@@ -65,6 +65,11 @@ def whole_types() -> list[str]:
     return sorted(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
 
 
+def auto_class(model_type: str) -> type[AutoModelForCausalLM] | type[AutoModelForMultimodalLM]:
+    """What makes the whole model of a type, with its towers."""
+    return AutoModelForMultimodalLM if model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES else AutoModelForCausalLM
+
+
 def tiny_model(model_type: str, window: int = WINDOW) -> PreTrainedModel | Unbuildable:
     """A model of `model_type` in float32 and eval mode, with two to four layers of width 64 and a vocabulary of 128.
 
@@ -72,8 +77,7 @@ def tiny_model(model_type: str, window: int = WINDOW) -> PreTrainedModel | Unbui
     """
     if model_type in UNTRAINABLE:
         return Unbuildable(UNTRAINABLE[model_type])
-    auto = AutoModelForMultimodalLM if model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES else AutoModelForCausalLM
-    config = tiny_config(model_type, window)
+    config, auto = tiny_config(model_type, window), auto_class(model_type)
     try:
         with torch.device("meta"):
             parameters = sum(p.numel() for p in auto.from_config(config).parameters())
