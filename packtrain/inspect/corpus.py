@@ -100,10 +100,7 @@ class Corpus:
     @cached_property
     def pictures(self) -> np.ndarray:
         """Pictures of all documents, PICTURES[pictures], in the order of the documents."""
-        tables = [tabulate_pictures(store.pictures).copy() for store in self.stores]
-        for table, first in zip(tables, self.documents.first.tolist(), strict=False):
-            table["document"] += first
-        return np.concatenate(tables)
+        return tabulate_pictures((store.pictures, len(store)) for store in self.stores)
 
     @cached_property
     def picture_ids(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Pictures of the data: figures, thumbnails, and what the audit says of them."""
+"""Pictures as examples show them, and what the audit says of them."""
 
 from __future__ import annotations
 
@@ -80,27 +80,6 @@ def _are_scaled(corpus: Corpus, table: np.ndarray) -> np.ndarray:
     sizes, which = np.unique(table[["height", "width"]], return_inverse=True)
     scaled = [processor.scale(int(height), int(width)) != (height, width) for height, width in sizes.tolist()]
     return np.array(scaled)[which]
-
-
-def summarise_pictures(corpus: Corpus) -> Shown | None:
-    """Return figures on the pictures of data.train, with repetitions by weight. None without any."""
-    times = np.bincount(corpus.train.rows, minlength=len(corpus.documents))
-    table = corpus.pictures[times[corpus.pictures["document"]] > 0]
-    if not len(table):
-        return None
-    often, tokens = times[table["document"]], table["end"] - table["start"]
-    by_area = np.argsort(table["height"].astype(np.int64) * table["width"], kind="stable")
-    ends = {"smallest": 0, "median": len(by_area) // 2, "largest": -1}
-    total = int((often * tokens).sum())
-    return {
-        "number": int(often.sum()),
-        "different": len(np.unique(table["hash"])),
-        "documents": int(times[np.unique(table["document"])].sum()),
-        "tokens": total,
-        "share": round(total / corpus.train.report.tokens, 4),
-        "tokens_each": [int(tokens.min()), int(np.median(tokens)), int(tokens.max())],
-        "sizes": {name: [int(table[side][by_area[at]]) for side in ("width", "height")] for name, at in ends.items()},
-    }
 
 
 def show_picture(picture: Picture) -> Shown:

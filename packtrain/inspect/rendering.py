@@ -87,20 +87,6 @@ def remark_on_modes(data: Shown) -> list[str]:
     return remarks
 
 
-def describe_pictures(data: Shown) -> str:
-    """Say what pictures a summary's data has, "" without any."""
-    if (seen := data.get("pictures")) is None:
-        return ""
-    different = f" ({seen['different']:,} different)" if seen["different"] != seen["number"] else ""
-    least, median, most = (f"{tokens:,}" for tokens in seen["tokens_each"])
-    sizes = {name: "×".join(map(str, size)) for name, size in seen["sizes"].items()}
-    return (
-        f"{counted(seen['number'], 'pictures')}{different} in {counted(seen['documents'], 'documents')},"
-        f" {seen['tokens']:,} tokens ({percent(seen['share'])} of all; {least} to {most} each, median {median}),"
-        f" sizes {sizes['smallest']} to {sizes['largest']}, median {sizes['median']}"
-    )
-
-
 def templates_in(folder: Path, finalize: Callable[[object], object] | None = None) -> Environment:
     """Return jinja2's environment for the pages of a folder, with escaping. `finalize` changes each value."""
     made = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, finalize=finalize)
@@ -112,7 +98,6 @@ def templates_in(folder: Path, finalize: Callable[[object], object] | None = Non
 def _templates() -> Environment:
     made = templates_in(_HERE)
     made.filters |= {
-        "pictures": describe_pictures,
         "percent": percent,
         "number": lambda value: f"{value:,}",
         "counted": counted,
@@ -203,8 +188,8 @@ class DataTerminal:
         trained = f"{data['trained_tokens']:,} trained ({percent(data['trained_tokens'] / data['tokens'])})"
         self.say(f"{visible(', '.join(data['sources']))} ({data['format']})", "bold")
         self.say(f"{made} of {counted(data['rows'], 'rows')}, {data['tokens']:,} tokens, {trained}")
-        if pictures := describe_pictures(data):
-            self.say(pictures)
+        if pictures := data["pictures"]:
+            self.say(pictures["words"])
         cut = f"truncated {data['truncated']:,}, split {data['split']:,} ({data['cut_tokens']:,} tokens cut)"
         held_out = "" if data["held_out"] is None else f"; held out {counted(data['held_out'], data['unit'])}"
         self.say(f"{cut}; {count_dropped(data['dropped_for'])}{held_out}")

@@ -24,7 +24,7 @@ from packtrain.data.tokens.encode import TOO_LONG
 from packtrain.errors import UserError
 from packtrain.inspect.audit import audit, audit_json, rows_named, scan
 from packtrain.inspect.corpus import Corpus, estimate_attention_cost, find_places, open_corpus, schedule_of
-from packtrain.inspect.picture_facts import add_thumbnails, show_picture, summarise_pictures
+from packtrain.inspect.picture_facts import add_thumbnails, show_picture
 from packtrain.inspect.rendering import DataTerminal, Shown, data_page
 from packtrain.packing.schedule import Schedule
 from packtrain.wording import counted, shortened, visible, whole
@@ -64,7 +64,7 @@ def summarise(corpus: Corpus, processes: int) -> Shown:
         "unit": spec.examples,
         "tokens": report.tokens,
         "trained_tokens": report.trained_tokens,
-        "pictures": summarise_pictures(corpus),
+        "pictures": report.pictures and report.pictures.to_json(report.tokens),
         "held_out": None if corpus.eval is None else corpus.eval.report.documents // spec.documents,
         "sources": list(report.sources),
         "format": report.format,

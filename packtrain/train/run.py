@@ -283,6 +283,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     console.log_ways(log, frozen, split, prepared.compiled)
     console.log_steps(log, prepared, steps, evaluation)
     console.log_attention(log, base, prepared.backend)
+    console.log_pictures(log, prepared)
     if prove:
         with outputs_of_tokens(base):
             padded, autocast = prepared.backend is None, prepared.precision.autocast

@@ -8,7 +8,7 @@ pictures.bin   bytes        encoded pictures that rows or URLs held, each once
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -93,13 +93,22 @@ class Album(Sequence[tuple[Picture, ...]]):
         return Picture(name or str(self._folder / BYTES), **{field: int(row[field]) for field in _FIELDS})
 
 
-def tabulate_pictures(pictures: Sequence[tuple[Picture, ...]]) -> np.ndarray:
-    """Return the pictures of a store's documents as PICTURES[n]. Without an album names of files are left out."""
-    if isinstance(pictures, Album):
-        return pictures.index
-    placed = [(number, picture) for number, own in enumerate(pictures) for picture in own]
-    table = np.zeros(len(placed), PICTURES)
-    table["document"] = [number for number, _ in placed]
-    for field in _FIELDS:
-        table[field] = [getattr(picture, field) for _, picture in placed]
-    return table
+def tabulate_pictures(parts: Iterable[tuple[Sequence[tuple[Picture, ...]], int]]) -> np.ndarray:
+    """Return the pictures of several stores as PICTURES[n], documents counted through all. A part is (pictures, documents of the store).
+
+    Without an album names of files are left out.
+    """
+    tables, first = [np.empty(0, PICTURES)], 0
+    for pictures, documents in parts:
+        if isinstance(pictures, Album):
+            table = np.array(pictures.index)
+        else:
+            placed = [(number, picture) for number, own in enumerate(pictures) for picture in own]
+            table = np.zeros(len(placed), PICTURES)
+            table["document"] = [number for number, _ in placed]
+            for field in _FIELDS:
+                table[field] = [getattr(picture, field) for _, picture in placed]
+        table["document"] += first
+        tables.append(table)
+        first += documents
+    return np.concatenate(tables)
