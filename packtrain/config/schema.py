@@ -74,6 +74,12 @@ class Model:
         "it trains the same (docs/speed.md).",
     )
 
+    towers: Literal["frozen", "trained"] = advanced(
+        "frozen",
+        "Towers of a multimodal model (vision, audio) and their projector: kept as they came, or trained on pictures of the data.",
+        resume="decisive",
+    )
+
     @property
     def backend(self) -> Backend | None:
         """The declaration of the attention backend, None for auto."""
@@ -141,6 +147,11 @@ class Data:
         "auto",
         "Treatment of a document longer than data.max_length; auto splits running text, and truncates all else. "
         "Preference pairs are never split.",
+    )
+    max_picture_tokens: int | None = advanced(
+        None,
+        "Most tokens of a picture; larger ones are scaled down (docs/data.md). None for the model's own limit.",
+        minimum=1,
     )
     split_text: SplitText = advanced(
         "document",

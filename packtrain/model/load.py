@@ -7,11 +7,11 @@ bitsandbytes', fp8 is torchao's, only for weights. Output head and embeddings ar
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -19,11 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -45,6 +49,7 @@ from packtrain.model.adapters import (
     take_vocabulary,
 )
 from packtrain.model.layers import loop_over_experts
+from packtrain.model.text_alone import let_run_text
 from packtrain.model.weights import MTP, WeightFiles, judge, reading_files, source_of
 from packtrain.plan.known_model import EXPANDED, below_adapters, known_sizes, untrainable
 from packtrain.proof.isolation import max_positions
@@ -75,7 +80,7 @@ def check_before_loading(
         named = [key.split(".")[2] for key in despite if key.startswith("model.config.")]
         _check_keys(named, model_config, {*config.config, *_ROTARY_KEYS}, "trainer.resume_despite")
         with torch.device("meta"):
-            model = _auto_class(scores).from_config(model_config)
+            model = _auto_class(model_config, scores=scores).from_config(model_config)
     loop_over_experts(model, config.experts)
     if peft.kind == "lora" and config is adapted:
         fit_to_layers(model, peft)
@@ -105,7 +110,9 @@ def load_model(
         if config.init == "random":
             new = _config_of(config, tokenizer, scores=scores)
             dtype = None if config.dtype == "auto" else _DTYPES[config.dtype]
-            model = _auto_class(scores).from_config(new, dtype=dtype, trust_remote_code=config.trust_remote_code)
+            model = _auto_class(new, scores=scores).from_config(
+                new, dtype=dtype, trust_remote_code=config.trust_remote_code
+            )
         else:
             held = embeddings_in(str(adapted.path)) if config is not adapted else {}
             grown = bool(held) and known_sizes(config).get("vocab_size") not in held.values()
@@ -115,6 +122,7 @@ def load_model(
                 model = _load_pretrained(config, tokenizer, seed, scores=scores)
             take_vocabulary(model, held, str(adapted.path))
     keep_layout(model)
+    let_run_text(model)
     model = dequantized(model) if dequantize else model
     loop_over_experts(model, config.experts)
     rows = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
@@ -157,8 +165,15 @@ def _loading(config: Model, where: str) -> Iterator[None]:
         yield
 
 
-def _auto_class(scores: bool) -> type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]:
-    return AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+def _auto_class(config: PreTrainedConfig, *, scores: bool) -> type[_BaseAutoModelClass]:
+    """Return the loader of the class that `config` names. A multimodal model is loaded whole unless it names its text part."""
+    if scores:
+        return AutoModelForSequenceClassification
+    kind, named, own_code = type(config), config.architectures or [], getattr(config, "auto_map", None) or {}
+    of_text = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    whole = kind in MODEL_FOR_MULTIMODAL_LM_MAPPING and not (of_text and of_text.__name__ in named)
+    whole_code = "AutoModelForCausalLM" not in own_code and "AutoModelForImageTextToText" in own_code
+    return AutoModelForMultimodalLM if whole else AutoModelForImageTextToText if whole_code else AutoModelForCausalLM
 
 
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
@@ -195,6 +210,7 @@ def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> No
     if positions is not None and positions < longest:
         name = "max_position_embeddings" if hasattr(config, "max_position_embeddings") else "max_seq_len"
         what = f"the longest document has {longest} tokens, the model is made for {positions} positions"
+        name = name if config is model.config else f"text_config.{name}"
         fix = f"set data.max_length to {positions}, or model.config.{name} to what you want it to learn"
         raise UserError(what, where="data.max_length", fix=fix, code="too-few-positions")
 
@@ -213,7 +229,7 @@ def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: in
         place["quantization_config"] = quantization_config(config.quantize, cast(torch.dtype, computed))
     if of_gguf := "gguf_file" in place:
         dtype = torch.float32 if dtype == "auto" else dtype
-    model = _all_weights(seed, scores=scores, **place, dtype=dtype, config=model_config)
+    model = _all_weights(seed, model_config, scores=scores, **place, dtype=dtype)
     _judge_untaken(model, config, model_config.model_type, scores=scores, quantised=bool(own))
     if of_gguf:  # its weights are expanded, and it would refuse save_pretrained
         cast(HfQuantizer, _quantizer_of(model)).remove_quantization_config(model)
@@ -229,16 +245,17 @@ def _judge_untaken(model: PreTrainedModel, config: Model, named: str, *, scores:
     names, part, source = set[str](), model.config.model_type != named, cast(WeightFiles, source_of(model))
     if source.untaken:
         with suppress(Exception), torch.device("meta"):  # there may be no such model
-            names = {*_auto_class(not scores).from_config(model.config).state_dict()}
+            names = {*_auto_class(model.config, scores=not scores).from_config(model.config).state_dict()}
     fewer = any(re.search("layers?$", key) for key in config.config)
     judge(model, source, lambda name: fewer or name in names or (part and not MTP.search(name)), quantised=quantised)
 
 
-def _all_weights(seed: int, *, scores: bool, **arguments: object) -> PreTrainedModel:
+def _all_weights(seed: int, config: PreTrainedConfig, *, scores: bool, **arguments: object) -> PreTrainedModel:
     """Call `from_pretrained`. Raise UserError for weights missing or misshapen in the files: the library would draw them.
     The head of a causal language model that becomes a reward model is drawn from `seed`."""
-    read = cast(Callable[..., tuple[PreTrainedModel, dict[str, set]]], _auto_class(scores).from_pretrained)
-    model, info = read(**arguments, ignore_mismatched_sizes=True, output_loading_info=True)
+    auto_class = _auto_class(config, scores=scores)
+    read = cast(Callable[..., tuple[PreTrainedModel, dict[str, set]]], auto_class.from_pretrained)
+    model, info = read(**arguments, config=config, ignore_mismatched_sizes=True, output_loading_info=True)
     lacking = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
     if scores and lacking == {f"{SCORE_HEAD}.weight"} and not is_reward_model(model.config):
         new_score(model, seed)
@@ -299,12 +316,30 @@ def _config_of(config: Model, tokenizer: PreTrainedTokenizerBase, *, scores: boo
 
 def _saved_config(config: Model) -> PreTrainedConfig:
     model_config = AutoConfig.from_pretrained(**location(cast(str, config.path), config))
-    _check_keys(config.config, model_config)
     if config.init == "random":
-        return type(model_config).from_dict({**model_config.to_dict(), **config.config})
-    for name, value in config.config.items():
-        setattr(model_config, name, value)
+        _check_keys(config.config, model_config)
+        return type(model_config).from_dict(_merged(model_config.to_dict(), config.config))
+    _set_keys(model_config, config.config)
     return model_config
+
+
+def _set_keys(config: PreTrainedConfig, values: Mapping[str, object], place: str = "model.config") -> None:
+    """Set keys of `config`, and of the configs in it. Raises UserError for unknown ones."""
+    _check_keys(values, config, place=place)
+    for name, value in values.items():
+        inner = getattr(config, name, None)
+        if isinstance(inner, PreTrainedConfig) and isinstance(value, Mapping):
+            _set_keys(inner, cast(Mapping[str, object], value), f"{place}.{name}")
+        else:
+            setattr(config, name, value)
+
+
+def _merged(old: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `old` with the values of `new`, also in configs within configs."""
+    inner = {
+        name: _merged(old[name], value) for name, value in new.items() if name.endswith("_config") and old.get(name)
+    }
+    return {**old, **new, **inner}
 
 
 def _new_config(overrides: dict[str, object], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -315,12 +350,21 @@ def _new_config(overrides: dict[str, object], tokenizer: PreTrainedTokenizerBase
         raise UserError(what, where="model.config.model_type", fix=fix, code="unknown-model-type")
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     defaults = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **special}
-    plain = CONFIG_MAPPING[model_type]()
+    plain = cast(PreTrainedConfig, CONFIG_MAPPING[model_type]())
     _check_keys(overrides, plain, _ROTARY_KEYS if hasattr(plain, "rope_parameters") else ())
-    return CONFIG_MAPPING[model_type](**{**defaults, **overrides})
+    part = next((name for name in plain.sub_configs if getattr(plain, name, None) is plain.get_text_config()), None)
+    if part is not None:  # the text part of a multimodal model
+        defaults = {part: {**defaults, **cast(dict[str, object], overrides.get(part, {}))}}
+    return CONFIG_MAPPING[model_type](**{**defaults, **overrides, **(defaults if part else {})})
 
 
-def _check_keys(names: Iterable[str], config: PreTrainedConfig, taken: Iterable[str] = (), where: str = "") -> None:
+def _check_keys(
+    names: Iterable[str],
+    config: PreTrainedConfig,
+    taken: Iterable[str] = (),
+    where: str = "",
+    place: str = "model.config",
+) -> None:
     """Raise UserError for keys of model.config that neither `config` nor `taken` has. transformers would ignore them."""
     known, problems = {*config.to_dict(), *config.attribute_map, *taken}, []
     parts = [f"model.config.{part}" for part in ("rope_parameters", "text_config") if hasattr(config, part)]
@@ -328,7 +372,7 @@ def _check_keys(names: Iterable[str], config: PreTrainedConfig, taken: Iterable[
     for name in (name for name in names if name not in known):
         what = f"the config of a {config.model_type} model has no {name!r}"
         fix = elsewhere if name in _ROTARY_KEYS else suggest(name, known, elsewhere)
-        problems.append(Problem(what, where or f"model.config.{name}", fix, code="unknown-model-key"))
+        problems.append(Problem(what, where or f"{place}.{name}", fix, code="unknown-model-key"))
     if problems:
         raise UserError(problems)
 

@@ -31,6 +31,8 @@ TABLE = r"""
 [by-document-sharded] model.backend.by_document strategy.spec.shards_weights
     {model.attention} calls the model once per document, and under {strategy.name} all processes must call it together
     → Choose strategy=zero2, or packing.mode=padding with model.attention=auto.
+[towers-beside-adapters] model.towers=trained because !peft.kind=none
+    adapters are trained in place of weights → Name layers of the tower in peft.target_modules, or peft.modules_to_save.
 
 # data
 [no-data] data.train=null|[] | there is nothing to train on → Set it to a file, a folder, or a hub id.

@@ -3,7 +3,7 @@
 A group of optim.groups whose share of the learning rate is 0 is frozen before anything is made from the model: no gradient, no state, no
 exchange. Weights that text does not reach (vision towers, indexers that only choose keys) are frozen too: they get no gradient, and DDP
 fails in its second step. A backward pass over one token finds them. If it misses some weights, a second pass over a long document
-follows: some weights matter only from a certain length on.
+follows: some weights matter only from a certain length on. With model.towers=trained, a document with a picture follows.
 """
 
 from __future__ import annotations
@@ -115,8 +115,10 @@ def _group_of(name: str, groups: Sequence[WeightGroup]) -> WeightGroup | None:
     return next((group for group in groups if re.search(group.match, name)), None)
 
 
-def freeze_unreached(model: PreTrainedModel, longest: int, autocast: torch.dtype | None) -> tuple[str, bool]:
-    """Freeze trained weights that no document of up to `longest` tokens reaches.
+def freeze_unreached(
+    model: PreTrainedModel, longest: int, autocast: torch.dtype | None, seen: Batch | None = None
+) -> tuple[str, bool]:
+    """Freeze trained weights that no document of up to `longest` tokens reaches, nor `seen`, a batch with a picture.
 
     All ranks find the same weights. Return the frozen ones in words, and whether others get a gradient in some batches only. Raises UserError
     if no weight is left.
@@ -125,6 +127,9 @@ def freeze_unreached(model: PreTrainedModel, longest: int, autocast: torch.dtype
     missed = never = weights.keys() - _reached(base_model(model), weights, 1, autocast)
     if missed:
         never = missed - _reached(base_model(model), weights, min(longest, 2048), autocast)  # more is slow on a CPU
+    if seen is not None:  # every micro-batch has a picture then
+        never = never - _reached(base_model(model), weights, seen, autocast)
+        missed = never
     places = {name: [*accumulate(name.split("."), "{}.{}".format)] for name in weights}
     reached = {place for name in weights.keys() - never for place in places[name]}
     lists = {place for place, one in model.named_modules() if isinstance(one, nn.ModuleList | nn.ModuleDict)} & reached
@@ -157,11 +162,14 @@ def reduce_unreached(model: PreTrainedModel, ranks: Ranks, at_times: bool) -> No
 
 
 def _reached(
-    base: PreTrainedModel, weights: dict[str, nn.Parameter], tokens: int, autocast: torch.dtype | None
+    base: PreTrainedModel, weights: dict[str, nn.Parameter], given: int | Batch, autocast: torch.dtype | None
 ) -> set[str]:
-    """Return the names of the `weights` that the outputs of one document depend on."""
-    ids, found = torch.from_numpy(random_ids(base, Segments((tokens,)))[:1]), set[int]()
-    batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    """Return the names of the `weights` that the outputs of a batch depend on: a document of `given` tokens, or the batch `given`."""
+    found = set[int]()
+    if isinstance(given, int):
+        ids = torch.from_numpy(random_ids(base, Segments((given,)))[:1])
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch: Batch = {**given}
 
     def note(weight: torch.Tensor) -> None:
         found.add(id(weight))
