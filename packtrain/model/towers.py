@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from packtrain.attention.forwards import language_part
+from packtrain.attention.forwards import language_model
 
 _SEES = re.compile("vision|audio|vq")
 """Keys of the configs of towers, in the config of a whole model."""
@@ -21,7 +21,7 @@ _SEES = re.compile("vision|audio|vq")
 
 def towers_of(model: PreTrainedModel) -> list[str]:
     """Return the names of the outermost modules that see or hear: towers and their projectors. A model of text has none."""
-    part, head = language_part(model), model.get_output_embeddings()
+    part, head = language_model(model), model.get_output_embeddings()
 
     def beside(module: nn.Module, place: str) -> list[str]:
         found = list[str]()

@@ -24,9 +24,9 @@ from packtrain.objectives.spec import CHECKED_LOGITS, COMPARED_PAIRS, HEAD_CHUNK
 from packtrain.optimizers import STEPPED
 from packtrain.plan.known_model import (
     SCORE,
+    TOWERS,
     Layers,
     Shapes,
-    TOWERS,
     adapter_shapes,
     is_adapted,
     plan_precision,
