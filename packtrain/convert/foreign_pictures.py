@@ -1,4 +1,4 @@
-"""Settings of models with pictures: what they train, and how large pictures are."""
+"""Settings of models with pictures: trained parts, and sizes of pictures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ VIDEOS = re.compile("video|audio|tts|speech_asr", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a model: a pattern of its weights' names, the switches that freeze it, and its own learning rate."""
+    """A part of a model.
+
+    `match` is found in the names of its weights. `switches` freeze it, `rate` is its own learning rate.
+    """
 
     match: str
     switches: tuple[str, ...]
@@ -43,13 +46,13 @@ _VARIABLES = ("ROOT_IMAGE_DIR", "MAX_NUM", "MIN_PIXELS", "IMAGE_MIN_TOKEN_NUM", 
 
 
 def with_variables(file: Foreign) -> Foreign:
-    """Return the file with the variables as settings by which ms-swift sizes pictures. Later ones win."""
+    """Add the variables that size pictures in ms-swift to the settings. Later ones win."""
     given = {name: file.environment[name] for name in _VARIABLES if name in file.environment}
     return replace(file, values={**given, **file.values})
 
 
 def towers(part: str, value: Value, theirs: Theirs) -> Outcome:
-    """Convert a switch or the learning rate of a part: what is trained of tower, projector and language model."""
+    """Convert a switch or the learning rate of a part. All parts together make our keys."""
     scales = {name: _scale(one, theirs) for name, one in _PARTS.items()}
     if (tuner := theirs.get("train_type", "sft_type", "tuner_type", "finetuning_type")) != "full":
         why = "adapters are on the language model, unless peft.target_modules names layers of the tower"
@@ -65,7 +68,7 @@ def towers(part: str, value: Value, theirs: Theirs) -> Outcome:
 
 
 def _scale(part: _Part, theirs: Theirs) -> float:
-    """Return the learning rate of a part as a multiple of the run's; 0: it is frozen."""
+    """Return a part's learning rate as a multiple of the run's; 0 if it is frozen."""
     given = theirs.get(*part.switches)
     if part.is_frozen if given is None else is_on(given):
         return 0
@@ -73,7 +76,7 @@ def _scale(part: _Part, theirs: Theirs) -> float:
 
 
 def picture_tokens(value: Value, theirs: Theirs) -> Outcome:
-    """Convert the most pixels of a picture to tokens, for models with one token for each square of pixels."""
+    """Convert the most pixels of a picture to tokens, if a token is a square of pixels."""
     model = theirs.get("model", "model_name_or_path")
     config = theirs.file.settings_of(f"{model}/preprocessor_config.json")
     named = f"{model} {theirs.get('template')}"

@@ -1,4 +1,4 @@
-"""The examples of docs/pictures.md are read as they stand there."""
+"""The examples of docs/pictures.md are read without a change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs for models with pictures: examples as they stand in the repositories of the other trainers."""
+"""Configs for models with pictures, copied from the repositories of other trainers."""
 
 from __future__ import annotations
 
