@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from packtrain.errors import CheckFailed
+from packtrain.packing.collate import KERNEL_ARGUMENTS
 
 _CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Attributes of layers that hold their recomputing function: transformers' own, and torch's wrapper, which FSDP puts around layers."""
@@ -78,6 +79,23 @@ def kept_for_recomputation(model: nn.Module, around: Callable[[], ContextDecorat
     finally:
         for module, name, checkpoint in own:
             setattr(module, name, checkpoint)
+
+
+def spare_towers(model: PreTrainedModel) -> Callable[[], None]:
+    """Keep the arguments of a row from the towers: their tokens are patches. Returns the undo function."""
+    decoder = model.get_decoder() if model.config.get_text_config() is not model.config else model
+    holder = next((part for part in model.modules() if any(child is decoder for child in part.children())), None)
+    undo = ExitStack()
+    for tower in [] if holder is None else holder.children():
+        if tower is not decoder:
+            undo.callback(tower.register_forward_pre_hook(_without_row, with_kwargs=True).remove)
+    return undo.close
+
+
+def _without_row(
+    _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    return args, {name: value for name, value in kwargs.items() if name not in ("segments", *KERNEL_ARGUMENTS)}
 
 
 def rotates_by_length(module: nn.Module) -> bool:

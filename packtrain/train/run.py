@@ -268,7 +268,9 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     preparation.spread_model(prepared)
     preparation.settle_attention(prepared)
     split = preparation.settle_split(prepared)
-    frozen, at_times = freeze_unreached(model, prepared.longest, prepared.precision.autocast)
+    frozen, at_times = freeze_unreached(
+        model, prepared.longest, prepared.precision.autocast, preparation.picture_batch(prepared)
+    )
     reduce_unreached(model, ranks, at_times)
     steps = _training_steps(run)
     evaluation = {name: prepared.steps(part, evaluation=True) for name, part in data.sets.items()}
