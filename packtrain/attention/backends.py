@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from packtrain.attention.forwards import (
     kept_for_recomputation,
+    language_model,
     replace_forward,
     rotate_by_document,
     spare_towers,
@@ -181,10 +182,8 @@ def _set_attention(model: PreTrainedModel, implementation: str) -> None:
 
 def _text_configs(model: PreTrainedModel) -> list[Any]:
     """Return the configs that layers of text read: all configs of a model without towers."""
-    own = model.config.get_text_config()
-    decoder = model if own is model.config else model.get_decoder()
-    parts = [part.config for part in decoder.modules() if isinstance(part, PreTrainedModel)]
-    return [*{id(config): config for config in (own, *parts)}.values()]
+    parts = [part.config for part in language_model(model).modules() if isinstance(part, PreTrainedModel)]
+    return [*{id(config): config for config in (model.config.get_text_config(), *parts)}.values()]
 
 
 def attend_by(model: PreTrainedModel, name: str) -> Undo:

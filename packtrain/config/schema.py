@@ -148,7 +148,7 @@ class Data:
         "Treatment of a document longer than data.max_length; auto splits running text, and truncates all else. "
         "Preference pairs are never split.",
     )
-    max_picture_tokens: int | None = key(
+    max_picture_tokens: int | None = advanced(
         None,
         "Most tokens of a picture; larger ones are scaled down (docs/data.md). None for the model's own limit.",
         minimum=1,

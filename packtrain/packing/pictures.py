@@ -20,6 +20,7 @@ from torch import nn
 
 from packtrain.data.pictures.picture import Picture
 from packtrain.data.tokens.cache import Document
+from packtrain.errors import UserError
 from packtrain.packing.segments import PlacedPicture, TwoWay
 
 if TYPE_CHECKING:
@@ -69,11 +70,17 @@ class Sight:
 
     @classmethod
     def of(cls, model: PreTrainedModel, reader: PictureReader, tokens: Sequence[int] = ()) -> Sight:
-        """Return the sight of a loaded model. `tokens`: the processor's `image_token_ids`, by default those of the config."""
+        """Return the sight of a loaded model. `tokens`: the processor's `image_token_ids`, by default those of the config.
+
+        Raises UserError for a model that also sees its text both ways: it cannot learn to write.
+        """
         config: Any = model.config
+        both_ways = getattr(config.get_text_config(), "use_bidirectional_attention", None)
+        if both_ways in (True, "all"):
+            what = f"{type(model).__name__} sees the text before an answer both ways, which training with pictures does not support"
+            raise UserError(what, where="model.path", fix="take another model", code="text-both-ways")
         ids = tuple(tokens) or tuple(getattr(config, name) for name in _PLACEHOLDERS if hasattr(config, name))
-        is_two_way = getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
-        two_way = _TWO_WAY.get(config.model_type) if is_two_way or config.model_type == "gemma3" else None
+        two_way = _TWO_WAY.get(config.model_type) if both_ways == "vision" or config.model_type == "gemma3" else None
         rotary = next(((type(part), part.config) for part in model.modules() if hasattr(part, "get_rope_index")), None)
         return cls(reader, frozenset(inspect.signature(type(model).forward).parameters), ids, two_way, rotary=rotary)
 

@@ -84,6 +84,17 @@ def naflex(config: Any, height: int, width: int, draw: torch.Generator) -> Pixel
     return {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": torch.tensor([[rows, columns]])}
 
 
+def placed_patches(config: Any, height: int, width: int, draw: torch.Generator) -> Pixels:
+    """Gemma 4's patches with their places, padded to a fixed number."""
+    vision, most = config.vision_config, 36
+    rows, columns = 3 * height, 3 * width
+    pixels = torch.zeros(1, most, 3 * vision.patch_size**2)
+    pixels[0, : rows * columns] = torch.rand(rows * columns, pixels.shape[2], generator=draw)
+    places = torch.full((1, most, 2), -1)
+    places[0, : rows * columns] = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)
+    return {"pixel_values": pixels, "image_position_ids": places}
+
+
 @dataclass(frozen=True)
 class Family:
     """A tiny config, and how its pictures are drawn."""
@@ -138,9 +149,19 @@ FAMILIES = {
         {
             "text_config": TEXT | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
             "vision_config": VIT,
-            "mm_tokens_per_image": 4,
+            "mm_tokens_per_image": 16,
         },
         square,
+    ),
+    "gemma4": Family(
+        {
+            "text_config": TEXT
+            | {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8}
+            | {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+            "vision_config": VIT | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64},
+            "audio_config": None,
+        },
+        placed_patches,
     ),
     "internvl": Family(
         {
