@@ -89,7 +89,9 @@ def test_a_converted_config_trains_on_pictures_what_its_trainer_would(
     (tmp_path / name).write_text(text)
     packtrain("convert", name, "-o", "ours.yaml", cwd=tmp_path)
     keys = ["data.columns.images=shown"] if "sft_vlm" in text else []
-    packtrain("sft", "ours.yaml", "trainer.max_steps=1", "optim.warmup_steps=0", *keys, cwd=tmp_path)
+    packtrain(
+        "sft", "ours.yaml", "trainer.max_steps=1", "optim.warmup_steps=0", "data.cache_dir=cache", *keys, cwd=tmp_path
+    )
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["data"]["documents"]) == ("done", 1, 8)
     trainer = request.node.callspec.id
