@@ -17,15 +17,13 @@ from packtrain.attention.over_ranks import KEY as SPLIT_KEY
 from packtrain.attention.over_ranks import open_group
 from packtrain.changes.spec import Situation, check_changes
 from packtrain.config.schema import RunConfig
-from packtrain.data.dataset import Document, PairDataset, has_pictures_in, make_mixture
-from packtrain.data.pictures.pixels import PictureReader
-from packtrain.data.pictures.processor import PictureProcessor
+from packtrain.data.dataset import make_mixture
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.streaming import open_stream
 from packtrain.data.tokens.chat_template import give_template
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, Json, UserError, boundary
-from packtrain.model.forward import Batch, outputs_of_tokens
+from packtrain.model.forward import outputs_of_tokens
 from packtrain.model.layers import check_offload, compile_layers
 from packtrain.model.load import base_model, check_before_loading, load_model
 from packtrain.model.precision import Precision, decide_precision
@@ -33,7 +31,6 @@ from packtrain.model.spread import Ranks, max_over_ranks, placement_of, reading_
 from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.objectives.spec import OBJECTIVES
 from packtrain.packing.balance import choose_ranks_per_row
-from packtrain.packing.collate import collate_padded
 from packtrain.packing.pictures import Sight
 from packtrain.packing.prefixes import index_prefixes
 from packtrain.packing.schedule import make_schedule, stage
@@ -46,9 +43,6 @@ from packtrain.train.optim.dither import Dither, exact_in_bfloat16, rounded_weig
 from packtrain.train.optim.weight_groups import freeze
 from packtrain.train.preflight import why_not_split
 from packtrain.train.sync import Peers, agree_on_data, agree_on_model, on_all_or_none, preparing_s
-
-_BLANK = 56, 56
-"""Height and width of a blank picture."""
 
 
 @dataclass(slots=True)
@@ -167,40 +161,7 @@ def load(run: Prepared) -> None:
     run.model = on_all_or_none(run.peers if mesh else None, "loaded", read, timeout_s=limit_s)
     freeze(run.model, config.optim.groups)
     agree_on_model(run.peers, run.model, timeout_s=limit_s)
-    run.sight = _sight_of(run)
     run.attention = own_attention(base_model(run.model))
-
-
-def _sight_of(run: Prepared) -> Sight | None:
-    """Return what the model needs to see the pictures of the data, None without pictures. Raises UserError for a model that takes none."""
-    model, base, streamed = run.config.model, base_model(run.model), run.data.stream is not None
-    trains, parts = model.towers == "trained", (run.data.train, run.data.eval)
-    has_pictures = any(has_pictures_in(part) for part in parts if part is not None)
-    processor = PictureProcessor(model, run.config.data.max_picture_tokens)
-    if not (has_pictures or (streamed and processor.content)):
-        if trains:
-            fix = "Leave it out, or give data with pictures (docs/pictures.md)."
-            raise UserError("no document has a picture", where="model.towers", fix=fix, code="towers-without-pictures")
-        return None
-    sight = Sight.of(base, PictureReader(processor), processor.tokens)
-    if "pixel_values" not in sight.takes:
-        if streamed and not has_pictures:
-            return None
-        what = f"the data has pictures, and {type(base).__name__} takes none"
-        fix = "Name a model whose config.json names a class that sees, or take the pictures out."
-        raise UserError(what, where="model.path", fix=fix, code="model-sees-nothing")
-    # all processes run sharded towers together, and train them alike
-    return replace(sight, blank=processor.document(*_BLANK)) if trains or run.ranks.sharded else sight
-
-
-def picture_batch(run: Prepared) -> Batch | None:
-    """Return a padded batch of the first document with a picture, without labels; None unless towers are trained."""
-    if run.sight is None or run.config.model.towers == "frozen":
-        return None
-    documents = run.data.train.documents if isinstance(run.data.train, PairDataset) else run.data.train
-    first = next((one for one in map(documents.__getitem__, range(len(documents))) if one.pictures), run.sight.blank)
-    batch = collate_padded([cast(Document, first)], 0, run.sight)
-    return {name: value for name, value in batch.items() if name != "shift_labels"}
 
 
 def settle_precision(run: Prepared, recorded: Json) -> None:

@@ -176,9 +176,10 @@ class PictureProcessor:
         return tuple(cast(Any, self._loaded).image_token_ids)
 
     def document(self, height: int, width: int) -> Document:
-        """Return a document that is a black picture of this size, without targets."""
+        """Return a document that is a drawn picture of this size, without targets."""
         ids = self._loaded.tokenizer(self.text_of(height, width), add_special_tokens=False)["input_ids"]
-        Image.new("RGB", (width, height)).save(drawn := io.BytesIO(), "png")
+        colours = np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(colours).save(drawn := io.BytesIO(), "png")
         content, inside = drawn.getvalue(), np.flatnonzero(np.isin(ids, self.tokens))
         picture = Picture("", 0, len(content), height, width, int(inside[0]), int(inside[-1]) + 1, content=content)
         return Document(np.array(ids, np.int32), np.zeros(len(ids), bool), (picture,))
