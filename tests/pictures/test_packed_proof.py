@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from packed import seeing
@@ -24,11 +26,13 @@ def exhibited(family: str):
     return model, exhibits
 
 
+@pytest.mark.sample("qwen3_vl", "qwen3_5", "llava_next", "mistral3", "gemma3", "gemma4")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_best_backend_of_each_family_is_proved_with_pictures(family):
     model, exhibits = exhibited(family)
     decision = choose_attention("auto", model, CPU, exhibits=exhibits)
     assert decision.backend.name == BEST.get(family, "segmented")
+    assert not any("vis" in word for word in decision.kernel.split())
     assert decision.pictures is not None and decision.pictures.verdict == "exact"
     assert {changed for changed, _ in decision.pictures.moved} == {0, 1, 2}
     check_pictures(model, exhibits, padding=True)
@@ -50,6 +54,14 @@ def test_a_tower_that_mixes_pictures_is_found():
     with pytest.raises(NotExact, match="with pictures"):
         choose_attention("segmented", model, CPU, exhibits=exhibits)
     assert choose_attention("auto", model, CPU, exhibits=exhibits).backend.name == "per_document"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_a_rule_that_is_missing_is_found(family):
+    """Pictures that are seen both ways in a type that nobody listed."""
+    model, exhibits = exhibited(family)
+    unknown = replace(exhibits, sight=replace(exhibits.sight, two_way=None))
+    assert choose_attention("auto", model, CPU, exhibits=unknown).backend.name == "per_document"
 
 
 def test_pictures_that_change_nothing_prove_nothing():

@@ -27,7 +27,7 @@ from packtrain.config.schema import Model
 from packtrain.data.pictures.picture import Picture
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens.cache import Document
-from packtrain.data.tokens.pretrained import hub, load_tokenizer, location
+from packtrain.data.tokens.pretrained import find_files, hub, load_tokenizer, location
 from packtrain.errors import UserError
 from packtrain.plan.known_model import below_adapters
 from packtrain.system import holding
@@ -62,7 +62,7 @@ class PictureProcessor:
     def __getstate__(self) -> dict[str, object]:
         return {"model": self.model, "max_tokens": self.max_tokens}
 
-    @property
+    @cached_property
     def content(self) -> str:
         """Return a hash of the processor's settings; "" for a model without one."""
         files = [file.read_bytes() for file in _find_files(self.model)]
@@ -206,19 +206,7 @@ def _without_pixels(image: np.ndarray, size: tuple[int, int], **_: object) -> np
 def _find_files(model: Model) -> list[Path]:
     """Return the files of FILES that the model has."""
     model = below_adapters(model)
-    if model.path is None:
-        return []
-    folder = Path(model.path).expanduser()
-    if folder.exists():
-        return [folder / name for name in FILES if (folder / name).is_file()]
-    from transformers.utils import cached_file
-
-    with hub(model.path):
-        absent = {
-            f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "gated_repo", "connection_errors")
-        }
-        found = [cached_file(model.path, name, revision=model.revision or "main", **absent) for name in FILES]
-    return [Path(name) for name in found if name]
+    return [] if model.path is None else find_files(FILES, model.path, model)
 
 
 def load_processor(model: Model, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
@@ -269,6 +257,8 @@ def _load(
 ) -> ProcessorMixin | BadRow:
     """Load a processor once in this process; return the reason if the model has none."""
     model = Model(path=path, tokenizer=tokenizer, revision=revision, trust_remote_code=trust_remote_code)
+    from transformers import ProcessorMixin
+
     reason, fix = "no image processor", "Train a model that takes pictures, or take them out of the data."
     if not _find_files(model):
         what = f"{path or 'the model'} takes no pictures: it has no {FILES[0]}"
@@ -278,6 +268,7 @@ def _load(
     except Exception as error:  # of transformers, or of the model's own code
         what = f"the processor of {path} cannot be loaded: {first_line(error)}"
         return BadRow(reason, what, fix="Install what it names; or take the pictures out.")
-    if not (hasattr(loaded, "image_processor") and getattr(loaded, "image_token", None)):
-        return BadRow(reason, f"{path} has no image processor with a placeholder of its own", fix=fix)
+    base = ProcessorMixin.replace_image_token
+    if not getattr(loaded, "image_token", None) or type(loaded).replace_image_token is base:
+        return BadRow(reason, f"the processor of {path} ({type(loaded).__name__}) writes no text for pictures", fix=fix)
     return loaded
