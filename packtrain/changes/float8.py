@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from packtrain.changes.spec import Change, Proposal, Situation
 from packtrain.errors import UserError
-from packtrain.model.spread import layers_of
+from packtrain.model.spread import language_layers
 from packtrain.proof.comparison import Tolerance
 
 KEY = "trainer.mixed_precision"
@@ -50,7 +50,9 @@ def multiply_in_float8(model: PreTrainedModel, *, emulate: bool = False) -> Call
     float8_linear: Any = import_module("torchao.float8.float8_linear").Float8Linear
     # the gradient of a weight sums over the tokens of a row: zeros pad their number to a multiple of 16
     config = replace(torchao.Float8LinearConfig.from_recipe_name("rowwise"), pad_inner_dim=True, emulate=emulate)
-    modules = [module for layer in layers_of(model) for name, module in layer.named_modules() if _fits(name, module)]
+    modules = [
+        module for layer in language_layers(model) for name, module in layer.named_modules() if _fits(name, module)
+    ]
     if not modules:
         what = f"{type(model).__name__} has no linear modules in its layers whose sizes are multiples of {_MULTIPLE}"
         raise UserError(what, where=f"{KEY} (fp8)", fix="set it to auto", code="no-fp8-layers")

@@ -11,7 +11,7 @@ from torch import nn
 
 from packtrain.changes.spec import Change, Proposal, Situation
 from packtrain.model.load import base_model
-from packtrain.model.spread import layers_of
+from packtrain.model.spread import language_layers
 from packtrain.proof.comparison import Tolerance, tolerance_of
 
 Stream = torch.Tensor | tuple[torch.Tensor, ...]
@@ -33,7 +33,7 @@ def carry_in(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
 
     base: Any = base_model(model)
     hooks = ExitStack()
-    for part in (base.get_input_embeddings(), *layers_of(base)):
+    for part in (base.get_input_embeddings(), *language_layers(base)):
         hooks.enter_context(part.register_forward_hook(cast))
     return hooks.close
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from packtrain.changes.spec import Change, Proposal, Situation
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import base_model
-from packtrain.model.spread import layers_of
+from packtrain.model.spread import language_layers
 from packtrain.proof.comparison import difference, evaluating, model_refusals, tolerance_of
 from packtrain.wording import counted
 
@@ -31,7 +31,7 @@ _ROUTED = ("expert", "router")
 
 def mlps_of(model: nn.Module) -> list[nn.Module]:
     """Return the MLPs of the layers. They are separate modules, take only hidden states, and have no experts to choose from."""
-    found = [getattr(layer, name) for layer in layers_of(model) for name in _NAMES if hasattr(layer, name)]
+    found = [getattr(layer, name) for layer in language_layers(model) for name in _NAMES if hasattr(layer, name)]
     return [mlp for mlp in found if _takes_tokens(mlp)]
 
 

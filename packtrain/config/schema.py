@@ -148,6 +148,11 @@ class Data:
         "Treatment of a document longer than data.max_length; auto splits running text, and truncates all else. "
         "Preference pairs are never split.",
     )
+    max_picture_tokens: int | None = key(
+        None,
+        "Most tokens of a picture; larger ones are scaled down (docs/data.md). None for the model's own limit.",
+        minimum=1,
+    )
     split_text: SplitText = advanced(
         "document",
         "unit that becomes a row of a .txt file: the whole file, each line, or each part between blank lines.",

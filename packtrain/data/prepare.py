@@ -31,9 +31,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from packtrain.config.schema import Data, DataSource, Format, Split, sources
+from packtrain.config.schema import Data, DataSource, Format, Model, Split, sources
 from packtrain.data.dataset import Dataset, PairDataset, TokenDataset, Tokenised, UnpairedDataset, hold_out, mix_sources
 from packtrain.data.formats.columns import detect_format
+from packtrain.data.pictures.processor import PictureProcessor
 from packtrain.data.sources.chunks import BadRow, Chunk, is_object
 from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import EncodedChunk, StoreWriter, cache_folder, hash_file, open_or_build
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
     from packtrain.data.streaming import Stream
 
-VERSION = 23
+VERSION = 24
 """Increase it whenever the same rows would give other tokens or masks, so that old caches are not used."""
 FEW_ROWS, FEW_BYTES, FEW_CHUNKS = 10_000, 4 << 20, 40
 """Limits of the data that this process tokenises itself, in about the time that workers take to start."""
@@ -88,14 +89,15 @@ def prepare(
     progress: bool = False,
     day: str = "",
     first_rows: TokenDataset | None = None,
+    model: Model | None = None,
 ) -> PreparedData:
     """Tokenise the sources of `data` for the objective, or find them in the cache.
 
     A stream's `first_rows` stand for data.train: only data.eval is tokenised then. `progress` shows a bar on stderr; `day` is the date in
-    templates. UserError names file, line and field of unusable rows, or says why no document remains. Every process of a launch may call it:
+    templates, `model` the one whose processor knows pictures. UserError names file, line and field of unusable rows, or says why no document remains. Every process of a launch may call it:
     one works, the others wait.
     """
-    encoder = make_encoder(data, tokenizer, objective, day)
+    encoder = make_encoder(data, tokenizer, objective, day, model)
     mix = partial(mix_sources, seed=seed, together=OBJECTIVES[objective].documents)
     held_out: TokenDataset | None = None
     with ExitStack() as stack:
@@ -124,10 +126,13 @@ def prepare(
     return replace(prepared, sets={name: made(held_out.part(*ends)) for name, ends in parts_by_name})
 
 
-def make_encoder(data: Data, tokenizer: PreTrainedTokenizerBase, objective: str, day: str) -> Encoder:
-    """Make the encoder that turns rows into documents."""
+def make_encoder(
+    data: Data, tokenizer: PreTrainedTokenizerBase, objective: str, day: str, model: Model | None = None
+) -> Encoder:
+    """Make the encoder that turns rows into documents. Without a `model` it refuses pictures."""
     template, today = choose_template(data.chat_template, tokenizer), date.fromisoformat(day) if day else date.today()
-    return Encoder(plain_tokenizer(tokenizer), template and template.on(today), data, objective)
+    pictures = PictureProcessor(model, data.max_picture_tokens) if model else None
+    return Encoder(plain_tokenizer(tokenizer), template and template.on(today), data, objective, pictures)
 
 
 def _remark_overlap(train: list[Tokenised], evaluated: list[Tokenised]) -> str:
@@ -156,9 +161,9 @@ class Tokeniser:
     @property
     def settings(self) -> tuple[object, ...]:
         """Return the settings that decide the documents of a row; the cache key includes them."""
-        data, template = self.encoder.data, self.encoder.template
+        data, template, pictures = self.encoder.data, self.encoder.template, self.encoder.pictures
         keys = (data.format, data.loss_on, data.max_length, data.overlong, data.bad_rows, sorted(data.columns.items()))
-        return (*keys, data.system, template.content if template else "")
+        return (*keys, data.system, template.content if template else "", pictures.content if pictures else "")
 
     def tokenise(self, given: DataSource, role: Split) -> Tokenised:
         encoder, data = self.encoder, self.encoder.data

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from packtrain.config.schema import Data, DataSource, Format, name_sources, sources
+from packtrain.config.schema import Data, DataSource, Format, Model, name_sources, sources
 from packtrain.data.dataset import (
     SUMMED,
     DataReport,
@@ -70,7 +70,7 @@ class Example:
 class Window:
     """Examples of one step as a data set of the objective, with each example's row.
 
-    `place` is the stream's position after this step. `mark` is a 16-bit hash of its tokens. `last`: the stream ends here.
+    `place` is the stream's position after this step. `mark` is a 16-bit hash of its tokens and pictures. `last`: the stream ends here.
     """
 
     data: Dataset
@@ -228,12 +228,12 @@ class Stream:
         ids = np.concatenate([document.input_ids for document in documents])
         mask = np.concatenate([document.loss_mask for document in documents])
         lengths = np.array([len(document.input_ids) for document in documents], np.int32)
-        store = MemoryStore(
-            ids, mask, lengths, np.array([example.fate for _, example in taken], FATES), self.report.format
-        )
+        fates, seen = np.array([example.fate for _, example in taken], FATES), [own.pictures for own in documents]
+        store = MemoryStore(ids, mask, lengths, fates, self.report.format, pictures=seen)
         data = TokenDataset([store], np.arange(len(store)), self.report)
         data.source_of = np.repeat(np.array([source for source, _ in taken], np.int16), len(documents) // len(taken))
-        mark = zlib.crc32(mask.data, zlib.crc32(ids.data)) & 0xFFFF
+        hashes = np.array([picture.hash for own in seen for picture in own], np.uint64)
+        mark = zlib.crc32(hashes.data, zlib.crc32(mask.data, zlib.crc32(ids.data))) & 0xFFFF
         return Window(dataset_of(OBJECTIVES[self.objective], data), [example.row for _, example in taken], place, mark)
 
     def report_at(self, place: Place, **trained: int) -> DataReport:
@@ -247,13 +247,24 @@ class Stream:
 
 
 def open_stream(
-    data: Data, tokenizer: PreTrainedTokenizerBase, objective: str, examples_per_step: int, *, seed: int, day: str = ""
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    objective: str,
+    examples_per_step: int,
+    *,
+    seed: int,
+    day: str = "",
+    model: Model | None = None,
 ) -> PreparedData:
     """Open `data.train` as a stream, with its first rows as data set `train`. Code that asks what rows are like uses these.
 
     `data.eval` is read as a whole. UserError if a source is missing, or its first rows cannot be used.
     """
-    encoder, stack, given = make_encoder(data, tokenizer, objective, day), ExitStack(), sources(data.train, "train")
+    encoder, stack, given = (
+        make_encoder(data, tokenizer, objective, day, model),
+        ExitStack(),
+        sources(data.train, "train"),
+    )
     console, together = Console(stderr=True, quiet=True), OBJECTIVES[objective].documents
     streams, first_rows, identity = list[SourceStream](), list[Tokenised](), list[list[object]]()
     tokeniser = Tokeniser(encoder, cache_folder(data.cache_dir), seed, console, stack)
@@ -288,4 +299,5 @@ def open_stream(
     weights = {name: source.weight for name, source in zip(name_sources(given), given, strict=True)}
     mixture = make_mixture(data.stages, weights, examples_per_step, seed)
     stream = Stream(streams, mixture, objective, examples_per_step, sample.report, stack)
-    return replace(prepare(data, tokenizer, objective, seed=seed, day=day, first_rows=sample), stream=stream)
+    evaluated = prepare(data, tokenizer, objective, seed=seed, day=day, first_rows=sample, model=model)
+    return replace(evaluated, stream=stream)

@@ -147,7 +147,7 @@ def open_corpus(
         if config.data.streaming:
             fix = "Set data.streaming=false, and data.train to a part of the data."
             raise UserError("a stream is not read as a whole", where="data.streaming", fix=fix, code="stream-not-whole")
-        prepared = prepare(config.data, tokenizer, kind, seed=seed, progress=progress)
+        prepared = prepare(config.data, tokenizer, kind, seed=seed, progress=progress, model=config.model)
     plain, template = plain_tokenizer(tokenizer), choose_template(config.data.chat_template, tokenizer)
     ends = ChatEncoder(plain, template).end_ids if template else {plain.eos_id}
     unknown: int | None = getattr(tokenizer, "unk_token_id", None)

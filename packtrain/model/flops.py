@@ -1,7 +1,7 @@
 """Floating-point operations of training a model, for the logged MFU (model FLOPs utilisation).
 
 Only operations that the training needs count, as in Chowdhery et al. 2022 (PaLM, arXiv 2204.02311, appendix B): no padding, and nothing
-that gradient checkpointing runs again. A weight of a linear layer takes 2 FLOPs a token forwards, 2 for the gradient of its input,
+that gradient checkpointing runs again, and no towers of pictures. A weight of a linear layer takes 2 FLOPs a token forwards, 2 for the gradient of its input,
 from the first trained layer on, and 2 for its own gradient, if it is trained. An expert counts by the share of tokens that it gets, the
 output head by the tokens that predict a target: it is computed at no others.
 Attention takes 2 FLOPs for every dimension of a query and a key that it may see, 2 for the value, and twice that backwards.
@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from packtrain.model.load import base_model
-from packtrain.model.spread import elements, layers_of
+from packtrain.model.spread import elements, language_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def training_flops(model: torch.nn.Module, *, forwards: int = 0) -> TrainingFlop
     """Return the FLOPs of training `model` (adapters included). `forwards`: extra forward passes, such as DPO's of the reference."""
     base = base_model(model)
     config = base.config.get_text_config()
-    layers, embedding = layers_of(base), cast(nn.Module, base.get_input_embeddings())
+    layers, embedding = language_layers(base), cast(nn.Module, base.get_input_embeddings())
     embedding_trained = any(weight.requires_grad for weight in embedding.parameters())
     trained = (number for number, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters()))
     first = 0 if embedding_trained else next(trained, len(layers))

@@ -127,6 +127,13 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in base.modules() if type(module).__name__ in names]
 
 
+def language_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that every token passes through: not those of vision and audio towers."""
+    base, layers = base_model(model), layers_of(model)
+    inside = {id(module) for module in base.get_decoder().modules()}
+    return [layer for layer in layers if id(layer) in inside]
+
+
 def embedding_apart(base: PreTrainedModel) -> nn.Embedding | None:
     """Return the token embedding if it shares no weights and has no adapters; else None."""
     embedding = base.get_input_embeddings()

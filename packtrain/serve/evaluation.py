@@ -219,7 +219,7 @@ def answer_held_out(
     from packtrain.data.prepare import prepare
     from packtrain.data.tokens.chat_template import give_template
 
-    documents = prepare(run.data, tokenizer, run.objective.kind, seed=run.trainer.seed).eval
+    documents = prepare(run.data, tokenizer, run.objective.kind, seed=run.trainer.seed, model=run.model).eval
     if run.data.chat_template:
         give_template(tokenizer, run.data.chat_template)
     answers = []

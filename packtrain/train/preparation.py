@@ -128,9 +128,19 @@ def prepare_data(run: Prepared, *, progress: bool = False) -> None:
         kind, progress = config.objective.kind, progress and run.ranks.main
         if config.data.streaming:
             examples = config.batch.examples_per_step or 1
-            run.data = open_stream(config.data, run.tokenizer, kind, examples, seed=config.trainer.seed, day=day)
+            run.data = open_stream(
+                config.data, run.tokenizer, kind, examples, seed=config.trainer.seed, day=day, model=config.model
+            )
         else:
-            run.data = prepare(config.data, run.tokenizer, kind, seed=config.trainer.seed, progress=progress, day=day)
+            run.data = prepare(
+                config.data,
+                run.tokenizer,
+                kind,
+                seed=config.trainer.seed,
+                progress=progress,
+                day=day,
+                model=config.model,
+            )
         if config.data.chat_template:
             give_template(run.tokenizer, config.data.chat_template)
     agree_on_data(run.peers, run.data, timeout_s=preparing_s(config.topology.step_timeout))

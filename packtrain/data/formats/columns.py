@@ -33,7 +33,7 @@ PROMPTS = ("conversations", "prompt", "messages", "instruction")
 """Columns that may hold the prompt of a preference; the first one present counts."""
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
 OPTIONAL = (
-    *("tools", "system", "input", "history", "reasoning_content", "attention_mask", "chat_template_kwargs"),
+    *("tools", "system", "input", "history", "reasoning_content", "attention_mask", "chat_template_kwargs", "images"),
     *(*MASKS, "margin"),
 )
 LABEL = "label"
@@ -54,6 +54,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "system": ("system_prompt", "system_message"),
     "tools": ("functions", "available_tools", "available_functions", "tool_definitions", "function_definitions"),
     "reasoning_content": ("reasoning", "thinking"),
+    "images": ("image",),
     LABEL: ("kto_tag",),
 }
 """Other names of our columns, read without data.columns; from public data sets, ms-swift, axolotl and LLaMA-Factory."""
@@ -79,14 +80,14 @@ _NOTES = re.compile(
     r"lang|language|license|url|link|path|file|filename|model|version|author|date|time|timestamp|created_at|score|rating|rank|reward|"
     r"quality|margin|count|length|tokens|meta|metadata|info|stats|embedding)s?(_?\d+_*)?"
 )
-_JSON = json.JSONEncoder(sort_keys=True, default=str)
+_JSON = json.JSONEncoder(sort_keys=True, default=lambda value: _spell(value))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row under our column names.
 
-    `columns` maps our names to the file's. `roles` and `keys` (of messages) are named by the chat template. `system` is data.system.
+    `columns` maps our names to the file's. Relative paths of pictures start from `folder`, a path or URL. `roles` and `keys` (of messages) are named by the chat template. `system` is data.system.
     The template does not write the `name` of a speaker with one of the roles `nameless`.
     `asked` are the columns that readers asked for. `unknown` are keys of messages that neither a reader nor the template knows.
     """
@@ -97,6 +98,7 @@ class Row:
     keys: frozenset[str]
     system: str | None = None
     nameless: frozenset[str] = frozenset()
+    folder: str = ""
     asked: set[str] = field(default_factory=set[str])
     unknown: set[str] = field(default_factory=set[str])
 
@@ -316,6 +318,11 @@ def hash_row(row: RawRow, format: Format, columns: Mapping[str, str]) -> int:
     read = (*REQUIRED[format], *(PROMPTS if format == "preference" else ()), *OPTIONAL)
     ours = {name: row.get(column_of(name, row, columns)) for name in read}
     return hash_content({name: value for name, value in ours.items() if value is not None})
+
+
+def _spell(value: object) -> str:
+    """Return a value without a form in JSON as text; bytes by their hash."""
+    return hashlib.blake2b(value, digest_size=16).hexdigest() if isinstance(value, bytes) else str(value)
 
 
 def hash_content(content: object) -> int:

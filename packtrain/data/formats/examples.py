@@ -40,6 +40,7 @@ from packtrain.data.formats.columns import (
     list_of,
     parse_json,
 )
+from packtrain.data.formats.gallery import place_pictures
 from packtrain.data.formats.messages import (
     Messages,
     Tools,
@@ -57,7 +58,7 @@ from packtrain.data.formats.messages import (
 )
 from packtrain.data.sources.chunks import BadRow, Json, is_object, wrong_type
 
-MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+MEDIA = ("videos", "video", "audios", "audio")
 """Columns of media: we refuse rows that have them."""
 ASKING = ("system", "developer", "user")
 """Roles that cannot begin an answer."""
@@ -114,10 +115,10 @@ def read_row(row: Row, format: Format) -> Example:
 
 
 def refuse_media(row: Row) -> None:
-    """Raise BadRow for a row with a picture, a film or a sound."""
+    """Raise BadRow for a row with a film or a sound."""
     if given := next((name for name in MEDIA if row.values.get(name)), None):
         fix = "If the text makes sense without it, remove the column."
-        raise BadRow("not text", "this row has more than text; packtrain trains on text", given, fix)
+        raise BadRow("not text", "this row has more than text and pictures", given, fix)
 
 
 def refuse_unwanted(row: Row) -> None:
@@ -134,7 +135,7 @@ def refuse_unwanted(row: Row) -> None:
 
 def refuse_chat_columns(row: Row) -> None:
     """Raise BadRow for plain text with columns that only a chat template can render."""
-    if given := next((ours for ours in ("system", "history", "tools") if row.optional(ours)), None):
+    if given := next((ours for ours in ("system", "history", "tools", "images") if row.optional(ours)), None):
         what = "the row is read as plain text, which has no place for this"
         fix = "Make a conversation of it (data.columns.instruction names the column of the prompt), or take this column out."
         raise BadRow("not plain text", what, row.name(given), fix)
@@ -144,8 +145,9 @@ def make_conversation(row: Row, messages: Messages, answer_from: int | None = No
     """Make the conversation of these messages, with the row's tools and template variables.
 
     A system prompt that lists the same tools stays unchanged. The template then gets none, or it would list them again.
-    Raises BadRow if it lists other tools.
+    Raises BadRow if it lists other tools. Pictures of the column `images` are put into the messages.
     """
+    messages = place_pictures(row, messages)
     tools, variables = read_tools(row), read_variables(row)
     if not (tools and (listed := read_listed_tools(messages))):
         return Conversation(messages, tools, variables, answer_from)

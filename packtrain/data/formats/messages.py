@@ -2,7 +2,8 @@
 
 We read OpenAI's messages ({"role", "content"}, `tool_calls`, `tool` answers), ShareGPT's turns ({"from", "value"}, with
 `function_call` and `observation`), and contents that are lists of parts (`text`, `reasoning`, `tool_call`).
-All become {"role", "content"} with the content as one string. An assistant's turn may also have
+All become {"role", "content"} with the content as one string. Only a content with pictures stays a list of parts:
+{"type": "text", "text"} and {"type": "image", "image": its PictureSource, None if it is in a column}. An assistant's turn may also have
 
     reasoning_content   its thought, also written `reasoning` or `thinking`
     tool_calls          [{"type": "function", "id", "function": {"name", "arguments": an object}}]; id only if given
@@ -24,6 +25,7 @@ from typing import Any
 from packtrain.config import is_list
 from packtrain.config.keys import suggest
 from packtrain.data.formats.columns import MASKED, WEIGHTS, Row, list_of, parse_json
+from packtrain.data.pictures.source import KINDS, read_source
 from packtrain.data.sources.chunks import BadRow, Json, drop_nulls, is_object, wrong_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -119,12 +121,12 @@ def read_message(value: object, where: str, row: Row) -> Json:
     message["role"] = _read_role(role, who, row.roles, f"{where}.{who}")
     _set_weight(message, where, what)
     if is_list(message.get("content")):
-        message = _join_parts(message, f"{where}.{what}")
+        message = _join_parts(message, f"{where}.{what}", row.folder)
     if calls := _read_tool_calls(message.pop("tool_calls", None) or [], f"{where}.tool_calls"):
         message["tool_calls"] = calls
     content = message.get("content")
     message["content"] = "" if content is None and (calls or message.keys() & set(THOUGHTS)) else content
-    if not isinstance(message["content"], str):
+    if not isinstance(message["content"], str) and not has_pictures(message):
         raise wrong_type("a string", content, f"{where}.{what}")
     if message["role"] == "assistant":
         _set_thought(message, where)
@@ -201,8 +203,41 @@ def _set_thought(message: Json, where: str) -> None:
             raise BadRow("ambiguous", f"{' and '.join(given)} differ", f"{where}.{key}", "Keep one.")
 
 
-def _join_parts(message: Json, where: str) -> Json:
-    """Join the content's parts: text, thought and calls each under their own key."""
+def has_pictures(message: Json) -> bool:
+    """Return whether the content of a parsed message is a list of parts, with a picture among them."""
+    return is_list(message["content"]) and any(
+        is_object(part) and part["type"] == "image" for part in message["content"]
+    )
+
+
+def texts_of(message: Json) -> list[str]:
+    """Return the texts of a parsed message: its content, or the text parts of a content with pictures."""
+    content = message["content"] or ""
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def _read_picture_parts(message: Json, where: str, folder: str) -> list[Json]:
+    """Return texts and pictures in their order."""
+    parts = list[Json]()
+    for index, part in enumerate(message["content"]):
+        place, kind = f"{where}[{index}]", part.get("type") if is_object(part) else None
+        if kind in KINDS and message["role"] != "assistant":
+            parts.append({"type": "image", "image": read_source(part, place, folder)})
+        elif kind == "text":
+            name = next((name for name in ("text", "value", "content") if part.get(name) is not None), "text")
+            if not isinstance(text := part.get(name), str):
+                raise wrong_type("a string", text, f"{place}.{name}")
+            parts.append({"type": "text", "text": text})
+        else:
+            what = f"a part of type {kind!r} in what the {message['role']} says, beside a picture"
+            raise BadRow("not text", what, place, "Pictures stand beside text, and never in the assistant's words.")
+    return parts
+
+
+def _join_parts(message: Json, where: str, folder: str) -> Json:
+    """Join the content's parts: text, thought and calls each under their own key. Parts stay apart beside pictures."""
+    if any(is_object(part) and part.get("type") in KINDS for part in message["content"]):
+        return {**message, "content": _read_picture_parts(message, where, folder)}
     joined = {**message, "content": ""}
     order, last = list(dict.fromkeys(PARTS.values())), 0
     for index, part in enumerate(message["content"]):
@@ -211,7 +246,7 @@ def _join_parts(message: Json, where: str) -> Json:
             raise wrong_type("an object with a type", part, place)
         kind = part.get("type")
         if kind not in PARTS or (kind != "text" and message["role"] != "assistant"):
-            what = f"a part of type {kind!r} in what the {message['role']} says; packtrain trains on text"
+            what = f"a part of type {kind!r} in what the {message['role']} says; packtrain trains on text and pictures"
             raise BadRow("not text", f"{what}: parts of type {', '.join(PARTS)}", place)
         key = PARTS[kind]
         if kind != "text" and key in message:
@@ -286,7 +321,7 @@ def read_listed_tools(messages: Messages) -> Tools:
 
     We read JSON (a list, or one object after the other) and, as in Hermes' data, a list of Python.
     """
-    prompts = [message["content"] for message in messages if message["role"] in ("system", "developer")]
+    prompts = [text for message in messages if message["role"] in ("system", "developer") for text in texts_of(message)]
     found: list[object] = []
     for text in chain.from_iterable(map(_LISTED.findall, prompts)):
         lines = re.sub(r"}\s*{", "},{", text)  # an object on each line

@@ -7,6 +7,7 @@ parallel; the reader only cuts files into chunks. A `BadRow` with a reason repla
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
@@ -56,6 +57,13 @@ class Chunk:
     by_line: bool = True
     translate: Callable[[RawRow], RawRow] | None = None
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def folder(self) -> str:
+        """The folder of the file, from which relative paths of pictures start."""
+        if "://" in self.origin:
+            return self.origin.rpartition("/")[0]
+        return os.path.dirname(self.origin) if os.path.isfile(self.origin) else ""
 
     def __len__(self) -> int:
         return len(self.numbers)

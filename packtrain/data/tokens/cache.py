@@ -6,6 +6,7 @@ The folder's name is a hash of everything that determines its content. Its files
     lengths.npy    int32[n]     tokens of each document
     trained.npy    int32[n]     trained targets of each document
     fates.npy      FATES[rows]  the fate of each row of the source, in its order
+    pictures.*     only with pictures: see data/pictures/album.py
     manifest.json  sizes of these files, a hash of their content, and the reasons why rows were dropped
 
 Documents are numpy views of the mapped files (reading takes a microsecond), so all processes of a machine share the pages.
@@ -25,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from packtrain.data.formats.columns import merge_uses
+from packtrain.data.pictures.album import Album, AlbumWriter
 from packtrain.data.pictures.picture import Picture
 from packtrain.errors import PeerFailed, Problem, UserError
 from packtrain.monitor.heartbeat import progress
@@ -97,6 +99,7 @@ class EncodedChunk:
     """Documents of a chunk end to end, with the fate of each row.
 
     ids int32[T], mask bool[T], lengths int32[n]. Any `problems` must stop the run. `unread` has the columns from `Row.unread`.
+    `pictures` has those of each document, or is empty if no document has one.
     """
 
     ids: np.ndarray
@@ -105,6 +108,7 @@ class EncodedChunk:
     fates: list[Fate]
     problems: list[Problem]
     unread: dict[str, str]
+    pictures: list[tuple[Picture, ...]] = field(default_factory=list[tuple[Picture, ...]])
 
 
 class StoreWriter:
@@ -118,6 +122,7 @@ class StoreWriter:
         self._trained: list[np.ndarray] = []
         self._fates: list[np.ndarray] = []
         self._reasons = {"": 0}
+        self._album = AlbumWriter(folder)
 
     def add(self, chunk: EncodedChunk) -> None:
         """Append documents, and the fates of their rows; a reason is stored as its number."""
@@ -125,6 +130,7 @@ class StoreWriter:
         self.dropped.update(fate.dropped for fate in fates if fate.dropped)
         merge_uses(self._unread, chunk.unread)
         self._fates.append(_as_array(fates, self._reasons))
+        self._album.add(chunk.pictures, len(chunk.lengths))
         if len(chunk.lengths):
             for name, values in ((TOKENS, chunk.ids), (MASK, chunk.mask)):
                 with open(self.folder / name, "ab") as file:
@@ -138,6 +144,7 @@ class StoreWriter:
         for name, parts in zip(ARRAYS, (self._lengths, self._trained, self._fates), strict=True):
             np.save(self.folder / f"{name}.npy", np.concatenate(parts))
         content = "".join(hash_of(self.folder / name, 16) for name in (TOKENS, MASK, "lengths.npy"))
+        content += self._album.finish()
         manifest = {
             "sizes": {path.name: path.stat().st_size for path in sorted(self.folder.iterdir())},
             "fingerprint": hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
@@ -172,6 +179,7 @@ class Store:
             self.unread: dict[str, str] = manifest["unread"]
             self.lengths, self.trained = (np.load(folder / f"{name}.npy") for name in ("lengths", "trained"))
             self.fates: np.ndarray = np.load(folder / "fates.npy", mmap_mode="r")
+            self.pictures: Sequence[tuple[Picture, ...]] = Album(folder, len(self.lengths))
         except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedStore(f"{type(error).__name__}: {error}") from error
         self._ids = np.asarray(np.memmap(folder / TOKENS, np.int32, "r"))
@@ -200,11 +208,14 @@ class Store:
     def __getitem__(self, index: int) -> Document:
         """Return document number `index`, from 0."""
         inside = slice(self._borders[index], self._borders[index + 1])
-        return Document(self._ids[inside], self._mask[inside])
+        return Document(self._ids[inside], self._mask[inside], self.pictures[index] if self.pictures else ())
 
 
 class MemoryStore(Store):
-    """Store in memory. Documents have ids int32[T], mask bool[T] and lengths int32[n]; their rows have FATES."""
+    """Store in memory. Documents have ids int32[T], mask bool[T] and lengths int32[n]; their rows have FATES.
+
+    `pictures` has those of each document, or is empty.
+    """
 
     def __init__(
         self,
@@ -214,18 +225,22 @@ class MemoryStore(Store):
         fates: np.ndarray,
         format: str,
         reasons: Sequence[str] = ("",),
+        pictures: Sequence[tuple[Picture, ...]] = (),
     ) -> None:
         self._ids, self._mask, self.lengths, self.fates = ids, mask, lengths, fates
         self.format, self.reasons, self.seconds, self.unread = format, [*reasons], 0.0, dict[str, str]()
         self._borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         self.trained = np.add.reduceat(mask, self._borders[:-1], dtype=np.int32) if len(lengths) else lengths
-        self.fingerprint = hashlib.blake2b(ids.tobytes() + mask.tobytes(), digest_size=16).hexdigest()
+        self.pictures = pictures if any(pictures) else ()
+        seen = repr([[picture.hash for picture in own] for own in self.pictures]).encode() if self.pictures else b""
+        self.fingerprint = hashlib.blake2b(ids.tobytes() + mask.tobytes() + seen, digest_size=16).hexdigest()
 
     @classmethod
     def of(cls, chunk: EncodedChunk, format: str) -> MemoryStore:
         """Make the store of one chunk."""
         reasons = {"": 0}
-        store = cls(chunk.ids, chunk.mask, chunk.lengths, _as_array(chunk.fates, reasons), format, [*reasons])
+        fates = _as_array(chunk.fates, reasons)
+        store = cls(chunk.ids, chunk.mask, chunk.lengths, fates, format, [*reasons], chunk.pictures)
         store.unread = chunk.unread
         return store
 

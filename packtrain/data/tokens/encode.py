@@ -12,15 +12,18 @@ each is tokenised as one text, and the answer starts at the first token where ei
 (`apart` if this is not the prompt's end). Every later token is a target, also the user's turns within an answer. An answer
 with a label (packtrain kto) becomes one document in the same way, as in TRL's KTOTrainer. As in TRL, an empty thought before an
 answer is a target here; sft counts it as part of the prompt.
+
+A picture is looked at (its header) when its row is encoded; its tokens are never trained, and no cut goes through them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -38,8 +41,11 @@ from packtrain.data.formats.examples import (
     read_row,
     read_unpaired,
 )
-from packtrain.data.sources.chunks import BadRow, Chunk, RawRow
-from packtrain.data.tokens.cache import EncodedChunk, Fate
+from packtrain.data.formats.messages import has_pictures, texts_of
+from packtrain.data.pictures.processor import PictureProcessor
+from packtrain.data.pictures.source import look
+from packtrain.data.sources.chunks import BadRow, Chunk, Json, RawRow
+from packtrain.data.tokens.cache import Document, EncodedChunk, Fate
 from packtrain.data.tokens.chat_template import ADVICE, Template
 from packtrain.data.tokens.loss_mask import UNVERIFIED, ChatEncoder, LossOn
 from packtrain.data.tokens.tokenizer import PlainTokenizer
@@ -56,8 +62,6 @@ UNUSABLE = (UNTRAINED, TOO_LONG, SAME, MARKED)
 NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to stop."
 Flags = dict[str, float]
 """Fields of a row's Fate."""
-IdsAndMask = tuple[np.ndarray, np.ndarray]
-"""Ids int32[n] of a document and its trained targets bool[n]."""
 
 
 @dataclass(frozen=True)
@@ -68,27 +72,28 @@ class Encoder:
     template: Template | None
     data: Data
     objective: str
+    pictures: PictureProcessor | None = None
 
     def encode(self, chunk: Chunk, format: Format) -> EncodedChunk:
         """Encode every row of the chunk, in order."""
-        kept: list[IdsAndMask] = []
+        kept: list[Document] = []
         fates: list[Fate] = []
         problems: list[Problem] = []
         unread: dict[str, str] = {}
-        columns = chunk.columns or self.data.columns
+        columns, folder = chunk.columns or self.data.columns, chunk.folder
         for where, row in fill_in_questions([*chunk.rows()], columns) if format == "alpaca" else chunk.rows():
             content = hash_row(row, format, columns)
             if isinstance(row, dict) and not all(read_marks(row, columns).values()):
                 fates.append(Fate(content, dropped=MARKED))
                 continue
             try:
-                documents, flags = self.encode_row(row, format, columns, unread)
+                documents, flags = self.encode_row(row, format, columns, unread, folder)
             except BadRow as bad:
                 fates.append(Fate(content, dropped=bad.reason))
                 if self.data.bad_rows == "error":
                     problems.append(bad.problem(where))
                 continue
-            longest = max(len(ids) for ids, _ in documents)
+            longest = max(len(document.input_ids) for document in documents)
             if self.data.overlong == "error" and self.data.max_length and longest > self.data.max_length:
                 what = f"{longest} tokens, but data.max_length={self.data.max_length}"
                 fix = "Raise data.max_length, or set data.overlong to truncate or drop."
@@ -97,12 +102,15 @@ class Encoder:
             kept.extend(parts)
             fates.append(fate)
         return EncodedChunk(
-            ids=np.concatenate([ids for ids, _ in kept] or [np.empty(0, np.int32)]).astype(np.int32, copy=False),
-            mask=np.concatenate([mask for _, mask in kept] or [np.empty(0, bool)]),
-            lengths=np.array([len(ids) for ids, _ in kept], dtype=np.int32),
+            ids=np.concatenate([part.input_ids for part in kept] or [np.empty(0, np.int32)]).astype(
+                np.int32, copy=False
+            ),
+            mask=np.concatenate([part.loss_mask for part in kept] or [np.empty(0, bool)]),
+            lengths=np.array([len(part.input_ids) for part in kept], dtype=np.int32),
             fates=fates,
             problems=problems[:MAX_PROBLEMS],
             unread=unread,
+            pictures=[part.pictures for part in kept] if any(part.pictures for part in kept) else [],
         )
 
     def check(self, format: Format, where: str) -> None:
@@ -124,7 +132,33 @@ class Encoder:
         if self.template is None:
             what = f"messages need a chat template, and {self.tokenizer.name} has none"
             raise BadRow("no chat template", what, fix=ADVICE)
-        return ChatEncoder(self.tokenizer, self.template)
+        return ChatEncoder(self.tokenizer, self.template, self.pictures)
+
+    def _look(self, conversation: Conversation) -> Conversation:
+        """Return the conversation with its pictures' sizes. Raises BadRow for a picture that cannot be used."""
+        if not any(map(has_pictures, conversation.messages)):
+            return conversation
+        if any(map(has_pictures, conversation.messages[conversation.answer_from or len(conversation.messages) :])):
+            fix = "Write the turns with pictures into the prompt."
+            raise BadRow("picture in the answer", "the answer has a picture, and pictures are not trained", fix=fix)
+        messages = [self._look_at(message) if has_pictures(message) else message for message in conversation.messages]
+        return replace(conversation, messages=messages)
+
+    def _look_at(self, message: Json) -> Json:
+        parts = list[Json]()
+        for part in message["content"]:
+            if part["type"] == "image":
+                source = part["image"]
+                if self.pictures is None:
+                    raise BadRow("no image processor", "nothing here takes pictures", source.field)
+                try:
+                    picture = look(source)
+                    self.pictures.text_of(picture.height, picture.width)
+                except BadRow as bad:
+                    raise BadRow(bad.reason, bad.what, bad.field or source.field, bad.fix) from bad
+                part = {**part, "image": picture}
+            parts.append(part)
+        return {**message, "content": parts}
 
     @cached_property
     def _with_tools(self) -> Encoder:
@@ -145,7 +179,7 @@ class Encoder:
             if isinstance(example, Tokens):
                 continue
             if isinstance(example, Conversation):
-                texts = [message["content"] for message in example.messages]
+                texts = [text for message in example.messages for text in texts_of(message)]
                 if example.messages[0]["role"] == "system" and texts[0].strip() and self._chat.drops_system:
                     faults["drops_system"] = True
                 faults["tools_in_system"] = example.tools_in_system
@@ -162,27 +196,28 @@ class Encoder:
         """Return an encoder with TRL's training version of the template, if there is one."""
         if self.template is None or self.template.marked is None:
             return None
-        return ChatEncoder(self.tokenizer, replace(self.template, text=self.template.marked, marked=None))
+        template = replace(self.template, text=self.template.marked, marked=None)
+        return ChatEncoder(self.tokenizer, template, self.pictures)
 
-    def _encode_chat(self, conversation: Conversation, loss_on: LossOn) -> tuple[IdsAndMask, Flags]:
+    def _encode_chat(self, conversation: Conversation, loss_on: LossOn) -> tuple[Document, Flags]:
         """Encode a conversation by the template. If its mask is not exact, use TRL's training version."""
         try:
-            ids, mask, apart = self._chat.encode(conversation, loss_on)
-            return (ids, mask), {"apart": apart}
+            document, apart = self._chat.encode(conversation, loss_on)
+            return document, {"apart": apart}
         except BadRow as bad:
             if bad.reason != UNVERIFIED or self._training is None:
                 raise
             with suppress(BadRow):
-                ids, mask, apart = self._training.encode(conversation, loss_on)
-                return (ids, mask), {"apart": apart, "retold": True}
+                document, apart = self._training.encode(conversation, loss_on)
+                return document, {"apart": apart, "retold": True}
             raise
 
     def encode_row(
-        self, row: RawRow, format: Format, columns: Mapping[str, str], unread: dict[str, str]
-    ) -> tuple[list[IdsAndMask], Flags]:
+        self, row: RawRow, format: Format, columns: Mapping[str, str], unread: dict[str, str], folder: str = ""
+    ) -> tuple[list[Document], Flags]:
         """Return the row's documents before data.max_length, and the flags to count.
 
-        `unread` gets the row's columns that nothing reads. Raises BadRow for a row without a use.
+        `unread` gets the row's columns that nothing reads. Paths of pictures start from `folder`. Raises BadRow for a row without a use.
         """
         if isinstance(row, BadRow):
             raise row
@@ -190,7 +225,8 @@ class Encoder:
         encode = self._encode_example if are_documents else self._encode_answered
         template, none = self.template, frozenset[str]()
         roles, keys = (template.words, template.keys) if template else (none, none)
-        made = Row(row, columns, roles, keys, self.data.system, self._chat.nameless_roles if template else none)
+        nameless = self._chat.nameless_roles if template else none
+        made = Row(row, columns, roles, keys, self.data.system, nameless, folder)
         try:
             documents, flags = encode(made, format)
         except UnicodeEncodeError as error:
@@ -198,32 +234,35 @@ class Encoder:
             fix = "Write it anew with the two halves of the character together."
             raise BadRow("not UTF-8", what, fix=fix) from None
         merge_uses(unread, made.unread())
-        for ids, mask in documents:
-            mask[:1] = False
-            flags["two_bos"] = flags.get("two_bos", False) or ids[:2].tolist() == [self.tokenizer.bos_id] * 2
+        for document in documents:
+            document.loss_mask[:1] = False
+            first = document.input_ids[:2].tolist()
+            flags["two_bos"] = flags.get("two_bos", False) or first == [self.tokenizer.bos_id] * 2
         return documents, flags
 
-    def _encode_example(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
+    def _encode_example(self, row: Row, format: Format) -> tuple[list[Document], Flags]:
         example = read_row(row, format)
         loss_on, flags = self.data.loss_on, Flags()
         if isinstance(example, Conversation):
+            example = self._look(example)
             default = "assistant" if example.answer_from is None else "completion"
             encoder = self._with_tools if example.tools else self
             document, flags = encoder._encode_chat(example, default if loss_on == "auto" else loss_on)
         elif isinstance(example, PromptCompletion):
             ids, prompt_tokens, flags["apart"] = self._join_completion(example)
-            document = ids, np.arange(len(ids)) >= (0 if loss_on == "all" else prompt_tokens)
+            document = Document(ids, np.arange(len(ids)) >= (0 if loss_on == "all" else prompt_tokens))
         else:
             document = self._check_tokens(example)
         return [document], flags | self._find_faults(example)
 
-    def _encode_answered(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
+    def _encode_answered(self, row: Row, format: Format) -> tuple[list[Document], Flags]:
         """Encode a pair, or labelled answers, with the ids and targets of TRL's trainers. The answers of a pair share one border."""
         spec, flags = OBJECTIVES[self.objective], Flags()
         if spec.pairs:
             examples = [*read_preference(row)]
         else:
             examples, flags["desirable"] = read_unpaired(row, format)
+        examples = [self._look(example) if isinstance(example, Conversation) else example for example in examples]
         groups = [examples] if spec.pairs else [[example] for example in examples]
         encoded = [self._encode_answers(*group) for group in groups]
         if spec.margins:
@@ -231,7 +270,7 @@ class Encoder:
         flags |= {"content": hash_content(common_prompt(row, examples[0])), "apart": any(apart for _, apart in encoded)}
         return [document for made, _ in encoded for document in made], flags | self._find_faults(*examples)
 
-    def _check_tokens(self, tokens: Tokens) -> IdsAndMask:
+    def _check_tokens(self, tokens: Tokens) -> Document:
         ids, mask, loss_on = tokens.input_ids, tokens.mask, self.data.loss_on
         if len(outside := np.flatnonzero((ids < 0) | (ids >= self.tokenizer.vocabulary))):
             what = f"token {ids[outside[0]]} is not in the vocabulary of {self.tokenizer.vocabulary}"
@@ -240,7 +279,7 @@ class Encoder:
         if loss_on in ("assistant", "completion") and mask is None:
             what = f"data.loss_on={loss_on}, but the row has neither labels nor a mask"
             raise BadRow("no mask", what, "input_ids", "Add labels or a mask, or set data.loss_on to all or auto.")
-        return ids, np.ones(len(ids), dtype=bool) if mask is None or loss_on == "all" else mask
+        return Document(ids, np.ones(len(ids), dtype=bool) if mask is None or loss_on == "all" else mask)
 
     def _encode_prompt(self, text: str) -> np.ndarray:
         """Return the ids of a prompt alone. Drop the EOS of tokenizers that end every text with it."""
@@ -261,22 +300,26 @@ class Encoder:
         completion = self.tokenizer.ids(pair.completion)
         return self._with_eos(np.concatenate([prompt, completion])), len(prompt), True
 
-    def _encode_answers(self, *answers: Answered) -> tuple[list[IdsAndMask], bool]:
+    def _encode_answers(self, *answers: Answered) -> tuple[list[Document], bool]:
         """Encode the prompt with each of its answers, like TRL's preference trainers.
         The flag is True if the targets begin within the separately tokenised prompt."""
         if chats := [answer for answer in answers if isinstance(answer, Conversation)]:
-            prompt, *answered = (self._with_tools if chats[0].tools else self)._chat.encode_answers(*chats)
+            encoder = self._with_tools if chats[0].tools else self
+            asked, *answered = encoder._chat.encode_answers(*chats)
+            prompt = asked.input_ids
         else:
             texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
             if self.tokenizer.eos_id is None:
                 raise BadRow("no EOS token", f"the tokenizer {self.tokenizer.name} has no EOS token", fix=NO_EOS)
             prompt = self._encode_prompt(texts[0].prompt)
             whole = (self.tokenizer.ids(text.prompt + text.completion, special=True) for text in texts)
-            answered = [*map(self._with_eos, whole)]
-        border = min(_count_common(prompt, ids) for ids in answered)
-        return [(ids, np.arange(len(ids)) >= border) for ids in answered], border < len(prompt)
+            answered = [Document(self._with_eos(ids), np.zeros(0, bool)) for ids in whole]
+        border = min(_count_common(prompt, document.input_ids) for document in answered)
+        trained = [np.arange(len(document.input_ids)) >= border for document in answered]
+        documents = [replace(document, loss_mask=mask) for document, mask in zip(answered, trained, strict=True)]
+        return documents, border < len(prompt)
 
-    def _fit(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
+    def _fit(self, documents: list[Document], fate: Fate, format: Format) -> tuple[list[Document], Fate]:
         """Return the kept parts of the documents and the new `fate`. Each part has a trained token; a pair keeps both documents or none."""
         is_pair = OBJECTIVES[self.objective].pairs
         fitted = [self._fit_document(document, fate, format) for document in documents]
@@ -284,7 +327,7 @@ class Encoder:
         fates = [own for parts, own in fitted if parts]
         if not kept or (is_pair and len(fates) < 2):
             return [], next((own for parts, own in fitted if not parts), fate._replace(dropped=UNTRAINED))
-        if is_pair and np.array_equal(kept[0][0], kept[1][0]):
+        if is_pair and np.array_equal(kept[0].input_ids, kept[1].input_ids):
             return [], fate._replace(dropped=SAME)
         return kept, fate._replace(
             documents=len(kept),
@@ -295,27 +338,58 @@ class Encoder:
             desirable=fate.desirable and bool(fitted[0][0]),  # a split pair of kto may keep only the rejected answer
         )
 
-    def _fit_document(self, document: IdsAndMask, fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
+    def _fit_document(self, document: Document, fate: Fate, format: Format) -> tuple[list[Document], Fate]:
         """Fit one document like `_fit`; the returned fate counts the tokens cut."""
-        ids, mask = document
+        ids, mask = document.input_ids, document.loss_mask
         limit = self.data.max_length or len(ids)
         if len(ids) > limit and self.data.overlong == "drop":
             return [], fate._replace(dropped=TOO_LONG if mask.any() else UNTRAINED)
         if len(ids) <= limit and mask.any():
             return [document], fate._replace(documents=1)
         splits = self.data.overlong == "split" or (self.data.overlong == "auto" and format == "text")
-        mask[::limit] = False  # nothing predicts the first token of a part
-        starts = range(0, len(ids) if splits else limit, limit)
-        parts = [(ids[at : at + limit], mask[at : at + limit]) for at in starts if mask[at : at + limit].any()]
+        borders = [*self._find_borders(document, limit)]
+        if not splits:
+            borders = borders[:2]
+        mask[borders[:-1]] = False  # nothing predicts the first token of a part
+        parts = [_cut(document, start, end) for start, end in pairwise(borders) if mask[start:end].any()]
         if not parts:
             return [], fate._replace(dropped=UNTRAINED)
         return parts, fate._replace(
             documents=len(parts),
-            dropped_chunks=len(starts) - len(parts),
-            cut_tokens=len(ids) - sum(len(part) for part, _ in parts),
+            dropped_chunks=len(borders) - 1 - len(parts),
+            cut_tokens=len(ids) - sum(len(part.input_ids) for part in parts),
             truncated=not splits,
             split=splits,
         )
+
+    def _find_borders(self, document: Document, limit: int) -> Iterator[int]:
+        """Yield the borders of a document's parts of at most `limit` tokens, from 0 on. None lies within a picture.
+
+        The control token in front of a picture stays with it. A picture longer than `limit` ends the last part.
+        """
+        ids, end = document.input_ids, 0
+        behind = {picture.end for picture in document.pictures}
+        yield 0
+        while end < len(ids):
+            start, end = end, min(end + limit, len(ids))
+            for picture in document.pictures:
+                begun = picture.start not in behind and int(ids[picture.start - 1]) in self.tokenizer.special_ids
+                first = picture.start - begun
+                if first < end < picture.end:
+                    end = first
+            if end <= start:
+                return
+            yield end
+
+
+def _cut(document: Document, start: int, end: int) -> Document:
+    """Return the tokens from `start` to before `end` as a document."""
+    inside = [
+        replace(picture, start=picture.start - start, end=picture.end - start)
+        for picture in document.pictures
+        if start <= picture.start and picture.end <= end
+    ]
+    return Document(document.input_ids[start:end], document.loss_mask[start:end], tuple(inside))
 
 
 def _count_common(first: np.ndarray, second: np.ndarray) -> int:

@@ -20,23 +20,26 @@ Source: transformers' apply_chat_template(return_assistant_tokens_mask=True), TR
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template  # pyright: ignore[reportUnknownVariableType]
 
 from packtrain.data.formats.examples import Conversation
-from packtrain.data.formats.messages import Messages
+from packtrain.data.formats.messages import Messages, has_pictures, texts_of
+from packtrain.data.pictures.picture import Picture
+from packtrain.data.pictures.processor import PictureProcessor, Span
 from packtrain.data.sources.chunks import BadRow, Json
+from packtrain.data.tokens.cache import Document
 from packtrain.data.tokens.chat_template import Template, has_marks, rewrite_for_template
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
 from packtrain.errors import UserError, is_ours
 from packtrain.wording import first_line
 
-Span = tuple[int, int]
 LossOn = Literal["assistant", "completion", "all"]
 UNVERIFIED = "loss mask cannot be verified"
 TEMPLATE_ADVICE = (
@@ -54,15 +57,24 @@ _CALL = {"type": "function", "function": {"name": "NAME", "arguments": {"key": "
 _CALLING = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
 
 
+class Rendered(NamedTuple):
+    """Text of a conversation, with spans of characters: between generation `marks`, and of each of the `pictures`."""
+
+    text: str
+    marks: list[Span]
+    pictures: list[Span]
+
+
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Encoder of conversations with one template; made once per process."""
+    """Encoder of conversations with one template; made once per process. Without `pictures` the model takes text alone."""
 
     tokenizer: PlainTokenizer
     template: Template
+    pictures: PictureProcessor | None = None
 
-    def encode(self, conversation: Conversation, loss_on: LossOn) -> tuple[np.ndarray, np.ndarray, bool]:
-        """Return ids int32[n], trained targets bool[n], and a flag. The flag: a turn's border split the text for tokenising.
+    def encode(self, conversation: Conversation, loss_on: LossOn) -> tuple[Document, bool]:
+        """Return the document and a flag. The flag: a turn's border split the text for tokenising.
 
         `completion` trains the assistant's turns from `answer_from` on, or else the last one. Without an assistant's turn nothing is trained.
         Raises BadRow if ids or targets are uncertain.
@@ -78,7 +90,8 @@ class ChatEncoder:
         if not thinks and not THINKING_OFF.keys() & conversation.variables:
             conversation = replace(conversation, variables={**conversation.variables, **THINKING_OFF})
         given, conversation = conversation, self._rewrite(conversation)
-        text, marks = self._render(conversation)
+        rendered = self._render(conversation)
+        text, marks, _ = rendered
         self._check_tools(given, text)
         encoded = self.tokenizer.encode(text)
         if loss_on == "all":
@@ -86,9 +99,9 @@ class ChatEncoder:
                 what = "this turn is not to be trained (weight 0), but data.loss_on=all trains everything"
                 raise BadRow("weight", what, f"messages[{untrained[0]}]", "Set data.loss_on=assistant.")
             self._check_said(given, turns[-1:], text, text)
-            return encoded.ids, np.ones(len(encoded.ids), dtype=bool), False
+            return _document(encoded, np.ones(len(encoded.ids), dtype=bool), given.messages, rendered), False
         if not wanted:
-            return encoded.ids, np.zeros(len(encoded.ids), dtype=bool), False
+            return _document(encoded, np.zeros(len(encoded.ids), dtype=bool), given.messages, rendered), False
         spans, whole = self._find_spans(conversation, text, marks, turns, wanted)
         if not whole:
             _check_others(conversation, text, spans, self.template.name)
@@ -99,32 +112,35 @@ class ChatEncoder:
         for start, end in spans:
             turn = ((encoded.starts >= start) & (encoded.starts < end)).nonzero()[0]
             mask[self._cut_after_end(turn, encoded, text)] = True
-        return encoded.ids, mask, separated
+        return _document(encoded, mask, given.messages, rendered), separated
 
-    def encode_answers(self, *answered: Conversation) -> list[np.ndarray]:
-        """Return ids int32[n] of the prompt (with the generation prompt), and of each conversation.
+    def encode_answers(self, *answered: Conversation) -> list[Document]:
+        """Return the prompt (with the generation prompt) and each conversation, nothing trained.
 
         All have the same messages before `answer_from`. Raises BadRow if the template refuses or leaves out a part.
         """
         first = answered[0]
         asked = self._rewrite(replace(first, messages=first.prompt))
-        texts = [self._render(asked, generation_prompt=True)[0]]
+        found = [(first.prompt, self._render(asked, generation_prompt=True))]
         for side in answered:
-            text = self.render(side)
+            rendered = self._render(self._rewrite(side))
+            text = rendered.text
             self._check_tools(side, text)
             turns = range(side.answer_from or 0, len(side.messages))
             said = [turn for turn in turns if side.messages[turn]["role"] == "assistant"]
             self._check_said(side, said, text, text)
-            texts.append(text)
-        return [self.tokenizer.ids(text) for text in texts]
+            found.append((side.messages, rendered))
+        encoded = [self.tokenizer.encode(rendered.text) for _, rendered in found]
+        nothing = [np.zeros(len(own.ids), dtype=bool) for own in encoded]
+        return [_document(own, mask, *of) for own, mask, of in zip(encoded, nothing, found, strict=True)]
 
     def _find_spans(
         self, conversation: Conversation, text: str, marks: list[Span], turns: list[int], wanted: list[int]
     ) -> tuple[list[Span], bool]:
         """Return the spans of the wanted turns, and whether they are whole turns (way 3)."""
         if not has_marks(self.template.text) and self.template.marked is not None:
-            twin_text, twin_marks = self._render(conversation, template=self.template.marked)
-            marks = twin_marks if twin_text == text else []
+            twin = self._render(conversation, template=self.template.marked)
+            marks = twin.marks if twin.text == text else []
         thinks = any(conversation.variables.get(switch) for switch in THINKING_OFF)
         strip = partial(self._strip_header, text, thinks)
         marks = [span for span in map(strip, marks) if span[0] < span[1]]
@@ -137,17 +153,17 @@ class ChatEncoder:
     def _find_span_by_prefixes(self, conversation: Conversation, text: str, turn: int) -> Span:
         messages, place = conversation.messages, f"messages[{turn}]"
         try:
-            before = self._render(conversation, messages[:turn], generation_prompt=True)[0]
+            before = self._render(conversation, messages[:turn], generation_prompt=True).text
             if not text.startswith(before) and THINKING_OFF.items() <= conversation.variables.items():
                 given = {key: value for key, value in conversation.variables.items() if key not in THINKING_OFF}
                 conversation = replace(conversation, variables=given)  # answers lack the empty thought
-                before = self._render(conversation, messages[:turn], generation_prompt=True)[0]
+                before = self._render(conversation, messages[:turn], generation_prompt=True).text
         except BadRow as bad:
             what = f"the conversation before this turn cannot be rendered alone: {bad.what}"
             raise BadRow(UNVERIFIED, what, place, ADVICE) from bad
         if not text.startswith(before):
             raise BadRow(UNVERIFIED, "the chat template rewrites what comes before this turn", place, ADVICE)
-        through = text if turn + 1 == len(messages) else self._render(conversation, messages[: turn + 1])[0]
+        through = text if turn + 1 == len(messages) else self._render(conversation, messages[: turn + 1]).text
         if not text.startswith(through) or len(through) <= len(before):
             what = "the chat template renders this turn differently once others follow it (as Qwen3 strips thoughts)"
             raise BadRow(UNVERIFIED, what, place, ADVICE)
@@ -178,12 +194,14 @@ class ChatEncoder:
     def _probe(self, *messages: Json, generation_prompt: bool = False, **variables: object) -> str:
         """Render the messages; return "" if the template refuses them."""
         with suppress(BadRow, UserError):
-            return self._render(Conversation([*messages], variables=variables), generation_prompt=generation_prompt)[0]
+            return self._render(
+                Conversation([*messages], variables=variables), generation_prompt=generation_prompt
+            ).text
         return ""
 
     def render(self, conversation: Conversation) -> str:
         """Render the conversation. Raises BadRow if the template refuses."""
-        return self._render(self._rewrite(conversation))[0]
+        return self._render(self._rewrite(conversation)).text
 
     def _rewrite(self, conversation: Conversation) -> Conversation:
         if self._repeats_thought[any(conversation.variables.get(switch) is False for switch in THINKING_OFF)]:
@@ -332,14 +350,46 @@ class ChatEncoder:
         *,
         template: str = "",
         generation_prompt: bool = False,
+    ) -> Rendered:
+        """Render the conversation, or its first `messages`. Placeholders of pictures become the pictures' texts."""
+        messages = conversation.messages if messages is None else messages
+        template, seen = template or self.template.text, pictures_of(messages)
+        if self._takes_parts:
+            messages = [*map(_with_parts, messages)]
+        text, marks = self._call(conversation, messages, template, generation_prompt=generation_prompt)
+        if not seen:
+            return Rendered(text, marks, [])
+        assert self.pictures is not None  # or no picture has become part of a conversation
+        text, before, after = self.pictures.expand(text, seen)
+        ends, gained = (
+            [end for _, end in before],
+            [0, *(new[1] - old[1] for old, new in zip(before, after, strict=True))],
+        )
+        moved = [tuple(at + gained[bisect_right(ends, at)] for at in mark) for mark in marks]
+        return Rendered(text, cast("list[Span]", moved), after)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Return whether the template leaves out contents that are strings, as LLaVA's does."""
+        turns = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}]
+
+        def writes(messages: Messages) -> bool:
+            with suppress(BadRow, UserError):
+                text = self._call(Conversation(messages), messages, self.template.text)[0]
+                return "QUESTION" in text and "ANSWER" in text
+            return False
+
+        return not writes(turns) and writes([*map(_with_parts, turns)])
+
+    def _call(
+        self, conversation: Conversation, messages: Messages, template: str, *, generation_prompt: bool = False
     ) -> tuple[str, list[Span]]:
-        """Render the conversation, or its first `messages`. Return the text and the spans between generation marks."""
-        template = template or self.template.text
+        """Call the template. Return the text and the spans between generation marks."""
         marked = has_marks(template)
         variables: Json = {**self.tokenizer.special_tokens, **conversation.variables}
         try:
             texts, spans = render_jinja_template(
-                [conversation.messages if messages is None else messages],
+                [[*map(_without_sources, messages)]],
                 tools=[*conversation.tools] if conversation.tools else None,
                 chat_template=template,
                 return_assistant_tokens_mask=marked,
@@ -361,14 +411,46 @@ class ChatEncoder:
         return texts[0], cast("list[list[Span]]", spans)[0] if marked else []
 
 
+def pictures_of(messages: Messages) -> list[Picture]:
+    """Return the pictures of parsed messages in their order."""
+    seen = (message["content"] for message in messages if has_pictures(message))
+    return [part["image"] for content in seen for part in content if part["type"] == "image"]
+
+
+def _with_parts(message: Json) -> Json:
+    """Return the message with its content as a list of parts."""
+    text = message["content"]
+    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
+
+
+def _without_sources(message: Json) -> Json:
+    """Return the message for a template: pictures are parts without content."""
+    if not has_pictures(message):
+        return message
+    return {
+        **message,
+        "content": [part if part["type"] == "text" else {"type": "image"} for part in message["content"]],
+    }
+
+
+def _document(encoded: Encoded, mask: np.ndarray, messages: Messages, rendered: Rendered) -> Document:
+    """Return the document of a rendered conversation. Tokens of pictures are not trained."""
+    placed = list[Picture]()
+    for picture, (start, end) in zip(pictures_of(messages), rendered.pictures, strict=True):
+        inside = np.flatnonzero((encoded.ends > start) & (encoded.starts < end))
+        placed.append(replace(picture, start=int(inside[0]), end=int(inside[-1]) + 1))
+        mask[inside[0] : inside[-1] + 1] = False
+    return Document(encoded.ids, mask, tuple(placed))
+
+
 def _check_others(conversation: Conversation, text: str, spans: list[Span], name: str) -> None:
     """Raise BadRow if the marks of the template `name` cover a user's or system turn."""
     ends = [0, *(end for _, end in spans)]
     starts = [*(start for start, _ in spans), len(text)]
     rest = "\n".join(text[end:start] for end, start in zip(ends, starts, strict=True))
     for turn, message in enumerate(conversation.messages):
-        said = (message["content"] or "").strip()
-        if message["role"] in ("user", "system") and said not in rest and said in text:
+        texts = map(str.strip, texts_of(message) if message["role"] in ("user", "system") else [])
+        if any(said not in rest and said in text for said in texts):
             what = f"the generation marks of the chat template ({name}) cover what the {message['role']} says"
             fix = "Mark the assistant's turns only, or set data.loss_on=all to train everything."
             raise BadRow(UNVERIFIED, what, f"messages[{turn}].content", fix)
@@ -391,7 +473,8 @@ def _with_thought_beside(message: Json) -> Json:
 
 def _without_tag(message: Json, tag: str) -> Json:
     """Return a tool's answer without <tag> around it. Several answers keep the tags between them."""
-    inner = re.fullmatch(rf"\s*<{tag}>\s*(.*?)\s*</{tag}>\s*", message["content"] or "", re.DOTALL)
+    inner = re.fullmatch(rf"\s*<{tag}>\s*(.*?)\s*</{tag}>\s*", "".join(texts_of(message)), re.DOTALL)
+    inner = None if has_pictures(message) else inner
     return {**message, "content": inner[1]} if inner and message["role"] == "tool" else message
 
 

@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from packtrain.data.dataset import DataReport
 from packtrain.model.adapters import joint_tensors
 from packtrain.model.load import base_model
-from packtrain.model.spread import elements, layers_of
+from packtrain.model.spread import elements, language_layers
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.comparison import has_routers
@@ -144,7 +144,7 @@ def log_model(log: Log, run: Prepared) -> None:
 
 def adapted_share(model: PreTrainedModel) -> str:
     """Say how much of the layers is adapted, and name joint tensors without adapters."""
-    several = layers_of(model) or [one for one in model.modules() if isinstance(one, torch.nn.ModuleList)]
+    several = language_layers(model) or [one for one in model.modules() if isinstance(one, torch.nn.ModuleList)]
     inside = {id(weight) for layer in several for weight in layer.parameters()}
     own = {name: one for name, one in model.named_parameters() if id(one) in inside and ".lora_" not in name}
     layers: list[Any] = [one for one in model.modules() if isinstance(one, LoraLayer)]

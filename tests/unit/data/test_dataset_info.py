@@ -130,7 +130,7 @@ def test_an_entry_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
             read(tmp_path, "x")
     entry = {"formatting": "sharegpt", "columns": {"messages": "messages", "images": "pictures"}, "tags": TAGS}
     folder = listed(tmp_path, {"seen": (entry, {"messages": OPENAI, "pictures": ["a.png"]})})
-    with pytest.raises(UserError, match=r"\[row-not-text\]"):
+    with pytest.raises(UserError, match=r"\[row-no-image-processor\]"):
         read(folder, "seen")
 
 

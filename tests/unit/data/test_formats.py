@@ -58,7 +58,7 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "content null": (turn(content=None), "wrong type", "messages[1].content"),
     "empty answer": (turn(content=" "), "empty", "messages[1].content"),
     "an image": (turn(content=[{"type": "image"}]), "not text", "messages[1].content[0]"),
-    "images": (GOOD | {"images": ["1.jpg"]}, "not text", "images"),
+    "videos": (GOOD | {"videos": ["1.mp4"]}, "not text", "videos"),
     "a misspelt role": (turn(role="asistant"), "unknown role", "messages[1].role"),
     "another word for the assistant": (turn(role="model"), "unknown role", "messages[1].role"),
 }

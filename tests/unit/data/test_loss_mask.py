@@ -81,8 +81,8 @@ def encoder_by(tokenizer: Any, template: Template | None = None, name: str | Non
 
 def runs_of(chat: ChatEncoder, tokenizer: Any, conversation: Conversation, loss_on: Any = "assistant") -> list[str]:
     """The text of each run of trained tokens."""
-    ids, mask, _ = chat.encode(conversation, loss_on)
-    return trained_runs(tokenizer, ids, mask)
+    document, _ = chat.encode(conversation, loss_on)
+    return trained_runs(tokenizer, document.input_ids, document.loss_mask)
 
 
 def trained(
@@ -124,8 +124,8 @@ HAS_SYSTEM = ("llama3", "qwen2_5", "smollm")
 def test_every_assistant_turn_is_trained_through_its_end_token_and_nothing_else(style):
     messages = [SYSTEM, *TURNS] if style in HAS_SYSTEM else TURNS
     assert trained(style, Conversation(messages)) == WANTED[style]
-    ids, *_ = encoder(style).encode(Conversation(TURNS[:3]), "assistant")
-    assert ids.tolist() == tokenizer_of(style).apply_chat_template(TURNS[:3], return_dict=False)
+    document, _ = encoder(style).encode(Conversation(TURNS[:3]), "assistant")
+    assert document.input_ids.tolist() == tokenizer_of(style).apply_chat_template(TURNS[:3], return_dict=False)
 
 
 @pytest.mark.parametrize("style", [*WANTED, "qwen3"])
@@ -139,12 +139,13 @@ def test_marks_of_the_twin_own_marks_and_prefixes_agree_but_for_header_and_white
     """Gemma's mark holds the newline after the turn, Qwen's also the one in front of the answer."""
     own = choose_template(None, tokenizer_of(style))
     assert own is not None and own.marked is not None
-    by_twin = encoder(style, own).encode(Conversation(TURNS), "assistant")
-    by_prefix = encoder(style, Template(STYLES[style].template, None)).encode(Conversation(TURNS), "assistant")
-    assert by_twin[1].any()
-    np.testing.assert_array_equal(by_twin[1], by_prefix[1])
+    by_twin, _ = encoder(style, own).encode(Conversation(TURNS), "assistant")
+    by_prefix, _ = encoder(style, Template(STYLES[style].template, None)).encode(Conversation(TURNS), "assistant")
+    assert by_twin.loss_mask.any()
+    np.testing.assert_array_equal(by_twin.loss_mask, by_prefix.loss_mask)
     marked = shipped(f"{style}_training")
-    ids, mask, _ = encoder(style, Template(marked, None)).encode(Conversation(TURNS), "assistant")
+    document, _ = encoder(style, Template(marked, None)).encode(Conversation(TURNS), "assistant")
+    ids, mask = document.input_ids, document.loss_mask
     wanted = tokenizer_of(style).apply_chat_template(
         TURNS, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -191,10 +192,10 @@ def test_marks_around_what_everybody_says_never_train_the_user(messages, loss_on
 
 
 def test_tools_and_answers_that_the_template_leaves_out_are_refused():
-    """Templates for images walk over a list of parts and render nothing of a string."""
     caught = refusal(trained, "smollm", Conversation(TURNS, tools=TOOLS))
     assert caught.reason == "tools left out" and "the tokenizer's own" in caught.what
-    caught = refusal(trained, "smollm", Conversation(TURNS), Template(shipped("smolvlm"), None))
+    deaf = "{% for m in messages %}{{ m.role }}{{ m.content if m.role == 'user' }}{{ eos_token }}{% endfor %}"
+    caught = refusal(trained, "smollm", Conversation(TURNS), Template(deaf, None))
     assert "leaves out or rewrites the answer 'How are you" in caught.what
 
 
@@ -233,7 +234,8 @@ def test_an_answer_that_begins_with_white_space_is_tokenised_apart_from_the_head
         for turns in (4, 1)
     )
     for template in (None, Template(STYLES[style].template, None), Template(CHATML, None)):
-        ids, mask, apart = encoder(style, template).encode(Conversation(messages), "assistant")
+        document, apart = encoder(style, template).encode(Conversation(messages), "assistant")
+        ids, mask = document.input_ids, document.loss_mask
         assert trained(style, Conversation(messages), template) == wanted
         if template is None or template.text != CHATML:
             assert tokenizer.decode(ids) == tokenizer.decode(whole)
@@ -259,8 +261,8 @@ def test_a_border_inside_a_token_is_refused_by_name_where_the_tokenizer_puts_a_s
 def test_white_space_that_a_tokenizer_leaves_out_of_its_offsets_is_not_overlooked():
     """Byte-level tokenizers that trim offsets hide that " Hello" is one token across the border."""
     chat = encoder("qwen2_5", Template(COLONS, None))
-    ids, mask, apart = chat.encode(Conversation([TURNS[0], TURNS[3]]), "assistant")
-    assert apart and tokenizer_of("qwen2_5").decode(ids[mask]) == f"{SECOND}<|im_end|>"
+    document, apart = chat.encode(Conversation([TURNS[0], TURNS[3]]), "assistant")
+    assert apart and tokenizer_of("qwen2_5").decode(document.input_ids[document.loss_mask]) == f"{SECOND}<|im_end|>"
 
 
 def test_a_template_of_an_unknown_name_and_a_tokenizer_written_in_python_are_refused():
@@ -415,7 +417,8 @@ def test_the_empty_thought_belongs_to_the_prompt_as_the_template_asks_with_think
         rows["prompt_completion", 3] = {"prompt": TURNS[:3], "completion": TURNS[3:]}
         for (kind, turn), row in rows.items():
             for variables in ({}, {"enable_thinking": False}):
-                [(ids, mask)], _ = prepared.encode_row({**row, "chat_template_kwargs": variables}, kind, {}, {})
+                [document], _ = prepared.encode_row({**row, "chat_template_kwargs": variables}, kind, {}, {})
+                ids, mask = document.input_ids, document.loss_mask
                 asked = tokenizer.apply_chat_template(
                     TURNS[:turn], add_generation_prompt=True, enable_thinking=False, tokenize=False
                 )
@@ -445,7 +448,8 @@ def test_a_thought_in_the_content_stands_in_the_text_once(name):
     encoder = Encoder(plain_tokenizer(tokenizer), choose_template(None, tokenizer), Data(train="rows"), "sft")
 
     def encoded(*messages):
-        [(ids, mask)], _ = encoder.encode_row({"messages": [*messages]}, "messages", {}, {})
+        [document], _ = encoder.encode_row({"messages": [*messages]}, "messages", {}, {})
+        ids, mask = document.input_ids, document.loss_mask
         return ids.tolist(), mask.tolist()
 
     content = TURNS[1]["content"]
@@ -487,7 +491,8 @@ def test_arguments_are_text_for_a_template_that_takes_text(name):
     for arguments in ({"city": "Zürich"}, '{"city": "Zürich"}'):
         call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
         row = {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}, result(), END]}
-        [(ids, mask)], _ = prepared.encode_row(row, "messages", {}, {})
+        [document], _ = prepared.encode_row(row, "messages", {}, {})
+        ids, mask = document.input_ids, document.loss_mask
         (text,), _ = render_jinja_template([given], chat_template=tokenizer.chat_template, bos_token="<BOS>")
         assert tokenizer.decode(ids.tolist()) == text
         said = tokenizer.decode(ids[mask].tolist())
@@ -506,12 +511,13 @@ def test_rows_with_tools_take_the_template_that_the_tokenizer_names_for_them(tmp
     messages = [ASK, calls("Paris"), result(), END]
     for tools in (TOOLS, None):
         turns = messages if tools else [ASK, END]
-        [(ids, mask)], _ = prepared.encode_row({"messages": turns, "tools": tools}, "messages", {}, {})
+        [document], _ = prepared.encode_row({"messages": turns, "tools": tools}, "messages", {}, {})
+        ids, mask = document.input_ids, document.loss_mask
         assert ids.tolist() == loaded.apply_chat_template(turns, tools=tools, return_dict=False)
         assert loaded.decode(ids[mask].tolist()).endswith("It is sunny.<|im_end|>")
     pair = {"prompt": [ASK], "chosen": messages[1:], "rejected": [END], "tools": TOOLS}
-    [(ids, _), _], _ = replace(prepared, objective="dpo").encode_row(pair, "preference", {}, {})
-    assert ids.tolist() == loaded.apply_chat_template(messages, tools=TOOLS, return_dict=False)
+    [document, _], _ = replace(prepared, objective="dpo").encode_row(pair, "preference", {}, {})
+    assert document.input_ids.tolist() == loaded.apply_chat_template(messages, tools=TOOLS, return_dict=False)
 
 
 DATED = "{{ '<|im_start|>system\\n' + strftime_now('%d %b %Y') + '<|im_end|>\\n' }}" + CHATML

@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a tool as a word": (of(ASK, END, tools=["weather"]), "tools[0]"),
     "a tool without a name": (of(ASK, END, tools=[{"type": "function"}]), "tools[0]"),
     "a part of words": (of(ASK, {**END, "content": ["words"]}), "messages[1].content[0]"),
-    "a picture": (of(parts("user", ("image_url", "1.jpg")), END), "messages[0].content[0]"),
+    "a sound": (of(parts("user", ("input_audio", "1.mp3")), END), "messages[0].content[0]"),
     "a user who thinks": (of(parts("user", ("reasoning", "Hm.")), END), "messages[0].content[0]"),
     "a part without a value": (of({**ASK, "content": [{"type": "text"}]}, END), "messages[0].content[0]"),
     "words after a call": (of(ASK, parts("assistant", PART, ("text", "Hm."))), "messages[1].content[1]"),

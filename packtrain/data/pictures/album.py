@@ -1,0 +1,89 @@
+"""Pictures of a token store on disk: references, and the encoded bytes of pictures that no file of their own has.
+
+pictures.npy   PICTURES[n]  the pictures of all documents, in the order of their tokens
+pictures.txt   UTF-8        names of files, end to end
+pictures.bin   bytes        encoded pictures that rows or URLs held, each once
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from packtrain.data.pictures.picture import Picture
+
+INDEX, NAMES, BYTES = "pictures.npy", "pictures.txt", "pictures.bin"
+_FIELDS = ("offset", "size", "height", "width", "start", "end", "hash")
+PICTURES = np.dtype([("document", "i8"), ("name", "i8"), ("name_size", "i4"), ("height", "i4"), ("width", "i4"), ("start", "i4"),
+                     ("end", "i4"), ("offset", "i8"), ("size", "i8"), ("hash", "u8")])  # fmt: skip
+"""A Picture on disk. Its file is named at byte `name` of the names, by `name_size` bytes; 0 for the store's own."""
+
+
+class AlbumWriter:
+    """Writer of a store's pictures; without pictures it writes nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._documents = folder, 0
+        self._rows: list[tuple[int, ...]] = []
+        self._names: dict[str, int] = {}
+        self._offsets: dict[tuple[int, int], int] = {}
+        self._written = {NAMES: 0, BYTES: 0}
+
+    def add(self, pictures: Sequence[tuple[Picture, ...]], documents: int) -> None:
+        """Append the pictures of the next `documents`; `pictures` is empty if they have none."""
+        for number, own in enumerate(pictures, self._documents):
+            for picture in own:
+                name = picture.file.encode()
+                at, offset = 0, picture.offset
+                if name:
+                    at = self._names.setdefault(picture.file, self._written[NAMES])
+                    self._write(NAMES, name, at)
+                else:
+                    offset = self._offsets.setdefault((picture.hash, picture.size), self._written[BYTES])
+                    self._write(BYTES, picture.content, offset)
+                place = (picture.height, picture.width, picture.start, picture.end, offset, picture.size, picture.hash)
+                self._rows.append((number, at, len(name), *place))
+        self._documents += documents
+
+    def _write(self, name: str, content: bytes, at: int) -> None:
+        if at == self._written[name]:  # not there yet
+            with open(self._folder / name, "ab") as file:
+                file.write(content)
+            self._written[name] += len(content)
+
+    def finish(self) -> str:
+        """Write the index. Return a hash of all pictures, "" without any; it does not depend on the names of files."""
+        if not self._rows:
+            return ""
+        index = np.array(self._rows, PICTURES)
+        np.save(self._folder / INDEX, index)
+        kept = [np.ascontiguousarray(index[name]) for name in ("document", "start", "end", "hash")]
+        return hashlib.blake2b(b"".join(part.tobytes() for part in kept), digest_size=16).hexdigest()
+
+
+class Album(Sequence[tuple[Picture, ...]]):
+    """Pictures of each document of a store; false without pictures. Raises OSError or ValueError for damaged files."""
+
+    def __init__(self, folder: Path, documents: int) -> None:
+        self._folder, self._documents = folder, documents
+        has = (folder / INDEX).exists()
+        self._index: np.ndarray = np.load(folder / INDEX, mmap_mode="r") if has else np.empty(0, PICTURES)
+        named = has and (folder / NAMES).exists()
+        self._names = np.memmap(folder / NAMES, np.uint8, "r") if named else np.empty(0, np.uint8)
+
+    def __bool__(self) -> bool:
+        return len(self._index) > 0
+
+    def __len__(self) -> int:
+        return self._documents
+
+    def __getitem__(self, document: int) -> tuple[Picture, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        first, end = np.searchsorted(self._index["document"], [document, document + 1])
+        return tuple(self._picture(row) for row in self._index[first:end])
+
+    def _picture(self, row: np.void) -> Picture:
+        name = self._names[row["name"] : row["name"] + row["name_size"]].tobytes().decode()
+        return Picture(name or str(self._folder / BYTES), **{field: int(row[field]) for field in _FIELDS})

@@ -1,0 +1,124 @@
+"""Encoded pictures: their size without decoding, the checks before training, and the decoding itself.
+
+Pixels are those of transformers' `load_image`, as TRL has them: turned by EXIF, then `convert("RGB")`, which drops alpha.
+A file that lost its end is found by the end marker of its format. Only without the marker is it decoded, to be sure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image, ImageOps
+
+from packtrain.data.pictures.picture import Picture
+from packtrain.data.sources.chunks import BadRow
+from packtrain.errors import UserError
+from packtrain.wording import first_line
+
+MAX_PIXELS = 1 << 27
+"""Most pixels of a picture (400 MB when decoded). Larger ones are mostly decompression bombs."""
+_TURNED = (5, 6, 7, 8)
+"""Values of EXIF's orientation that swap height and width."""
+_MORE_BITS = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
+_PNG_EXIF = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
+_TAIL = 4096
+_ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Height and width of a picture as a viewer shows it, and a 64-bit hash of its encoded bytes."""
+
+    size: tuple[int, int]
+    hash: int
+
+
+@contextmanager
+def _open(content: bytes) -> Iterator[Image.Image]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of large pictures, and of odd metadata
+        with Image.open(io.BytesIO(content)) as image:
+            yield image
+
+
+def inspect_bytes(content: bytes, name: str, field: str) -> Seen:
+    """Read the header of an encoded picture. Raises BadRow for a picture that cannot be trained on."""
+
+    def refuse(reason: str, what: str, fix: str = "") -> BadRow:
+        return BadRow(reason, f"{name} {what}", field, fix)
+
+    try:
+        with _open(content) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                fix = "Scale it down: models see far fewer pixels."
+                raise refuse("huge picture", f"has {width}×{height} pixels, more than {MAX_PIXELS:,}", fix)
+            if getattr(image, "is_animated", False) and image.format != "MPO":
+                fix = "Save the frame that is meant as a picture of its own."
+                raise refuse("animated picture", f"is animated ({image.format}, several frames)", fix)
+            if image.mode in _MORE_BITS:
+                fix = "Convert it to 8 bits for each channel."
+                raise refuse("picture of many bits", f"has grey values of more than 8 bits (mode {image.mode})", fix)
+            if not _has_end(content, image.format or ""):
+                image.load()
+            elif image.format == "PNG" and not any(mark in content for mark in _PNG_EXIF):
+                return Seen((height, width), _hash(content))  # getexif would decode it
+            turned = image.getexif().get(0x0112) in _TURNED
+    except BadRow:
+        raise
+    except Image.DecompressionBombError as error:
+        raise refuse("huge picture", f"is too large: {error}") from error
+    except Exception as error:  # PIL's readers may raise anything for damaged files
+        told = "is no picture that PIL can read" if isinstance(error, Image.UnidentifiedImageError) else ""
+        raise refuse("broken picture", told or f"is broken: {first_line(error)}", "Get the picture anew.") from error
+    return Seen((width, height) if turned else (height, width), _hash(content))
+
+
+def _has_end(content: bytes, format: str) -> bool:
+    if format == "WEBP":
+        return len(content) >= int.from_bytes(content[4:8], "little") + 8
+    if format == "GIF":
+        return content.rstrip(b"\0").endswith(b";")
+    return format in _ENDS and _ENDS[format] in content[-_TAIL:]
+
+
+def _hash(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def read_bytes(picture: Picture) -> bytes:
+    """Return the encoded picture. Raises UserError if its file is gone."""
+    if picture.content:
+        return picture.content
+    try:
+        if not picture.size:
+            return Path(picture.file).read_bytes()
+        with open(picture.file, "rb") as file:
+            file.seek(picture.offset)
+            return file.read(picture.size)
+    except OSError as error:
+        what = f"a picture cannot be read any more: {error.strerror or error}"
+        fix = "Put it back where it was when the data was tokenised."
+        raise UserError(what, where=picture.name, fix=fix, code="picture-gone") from error
+
+
+def decode(picture: Picture) -> Image.Image:
+    """Return the picture in RGB. Raises UserError if it is broken, or has another size than when it was tokenised."""
+    content = read_bytes(picture)
+    try:
+        with _open(content) as image:
+            made = ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:  # PIL's readers may raise anything for damaged files
+        what, fix = f"the picture is broken: {first_line(error)}", "Get it anew, or take its row out."
+        raise UserError(what, where=picture.name, fix=fix, code="picture-broken") from error
+    if (made.height, made.width) != (picture.height, picture.width):
+        what = f"the picture has {made.width}×{made.height} pixels, and had {picture.width}×{picture.height} when it was tokenised"
+        fix = "Put the old one back, or set data.cache_dir to another folder, which tokenises the data anew."
+        raise UserError(what, where=picture.name, fix=fix, code="picture-changed")
+    return made

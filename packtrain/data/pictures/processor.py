@@ -1,0 +1,213 @@
+"""The model's own processor: which text stands for a picture, and its pixels.
+
+transformers' processors put a text in place of each placeholder that the chat template writes; its length depends on the picture's size
+alone. We ask them once for each size, with an empty picture. A process loads the processor when it meets its first picture. Pixels are made
+by the PIL variants of the image processors, so that they are equal on all machines; parts for films and sounds are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from PIL import Image
+
+from packtrain.config.schema import Model
+from packtrain.data.pictures.picture import Picture
+from packtrain.data.sources.chunks import BadRow
+from packtrain.data.tokens.pretrained import hub, load_tokenizer, location
+from packtrain.errors import UserError
+from packtrain.plan.known_model import below_adapters
+from packtrain.system import holding
+from packtrain.wording import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+Span = tuple[int, int]
+FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files that describe a processor; a model without them takes text alone."""
+_SHRINK = 0.97
+
+
+@dataclass(frozen=True)
+class PictureProcessor:
+    """Processor of a model's pictures. It pickles as the model's place, and loads in each process at the first picture.
+
+    `max_tokens`: data.max_picture_tokens. Larger pictures are scaled down first.
+    """
+
+    model: Model
+    max_tokens: int | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"model": self.model, "max_tokens": self.max_tokens}
+
+    @property
+    def content(self) -> str:
+        """Return a hash of the processor's settings; "" for a model without one."""
+        files = [file.read_bytes() for file in _find_files(self.model)]
+        return hashlib.blake2b(repr((files, self.max_tokens)).encode(), digest_size=16).hexdigest() if files else ""
+
+    @cached_property
+    def _loaded(self) -> ProcessorMixin:
+        model = below_adapters(self.model)
+        loaded = _load(model.path, self.model.tokenizer, model.revision, model.trust_remote_code)
+        if isinstance(loaded, BadRow):
+            raise loaded
+        return loaded
+
+    @cached_property
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments that the processor gives its image processor."""
+        loaded = self._loaded
+        return loaded._merge_kwargs(tokenizer_init_kwargs=loaded.tokenizer.init_kwargs)["images_kwargs"]
+
+    @cached_property
+    def _texts(self) -> dict[tuple[int, int], str]:
+        return {}
+
+    @cached_property
+    def _scaled(self) -> dict[tuple[int, int], tuple[int, int]]:
+        return {}
+
+    def text_of(self, height: int, width: int) -> str:
+        """Return the text of a picture of this size. Raises BadRow if the model refuses it, or takes no pictures."""
+        return self._text_of(*self.scale(height, width))
+
+    def _text_of(self, height: int, width: int) -> str:
+        if (text := self._texts.get((height, width))) is None:
+            loaded, empty = self._loaded, Image.new("RGB", (width, height))
+            quick = {**self._arguments, "do_rescale": False, "do_normalize": False}
+            try:
+                _, (text,) = loaded._process_images([empty], **quick)
+            except Exception as error:  # processors raise anything, mostly ValueError
+                what = f"the model's image processor refuses a picture of {width}×{height} pixels: {first_line(error)}"
+                raise BadRow("picture refused", what) from error
+            self._texts[height, width] = text
+        return text
+
+    def count(self, height: int, width: int) -> int:
+        """Return the number of tokens of a picture of this size, without scaling."""
+        return len(self._loaded.tokenizer(self._text_of(height, width), add_special_tokens=False)["input_ids"])
+
+    def scale(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width that a picture is scaled down to, its own if it has few enough tokens."""
+        if self.max_tokens is None:
+            return height, width
+        if (scaled := self._scaled.get((height, width))) is None:
+            factor, tokens = 1.0, (most := self.count(height, width))
+            scaled = height, width
+            while tokens > self.max_tokens:
+                factor *= min(math.sqrt(self.max_tokens / tokens), _SHRINK)
+                if factor * max(height, width) < 1:
+                    what = f"a picture of {width}×{height} pixels has {most} tokens in this model, and {tokens} at any smaller size"
+                    fix = f"Raise data.max_picture_tokens from {self.max_tokens}, or change the model's {FILES[0]}."
+                    raise UserError(what, where="data.max_picture_tokens", fix=fix, code="picture-tokens")
+                scaled = max(1, math.floor(height * factor)), max(1, math.floor(width * factor))
+                tokens = self.count(*scaled)
+            self._scaled[height, width] = scaled
+        return scaled
+
+    def expand(self, text: str, pictures: Sequence[Picture]) -> tuple[str, list[Span], list[Span]]:
+        """Put the text of each picture in place of its placeholder.
+
+        Return the text, and for each picture the characters of its placeholder before and of its text after.
+        """
+        token = self.placeholder
+        between = text.split(token)
+        if len(between) - 1 != len(pictures):
+            what = f"the rendered conversation has {len(between) - 1} × {token} for {len(pictures)} pictures"
+            fix = f"Take {token} out of the texts; or set data.chat_template to the model's own, which places pictures."
+            raise BadRow("pictures misplaced", what, "messages", fix)
+        made, before, after, at = between[0], list[Span](), list[Span](), len(between[0])
+        for picture, rest in zip(pictures, between[1:], strict=True):
+            own = self.text_of(picture.height, picture.width)
+            before.append((at, at + len(token)))
+            after.append((len(made), len(made) + len(own)))
+            made += own + rest
+            at += len(token) + len(rest)
+        return made, before, after
+
+    @property
+    def placeholder(self) -> str:
+        """Return the text that stands for a picture in a rendered conversation."""
+        return str(cast(Any, self._loaded).image_token)
+
+    def pixels(self, image: Image.Image) -> dict[str, Any]:
+        """Return the image processor's tensors for one picture in RGB, as the model takes them."""
+        loaded = self._loaded
+        size = self.scale(image.height, image.width)
+        if size != (image.height, image.width):
+            image = image.resize(size[::-1], Image.Resampling.BICUBIC)
+        made, _ = loaded._process_images([image], **{**self._arguments, "return_tensors": "pt"})
+        kept = {*loaded.image_processor.model_input_names} - {*loaded.unused_input_names}
+        return {name: value for name, value in made.items() if name in kept}
+
+
+def _find_files(model: Model) -> list[Path]:
+    """Return the files of FILES that the model has."""
+    model = below_adapters(model)
+    if model.path is None:
+        return []
+    folder = Path(model.path).expanduser()
+    if folder.exists():
+        return [folder / name for name in FILES if (folder / name).is_file()]
+    from transformers.utils import cached_file
+
+    with hub(model.path):
+        absent = {
+            f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "gated_repo", "connection_errors")
+        }
+        found = [cached_file(model.path, name, revision=model.revision or "main", **absent) for name in FILES]
+    return [Path(name) for name in found if name]
+
+
+def load_processor(model: Model, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    """Load the model's processor around `tokenizer`. Parts for films and sounds are None: they need packages of their own."""
+    from transformers import AutoImageProcessor, AutoProcessor, processing_utils
+
+    model = below_adapters(model)
+
+    def pictures(*given: Any, **how: Any) -> Any:
+        return AutoImageProcessor.from_pretrained(*given, **{**how, "backend": "pil"})
+
+    def maker(make: Any) -> SimpleNamespace:
+        return SimpleNamespace(from_pretrained=make, __name__="")
+
+    none = maker(lambda *_, **__: None)
+    parts = dict.fromkeys(("video_processor", "feature_extractor", "audio_processor"), none)
+    parts |= {"tokenizer": maker(lambda *_, **__: tokenizer), "image_processor": maker(pictures)}
+    base = processing_utils.ProcessorMixin
+    with (
+        hub(model.path),
+        holding(processing_utils, MODALITY_TO_AUTOPROCESSOR_MAPPING=parts),
+        holding(base, check_argument_for_proper_class=lambda self, name, argument: type(argument)),
+    ):
+        return AutoProcessor.from_pretrained(**location(str(model.path), model))
+
+
+@lru_cache(4)
+def _load(
+    path: str | None, tokenizer: str | None, revision: str | None, trust_remote_code: bool
+) -> ProcessorMixin | BadRow:
+    """Load a processor once in this process; return the reason if the model has none."""
+    model = Model(path=path, tokenizer=tokenizer, revision=revision, trust_remote_code=trust_remote_code)
+    reason, fix = "no image processor", "Train a model that takes pictures, or take them out of the data."
+    if not _find_files(model):
+        what = f"{path or 'the model'} takes no pictures: it has no {FILES[0]}"
+        return BadRow(reason, what, fix=fix)
+    try:
+        loaded = load_processor(model, load_tokenizer(model))
+    except Exception as error:  # of transformers, or of the model's own code
+        what = f"the processor of {path} cannot be loaded: {first_line(error)}"
+        return BadRow(reason, what, fix="Install what it names; or take the pictures out.")
+    if not (hasattr(loaded, "image_processor") and getattr(loaded, "image_token", None)):
+        return BadRow(reason, f"{path} has no image processor with a placeholder of its own", fix=fix)
+    return loaded
