@@ -320,10 +320,10 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return next((number for number in sizes if type(number) is int and number > 0), None)
 
 
-def logits_of(model: PreTrainedModel, batch: Mapping[str, object]) -> torch.Tensor:
+def logits_of(model: PreTrainedModel, batch: Mapping[str, object], most: int | None = None) -> torch.Tensor:
     """Return float32 [rows, T, vocabulary] of a collated batch. A model without a head gives hidden states [rows, T, d].
 
-    Raises CheckFailed if the model cannot run the batch.
+    Of a large vocabulary the first `most` ids are returned. Raises CheckFailed if the model cannot run the batch.
     """
     batch = on_device({name: value for name, value in batch.items() if name != "shift_labels"}, model.device)
     flat = "segments" in batch
@@ -331,7 +331,7 @@ def logits_of(model: PreTrainedModel, batch: Mapping[str, object]) -> torch.Tens
     fix = "set model.attention=auto" if flat else "see what model.config sets"
     with model_refusals(what, fix=fix):
         outputs = model(**batch, use_cache=False)
-    return (outputs.logits if "logits" in outputs else outputs.last_hidden_state).float()
+    return (outputs.logits if "logits" in outputs else outputs.last_hidden_state)[..., :most].float()
 
 
 class Leak(NamedTuple):
