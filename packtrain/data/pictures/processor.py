@@ -8,21 +8,24 @@ by the PIL variants of the image processors, so that they are equal on all machi
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from PIL import Image
 
 from packtrain.config.schema import Model
+from packtrain.data.pictures.made import FILES, make_files
 from packtrain.data.pictures.picture import Picture
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens.pretrained import hub, load_tokenizer, location
-from packtrain.errors import UserError
+from packtrain.errors import Json, UserError
 from packtrain.plan.known_model import below_adapters
 from packtrain.system import holding
 from packtrain.wording import first_line
@@ -31,8 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 Span = tuple[int, int]
-FILES = ("preprocessor_config.json", "processor_config.json")
-"""Files that describe a processor; a model without them takes text alone."""
 _SHRINK = 0.97
 
 
@@ -52,13 +53,14 @@ class PictureProcessor:
     @property
     def content(self) -> str:
         """Return a hash of the processor's settings; "" for a model without one."""
-        files = [file.read_bytes() for file in _find_files(self.model)]
+        files = [*files_of(self.model).values()]
         return hashlib.blake2b(repr((files, self.max_tokens)).encode(), digest_size=16).hexdigest() if files else ""
 
     @cached_property
     def _loaded(self) -> ProcessorMixin:
         model = below_adapters(self.model)
-        loaded = _load(model.path, self.model.tokenizer, model.revision, model.trust_remote_code)
+        sizes = json.dumps(self.model.config) if model.path is None else ""
+        loaded = _load(model.path, self.model.tokenizer, model.revision, model.trust_remote_code, sizes)
         if isinstance(loaded, BadRow):
             raise loaded
         return loaded
@@ -151,14 +153,14 @@ class PictureProcessor:
         return {name: value for name, value in made.items() if name in kept}
 
 
-def _find_files(model: Model) -> list[Path]:
-    """Return the files of FILES that the model has."""
+def files_of(model: Model) -> dict[str, bytes]:
+    """Return the content of those of FILES that the model has, or that are made for one without a folder."""
     model = below_adapters(model)
     if model.path is None:
-        return []
+        return make_files(model.config)
     folder = Path(model.path).expanduser()
     if folder.exists():
-        return [folder / name for name in FILES if (folder / name).is_file()]
+        return {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
     from transformers.utils import cached_file
 
     with hub(model.path):
@@ -166,7 +168,7 @@ def _find_files(model: Model) -> list[Path]:
             f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "gated_repo", "connection_errors")
         }
         found = [cached_file(model.path, name, revision=model.revision or "main", **absent) for name in FILES]
-    return [Path(name) for name in found if name]
+    return {name: Path(file).read_bytes() for name, file in zip(FILES, found, strict=True) if file}
 
 
 def load_processor(model: Model, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
@@ -195,16 +197,20 @@ def load_processor(model: Model, tokenizer: PreTrainedTokenizerBase) -> Processo
 
 @lru_cache(4)
 def _load(
-    path: str | None, tokenizer: str | None, revision: str | None, trust_remote_code: bool
+    path: str | None, tokenizer: str | None, revision: str | None, trust_remote_code: bool, sizes: str
 ) -> ProcessorMixin | BadRow:
-    """Load a processor once in this process; return the reason if the model has none."""
-    model = Model(path=path, tokenizer=tokenizer, revision=revision, trust_remote_code=trust_remote_code)
+    """Load a processor once in this process; return the reason if the model has none. `sizes`: model.config as JSON, of a model without path."""
+    config: Json = json.loads(sizes or "{}")
+    model = Model(path=path, tokenizer=tokenizer, revision=revision, trust_remote_code=trust_remote_code, config=config)
     reason, fix = "no image processor", "Train a model that takes pictures, or take them out of the data."
-    if not _find_files(model):
+    if not (files := files_of(model)):
         what = f"{path or 'the model'} takes no pictures: it has no {FILES[0]}"
         return BadRow(reason, what, fix=fix)
     try:
-        loaded = load_processor(model, load_tokenizer(model))
+        with TemporaryDirectory(prefix="packtrain-processor-") as folder:
+            for name, content in files.items() if path is None else ():
+                Path(folder, name).write_bytes(content)
+            loaded = load_processor(replace(model, path=path or folder), load_tokenizer(model))
     except Exception as error:  # of transformers, or of the model's own code
         what = f"the processor of {path} cannot be loaded: {first_line(error)}"
         return BadRow(reason, what, fix="Install what it names; or take the pictures out.")

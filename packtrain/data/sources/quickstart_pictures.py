@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import random
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ PLACE = 28
 """Pixels of a place: a vision tower with patches of 14 pixels, merged 2 × 2, makes one token of it."""
 COLOURS = {"red": (214, 48, 49), "green": (46, 160, 67), "blue": (40, 90, 220), "yellow": (240, 190, 20)}
 SHAPES = ("circle", "square", "triangle")
+KINDS = [(colour, shape) for colour in COLOURS for shape in SHAPES]
 TEMPLATE = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message['role'] + '\\n' }}"
@@ -50,7 +52,7 @@ Turn = tuple[str, str]
 
 
 def conversations(split: Split, seed: int = 0, count: int | None = None) -> list[Json]:
-    """Make `count` rows: a picture with two to four questions and their answers; default 4,000 for train, 200 for eval.
+    """Make `count` rows of a picture with questions and answers: two to four in train, one in eval. Default: 4,000 for train, 200 for eval.
 
     The first rows do not depend on `count`.
     """
@@ -62,7 +64,7 @@ def conversations(split: Split, seed: int = 0, count: int | None = None) -> list
 def tokenizer() -> PreTrainedTokenizerFast:
     """Train the tokenizer on the questions and answers; pictures have the special tokens that Qwen's models know."""
     rng = random.Random("tokenizer")
-    texts = [text for _ in range(500) for turn in _turns(_scene("train", rng), rng) for text in turn]
+    texts = [text for _ in range(500) for turn in _turns(_scene("train", rng), rng, 3) for text in turn]
     marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     return train_tokenizer(["user\n", "assistant\n", *texts], 400, marks, TEMPLATE)
 
@@ -71,7 +73,7 @@ def _row(split: Split, rng: random.Random) -> Json:
     scene = _scene(split, rng)
     picture = {"type": "image", "bytes": draw(scene, rng)}
     messages: list[Json] = []
-    for question, answer in _turns(scene, rng):
+    for question, answer in _turns(scene, rng, 1 if split == "eval" else rng.randint(2, 4)):
         asked = [*([] if messages else [picture]), {"type": "text", "text": question}]
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     return {"messages": messages}
@@ -83,12 +85,11 @@ def held_out(scene: Scene) -> bool:
 
 
 def _scene(split: Split, rng: random.Random) -> Scene:
-    """Return random places of this split, at least two with a shape."""
+    """Return random places of this split, with one shape or more. Many have few: from these the names are learnt."""
     while True:
-        columns, rows = rng.randint(2, 4), rng.randint(2, 3)
-        kinds = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-        scene = [[rng.choice(kinds) if rng.random() < 0.6 else None for _ in range(columns)] for _ in range(rows)]
-        if len(_shapes(scene)) > 1 and held_out(scene) == (split == "eval"):
+        columns, rows, share = rng.randint(2, 4), rng.randint(2, 3), rng.choice((0.1, 0.25, 0.4, 0.6))
+        scene = [[rng.choice(KINDS) if rng.random() < share else None for _ in range(columns)] for _ in range(rows)]
+        if _shapes(scene) and held_out(scene) == (split == "eval"):
             return scene
 
 
@@ -96,7 +97,7 @@ def draw(scene: Scene, rng: random.Random) -> bytes:
     """Return a picture of the scene as png. Sizes and positions of the shapes in their places vary."""
     from PIL import Image, ImageDraw
 
-    picture = Image.new("RGB", (PLACE * len(scene[0]), PLACE * len(scene)), (rng.randint(225, 255),) * 3)
+    picture = Image.new("RGB", (PLACE * len(scene[0]), PLACE * len(scene)), (rng.randint(105, 145),) * 3)
     pencil = ImageDraw.Draw(picture)
     for row, places in enumerate(scene):
         for column, found in enumerate(places):
@@ -120,10 +121,9 @@ def _shapes(scene: Scene) -> list[Shape]:
     return [found for places in scene for found in places if found]
 
 
-def _turns(scene: Scene, rng: random.Random) -> list[Turn]:
-    """Return two to four different questions about the scene."""
+def _turns(scene: Scene, rng: random.Random, wanted: int) -> list[Turn]:
+    """Return different questions about the scene with their answers, which repeat the question's words."""
     turns: dict[str, str] = {}
-    wanted = rng.randint(2, 4)
     while len(turns) < wanted:
         turns.update(filter(None, [rng.choice(TASKS)(scene, rng)]))
     return [*turns.items()]
@@ -134,8 +134,8 @@ def _count(scene: Scene, rng: random.Random) -> Turn:
     if rng.random() < 0.7:  # mostly what is there
         colour, shape = (kept and seen for kept, seen in zip((colour, shape), rng.choice(_shapes(scene)), strict=True))
     count = sum(colour in (None, found[0]) and shape in (None, found[1]) for found in _shapes(scene))
-    named = " ".join(filter(None, [colour, shape or "shape"]))
-    return f"How many {named}s?", f"{count} {named}{'' if count == 1 else 's'}."
+    named = " ".join(filter(None, [colour, f"{shape or 'shape'}s"]))
+    return f"How many {named}?", f"{named.capitalize()}: {count}."
 
 
 def _colour(scene: Scene, rng: random.Random) -> Turn | None:
@@ -146,7 +146,7 @@ def _colour(scene: Scene, rng: random.Random) -> Turn | None:
 
 def _beside(scene: Scene, rng: random.Random) -> Turn | None:
     """Ask for the neighbour of a shape that is there once."""
-    (right, down), words = rng.choice(
+    (right, down), side = rng.choice(
         [((-1, 0), "left of"), ((1, 0), "right of"), ((0, -1), "above"), ((0, 1), "below")]
     )
     pairs = [
@@ -159,18 +159,14 @@ def _beside(scene: Scene, rng: random.Random) -> Turn | None:
     if not pairs:
         return None
     found, other = rng.choice(pairs)
-    answer = f"A {other[0]} {other[1]}" if other else "Nothing"
-    return f"What is {words} the {found[0]} {found[1]}?", f"{answer} is {words} it."
-
-
-def _there(scene: Scene, rng: random.Random) -> Turn:
-    colour, shape = rng.choice(_shapes(scene)) if rng.random() < 0.5 else (rng.choice([*COLOURS]), rng.choice(SHAPES))
-    return f"Is there a {colour} {shape}?", "Yes." if (colour, shape) in _shapes(scene) else "No."
+    where = f"{side} the {' '.join(found)}"
+    return f"What is {where}?", f"{where.capitalize()}: {' '.join(other) if other else 'nothing'}."
 
 
 def _list(scene: Scene, rng: random.Random) -> Turn:
-    rows = [", ".join(f"{found[0]} {found[1]}" if found else "nothing" for found in places) for places in scene]
-    return "Describe the picture.", "\n".join(rows)
+    counts = Counter(_shapes(scene))
+    listed = (f"{counts[kind]} {' '.join(kind)}{'s' if counts[kind] > 1 else ''}" for kind in KINDS if counts[kind])
+    return "What is in the picture?", f"{', '.join(listed)}."
 
 
-TASKS: tuple[Callable[[Scene, random.Random], Turn | None], ...] = (_count, _colour, _beside, _there, _list)
+TASKS: tuple[Callable[[Scene, random.Random], Turn | None], ...] = (_count, _colour, _beside, _list)
