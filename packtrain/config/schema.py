@@ -152,7 +152,7 @@ class Data:
         "Treatment of a document longer than data.max_length; auto splits running text, and truncates all else. "
         "Preference pairs are never split.",
     )
-    max_picture_tokens: int | None = key(
+    max_picture_tokens: int | None = advanced(
         None,
         "Most tokens of a picture; larger ones are scaled down (docs/data.md). None for the model's own limit.",
         minimum=1,
@@ -401,7 +401,11 @@ class Trainer:
         minimum=0,
         below=1,
     )
-    samples: list[str] = key([], "Prompts answered in up to 64 tokens before and after training, printed at the end.")
+    samples: list[int | str] = key(
+        [],
+        "Prompts answered in up to 64 tokens before and after training, printed at the end: texts, or numbers of examples of data.eval "
+        "(0 is the first), with their pictures.",
+    )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -27,6 +27,8 @@ from packtrain.attention.backends import deterministic
 from packtrain.changes.spec import proposals
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
+from packtrain.data.pictures.pixels import PictureReader
+from packtrain.data.pictures.processor import PictureProcessor
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import Json, LostPeers, PacktrainError, UserError, boundary
 from packtrain.inspect.audit import sample_answers
@@ -45,6 +47,7 @@ from packtrain.proof.isolation import check_causal_and_padding
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.system import stopped_by, told_at_once
 from packtrain.train import preparation, results
+from packtrain.train.answers import Question, answer, ask
 from packtrain.train.checkpoint.folder import find_resume, origin_of, prune, set_aside, step_of
 from packtrain.train.library_errors import explained, memory_error
 from packtrain.train.loader import Steps
@@ -72,7 +75,7 @@ _MAX_DESCRIBED = 200_000
 class Run:
     """State shared by the functions of this file. `prepared` is set once preparation begins.
 
-    `before`: answers of the untrained model to trainer.samples.
+    `questions`: trainer.samples. `before`: answers of the untrained model to them.
     """
 
     config: RunConfig
@@ -83,6 +86,7 @@ class Run:
     stop: StopRequest
     progress: TerminalProgress
     prepared: Prepared = field(init=False)
+    questions: list[Question] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
     trackers: list[Tracker] = field(default_factory=list)
     closing: ExitStack = field(default_factory=ExitStack)
@@ -219,6 +223,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     trainer = _make_trainer(run, checkpoint)
     if not log.evaluates:
         _try_saving(run, ends)
+    run.questions = ask(config.trainer.samples, tokenizer, config.data.system, data.eval)
     run.before = _answers(run)
     begins = f"resuming from {checkpoint.name}" if checkpoint else "evaluating" if log.evaluates else "training"
     with suppress(OSError):  # a later write reports the disk's error
@@ -475,7 +480,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
     folders = results.save_final(folder, trainer, run.prepared.model, config.model, config.peft)
     if run.ranks.sharded and config.trainer.samples:
         _wait_for_all(run, "results")  # all ranks compute the answers, and the main process has been writing alone
-    answers = list(zip(config.trainer.samples, run.before, _answers(run), strict=False))
+    answers = list(zip(run.questions, run.before, _answers(run), strict=False))
     summary = replace(summary, answers=answers)
     _describe_data(run, summary.data)
     _write_summary(run, summary.to_json("done"))  # last: after it the same command begins a new run
@@ -498,12 +503,13 @@ def _describe_data(run: Run, data: PreparedData) -> None:
 
 def _answers(run: Run) -> list[str]:
     """Answer trainer.samples without touching the random state. Only the main process answers if it has the whole model."""
-    samples = run.config.trainer.samples
-    if not (samples and (run.ranks.main or run.ranks.sharded)):
+    config, asked = run.config, run.questions
+    if not (asked and (run.ranks.main or run.ranks.sharded)):
         return []
     with torch.random.fork_rng([run.ranks.device] if run.ranks.device.type == "cuda" else []):
-        base, how = base_model(run.prepared.model), {"attention": run.prepared.attention}
-        return results.answer(base, run.prepared.tokenizer, samples, **how, system=run.config.data.system)
+        base = base_model(run.prepared.model)
+        reader = PictureReader(PictureProcessor(config.model, config.data.max_picture_tokens))
+        return answer(base, run.prepared.tokenizer, asked, attention=run.prepared.attention, reader=reader)
 
 
 def _write_summary(run: Run, summary: dict) -> None:

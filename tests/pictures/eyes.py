@@ -11,8 +11,13 @@ import numpy as np
 import transformers
 from data_tokenizers import byte_level, shipped, trained
 from PIL import Image
+from prepared import write
 from tokenizers import AddedToken, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from packtrain.config.schema import Data, Model
+from packtrain.data.prepare import PreparedData, prepare
+from packtrain.data.tokens.pretrained import load_tokenizer
 
 LLAVA = (
     "{% for m in messages %}{{ m['role'].upper() + ': ' }}"
@@ -31,6 +36,8 @@ CHATML = (
     "{% for part in m['content'] %}{{ part['text'] if part['type'] == 'text' else IMAGE }}{% endfor %}{% endif %}"
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+PICTURES = {"cat.png": (40, 60), "dog.jpg": (120, 50), "cow.webp": (57, 56)}
+"""Height and width of the pictures beside the data."""
 QWEN = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 ROWS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
 SMOLVLM = ("<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>", *ROWS)
@@ -143,3 +150,19 @@ def encoded(image: Image.Image, kind: str = "PNG", **how: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **how)
     return file.getvalue()
+
+
+def shown(*names: str, text: str = "What is this?", **keys: Any) -> dict[str, Any]:
+    """A user's turn with pictures in front of the text."""
+    parts = [{"type": "image", "path": name} for name in names]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}], **keys}
+
+
+def said(text: str = "A cat.") -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def see(folder: Path, model: Model, *rows: Any, kind: str = "sft", **keys: Any) -> PreparedData:
+    train = keys.pop("train", None) or write(folder / "train.jsonl", *rows)
+    data = Data(train=train, cache_dir=str(folder / "cache"), **keys)
+    return prepare(data, load_tokenizer(model), kind, seed=0, model=model)
