@@ -20,6 +20,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from packtrain.data.dataset import Document, Preference
+from packtrain.errors import UserError
 from packtrain.packing.pictures import Sight
 from packtrain.packing.prefixes import SharedRow, outside_pictures
 from packtrain.packing.segments import Segments, SplitSegments, own_tokens, split_row
@@ -124,7 +125,14 @@ def row_arguments(segments: Segments) -> ModelInputs:
 
 
 def part_of(batch: ModelInputs, part: int, parts: int) -> ModelInputs:
-    """Return part number `part` of a collated row. Places of answers still refer to the whole row."""
+    """Return part number `part` of a collated row. Places of answers still refer to the whole row.
+
+    Raises UserError for a row with pictures: a tower would need a part of a picture's tokens.
+    """
+    if batch["segments"].pictures:
+        what = "a document with pictures would be split over processes"
+        fix = "Set it to 1, and data.max_length to at most batch.tokens_per_device."
+        raise UserError(what, where="strategy.sequence_parallel", fix=fix, code="split-pictures")
     segments = split_row(batch["segments"], part, parts)
     here = own_tokens(segments)
     own = {name: batch[name][:, here] for name in ("input_ids", "shift_labels") if name in batch}

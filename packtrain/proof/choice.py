@@ -17,8 +17,8 @@ from packtrain.attention.backends import attention_by, serve
 from packtrain.attention.spec import BACKENDS, Backend, tried_by_auto
 from packtrain.errors import CheckFailed, Problem, UserError
 from packtrain.packing.segments import Segments
+from packtrain.proof.exhibits import Exhibits, prove_pictures
 from packtrain.proof.isolation import DOCUMENTS, TREE, Leak, Proof, find_leak, prove_isolation
-from packtrain.proof.pictures import Exhibits, prove_pictures
 
 
 @dataclass(frozen=True, slots=True)

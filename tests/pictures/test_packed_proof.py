@@ -11,7 +11,7 @@ from packtrain.attention.backends import attention_by
 from packtrain.errors import CheckFailed, UserError
 from packtrain.packing.pictures import Sight
 from packtrain.proof.choice import NotExact, choose_attention
-from packtrain.proof.pictures import check_pictures, choose_exhibits, prove_pictures, reach_of_gradients
+from packtrain.proof.exhibits import check_pictures, choose_exhibits, prove_pictures, reach_of_gradients
 
 CPU = torch.device("cpu")
 BEST = {"qwen3_5": "mixers", "lfm2_vl": "mixers"}

@@ -74,9 +74,9 @@ def test_a_sight_can_be_sent_to_loader_processes():
 
 
 def test_positions_are_those_of_each_document_alone():
-    model, sight, documents = seeing("qwen2_5_vl")
-    row = collate_flat(documents, sight)["position_ids"]
-    starts = collate_flat(documents, sight)["segments"].starts
+    _, sight, documents = seeing("qwen2_5_vl")
+    batch = collate_flat(documents, sight)
+    row, starts = batch["position_ids"], batch["segments"].starts
     assert row[:, 0, list(starts)].eq(0).all()
     text = row[:, 0, starts[2] : starts[3]]
     assert torch.equal(text, torch.arange(11).expand(3, -1))
