@@ -107,7 +107,7 @@ def answer(
     with attention_of(model, attention), torch.compiler.set_stance("force_eager"):
         for question in questions:
             progress()
-            answers.append(generate(model, tokenizer, question.document, 64, reader))
+            answers.append(generate(model, tokenizer, question.document, 64, reader).strip())
     model.train(training)
     return answers
 
@@ -134,4 +134,4 @@ def generate(
         pad_token_id=tokenizer.pad_token_id,
         **{name: values.to(model.device) for name, values in seen.items()},
     )
-    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
