@@ -25,6 +25,8 @@ COUNTS = {"train": 4_000, "eval": 200}
 PLACE = 28
 """Pixels of a place: a vision tower with patches of 14 pixels, merged 2 × 2, makes one token of it."""
 COLOURS = {"red": (214, 48, 49), "green": (46, 160, 67), "blue": (40, 90, 220), "yellow": (240, 190, 20)}
+GREY = (122, 116, 104)
+"""Of the background: the mean of all pictures by which image processors centre pixels, so that an empty place is zero."""
 SHAPES = ("circle", "square", "triangle")
 KINDS = [(colour, shape) for colour in COLOURS for shape in SHAPES]
 TEMPLATE = (
@@ -97,7 +99,7 @@ def draw(scene: Scene, rng: random.Random) -> bytes:
     """Return a picture of the scene as png. Sizes and positions of the shapes in their places vary."""
     from PIL import Image, ImageDraw
 
-    picture = Image.new("RGB", (PLACE * len(scene[0]), PLACE * len(scene)), (rng.randint(105, 145),) * 3)
+    picture = Image.new("RGB", (PLACE * len(scene[0]), PLACE * len(scene)), GREY)
     pencil = ImageDraw.Draw(picture)
     for row, places in enumerate(scene):
         for column, found in enumerate(places):
