@@ -208,6 +208,12 @@ Dataset = TokenDataset | PairDataset
 """The training data of an objective."""
 
 
+def has_pictures_in(data: Dataset) -> bool:
+    """Return whether documents of the data's sources have pictures."""
+    documents = data.documents if isinstance(data, PairDataset) else data
+    return any(bool(store.pictures) for store in documents.stores)
+
+
 def _hash(fingerprint: bytes, values: np.ndarray) -> str:
     return hashlib.blake2b(fingerprint + values.tobytes(), digest_size=16).hexdigest()
 

@@ -47,7 +47,7 @@ def shifted_labels(document: Document) -> torch.Tensor:
 
 def collate_padded(documents: Sequence[Document], pad_token_id: int, sight: Sight | None = None) -> ModelInputs:
     """Collate a right-padded batch: `input_ids`, `attention_mask`, `shift_labels`, each int64 [documents, longest]."""
-    documents = documents or [FILLER]
+    documents = _with_blank(documents or [FILLER], sight)
     labels = [shifted_labels(document) for document in documents]
     return {**_pad(documents, pad_token_id, sight), "shift_labels": pad_sequence(labels, True, IGNORE)}
 
@@ -66,7 +66,7 @@ def _pad(documents: Sequence[Document], pad_token_id: int, sight: Sight | None) 
 
 def collate_flat(documents: Sequence[Document], sight: Sight | None = None) -> ModelInputs:
     """Collate one row of T = Σ lengths tokens. Returns `input_ids` and `shift_labels` int64 [1, T], and `row_arguments`."""
-    documents = documents or [FILLER]
+    documents = _with_blank(documents or [FILLER], sight)
     segments = Segments(tuple(len(document.input_ids) for document in documents))
     places = np.split(np.arange(segments.tokens), segments.starts[1:])
     return {
@@ -89,6 +89,10 @@ def _collate_row(
     documents: Sequence[Document], segments: Segments, places: Sequence[np.ndarray], sight: Sight | None
 ) -> tuple[ModelInputs, list[np.ndarray]]:
     """Collate a row whose documents have their tokens at `places`. Return the places of each document's targets, too."""
+    if len(completed := _with_blank(documents, sight)) > len(documents):
+        blank, prefixes = len(completed[-1].input_ids), (*segments.prefixes, None) if segments.prefixes else ()
+        documents, places = completed, [*places, np.arange(segments.tokens, segments.tokens + blank)]
+        segments = Segments((*segments.lengths, blank), prefixes)
     ids, labels, trained = np.empty(segments.tokens, np.int64), np.full(segments.tokens, IGNORE), list[np.ndarray]()
     for document, at in zip(documents, places, strict=True):
         ids[at] = document.input_ids
@@ -97,6 +101,10 @@ def _collate_row(
         trained.append(at[labelled])
     row = {"input_ids": torch.as_tensor(ids)[None], "shift_labels": torch.as_tensor(labels)[None]}
     return {**row, **_seeing(documents, segments, places, sight)}, trained
+
+
+def _with_blank(documents: Sequence[Document], sight: Sight | None) -> Sequence[Document]:
+    return documents if sight is None else sight.with_blank(documents)
 
 
 def _seeing(
@@ -208,7 +216,7 @@ def collate_scored(
     pairs, margins = (pairs, margins) if len(pairs) else ([FILLER_PAIR], [0.0])
     documents, margin = _list_documents(pairs), torch.tensor(margins, dtype=torch.float32)
     if rows == "padding":
-        return {**_pad(documents, pad_token_id, sight), "margin": margin}
+        return {**_pad(_with_blank(documents, sight), pad_token_id, sight), "margin": margin}
     segments, places = _lay_out(documents, [pair.prompt for pair in pairs], shared=rows == "shared")
     lasts = [np.flatnonzero(document.input_ids != pad_token_id)[-1:] for document in documents]
     ends = np.array([at[last[0] if len(last) else 0] for at, last in zip(places, lasts, strict=True)])

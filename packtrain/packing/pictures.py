@@ -57,6 +57,7 @@ class Sight:
     """What a model needs to see the pictures of documents. It can be pickled.
 
     `takes`: arguments of its forward. `tokens`: ids that stand for pictures. `two_way`: how tokens of a picture see each other, None: as text does.
+    `blank`: a document with a picture that joins micro-batches without one, so that all processes run and train the towers alike. None: none does.
     `rotary`: the class with `get_rope_index`, and its config; None if positions count tokens.
     """
 
@@ -64,6 +65,7 @@ class Sight:
     takes: frozenset[str]
     tokens: tuple[int, ...]
     two_way: TwoWay | None = None
+    blank: Document | None = None
     rotary: tuple[type[nn.Module], PreTrainedConfig] | None = None
 
     @classmethod
@@ -80,7 +82,12 @@ class Sight:
         ids = tuple(tokens) or tuple(getattr(config, name) for name in _PLACEHOLDERS if hasattr(config, name))
         two_way = _TWO_WAY.get(config.model_type) if both_ways == "vision" or config.model_type == "gemma3" else None
         rotary = next(((type(part), part.config) for part in model.modules() if hasattr(part, "get_rope_index")), None)
-        return cls(reader, frozenset(inspect.signature(type(model).forward).parameters), ids, two_way, rotary)
+        return cls(reader, frozenset(inspect.signature(type(model).forward).parameters), ids, two_way, rotary=rotary)
+
+    def with_blank(self, documents: Sequence[Document]) -> list[Document]:
+        """Add the `blank` document to documents without pictures."""
+        lacks = self.blank is not None and not any(document.pictures for document in documents)
+        return [*documents, *([self.blank] if lacks else [])]
 
     def see(self, documents: Sequence[Document], places: Sequence[np.ndarray], rows: int, tokens: int) -> Seen:
         """Return what a micro-batch of [rows, tokens] adds. `places`, int64 [length]: of each document's tokens in the flattened micro-batch.
