@@ -216,19 +216,24 @@ def answer_held_out(
     model: Any, tokenizer: PreTrainedTokenizerBase, run: RunConfig, judge: Score, *, rows: int, tokens: int
 ) -> Json:
     """Answer the first `rows` documents of data.eval, in up to `tokens` tokens each. Return the share of right answers, and the answers."""
+    from packtrain.data.dataset import has_pictures_in
     from packtrain.data.pictures.pixels import PictureReader
     from packtrain.data.pictures.processor import PictureProcessor
     from packtrain.data.prepare import prepare
     from packtrain.data.tokens.chat_template import give_template
-    from packtrain.train.answers import generate
+    from packtrain.packing.pictures import Sight
+    from packtrain.train.questions import generate
 
     documents = prepare(run.data, tokenizer, run.objective.kind, seed=run.trainer.seed, model=run.model).eval
-    reader = PictureReader(PictureProcessor(run.model, run.data.max_picture_tokens))
+    sight = None
+    if has_pictures_in(documents):
+        processor = PictureProcessor(run.model, run.data.max_picture_tokens)
+        sight = Sight.of(model, PictureReader(processor), processor.tokens)
     if run.data.chat_template:
         give_template(tokenizer, run.data.chat_template)
     answers = []
     for prompt, wanted in _questions(documents, rows):
-        made = generate(model, tokenizer, prompt, tokens, reader)
+        made = generate(model, tokenizer, prompt, tokens, sight)
         said = (str(tokenizer.decode(part, skip_special_tokens=True)) for part in (wanted, prompt.input_ids))
         texts = [made, *said]
         named = dict(zip(("answer", "expected", "prompt"), texts, strict=True))
@@ -243,7 +248,7 @@ def answer_held_out(
 
 def _questions(documents: Any, rows: int) -> Iterator[tuple[Document, np.ndarray]]:
     """Yield prompt and answer ids of the first documents. Labelled answers give only the desirable ones."""
-    from packtrain.train.answers import split
+    from packtrain.train.questions import split
 
     labels = getattr(documents, "labels", None)
     for index in range(len(documents)):

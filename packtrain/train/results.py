@@ -37,12 +37,12 @@ from packtrain.plan.surroundings import command_of, find_converter
 from packtrain.proof.choice import AttentionChoice
 from packtrain.run_folder import RunFolder, losses_of_sets
 from packtrain.system import aside, publish
-from packtrain.train.answers import Question
 from packtrain.train.checkpoint.folder import tidy
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.optim.dither import dithered
 from packtrain.train.optim.float32_step import AVERAGE
+from packtrain.train.questions import Question
 from packtrain.wording import count_dropped, counted
 
 

@@ -27,8 +27,6 @@ from packtrain.attention.backends import deterministic
 from packtrain.changes.spec import proposals
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
-from packtrain.data.pictures.pixels import PictureReader
-from packtrain.data.pictures.processor import PictureProcessor
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import Json, LostPeers, PacktrainError, UserError, boundary
 from packtrain.inspect.audit import sample_answers
@@ -48,7 +46,6 @@ from packtrain.proof.isolation import check_causal_and_padding
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.system import stopped_by, told_at_once
 from packtrain.train import preparation, results
-from packtrain.train.answers import Question, answer, ask
 from packtrain.train.checkpoint.folder import find_resume, origin_of, prune, set_aside, step_of
 from packtrain.train.library_errors import explained, memory_error
 from packtrain.train.loader import Steps
@@ -63,6 +60,7 @@ from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.weight_groups import freeze_unreached, reduce_unreached
 from packtrain.train.preflight import make_changes
 from packtrain.train.preparation import Prepared
+from packtrain.train.questions import Question, answer, ask
 from packtrain.train.run_state import Listener, LoopSettings, RunState, StopRequest
 from packtrain.train.sight import exhibits_of, picture_batch, take_sight
 from packtrain.train.spikes import SpikeRules
@@ -509,13 +507,12 @@ def _describe_data(run: Run, data: PreparedData) -> None:
 
 def _answers(run: Run) -> list[str]:
     """Answer trainer.samples without touching the random state. Only the main process answers if it has the whole model."""
-    config, asked = run.config, run.questions
-    if not (asked and (run.ranks.main or run.ranks.sharded)):
+    prepared = run.prepared
+    if not (run.questions and (run.ranks.main or run.ranks.sharded)):
         return []
     with torch.random.fork_rng([run.ranks.device] if run.ranks.device.type == "cuda" else []):
-        base = base_model(run.prepared.model)
-        reader = PictureReader(PictureProcessor(config.model, config.data.max_picture_tokens))
-        return answer(base, run.prepared.tokenizer, asked, attention=run.prepared.attention, reader=reader)
+        base, how = base_model(prepared.model), {"attention": prepared.attention, "sight": prepared.sight}
+        return answer(base, prepared.tokenizer, run.questions, **how)
 
 
 def _write_summary(run: Run, summary: dict) -> None:

@@ -160,7 +160,8 @@ def _beside(scene: Scene, rng: random.Random) -> Turn | None:
     pairs = [(found, other) for found, other in pairs if _shapes(scene).count(found) == 1]
     if not pairs:
         return None
-    found, other = rng.choice(pairs)
+    told = [pair for pair in pairs if pair[1]]
+    found, other = rng.choice(told if told and rng.random() < 0.7 else pairs)
     where = f"{side} the {' '.join(found)}"
     return f"What is {where}?", f"{where.capitalize()}: {' '.join(other) if other else 'nothing'}."
 

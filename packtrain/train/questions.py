@@ -15,7 +15,7 @@ from packtrain.attention.backends import attention_of
 from packtrain.data.tokens.cache import Document
 from packtrain.errors import UserError
 from packtrain.monitor.heartbeat import progress
-from packtrain.packing.pictures import PictureReader, Sight
+from packtrain.packing.pictures import Sight
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +98,16 @@ def answer(
     questions: Sequence[Question],
     *,
     attention: str,
-    reader: PictureReader | None = None,
+    sight: Sight | None = None,
 ) -> list[str]:
-    """Return greedy answers of at most 64 tokens. `attention`: the model's original implementation. `reader`: of the pictures."""
+    """Return greedy answers of at most 64 tokens. `attention`: the model's original implementation. `sight`: for prompts with pictures."""
     answers, training = [], model.training
     model.eval()
     # layers compiled by trainer.torch_compile would be compiled again for every length of a cache
     with attention_of(model, attention), torch.compiler.set_stance("force_eager"):
         for question in questions:
             progress()
-            answers.append(generate(model, tokenizer, question.document, 64, reader).strip())
+            answers.append(generate(model, tokenizer, question.document, 64, sight).strip())
     model.train(training)
     return answers
 
@@ -117,15 +117,12 @@ def generate(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Document,
     tokens: int,
-    reader: PictureReader | None = None,
+    sight: Sight | None = None,
 ) -> str:
-    """Return the greedy answer to a prompt, in at most `tokens` tokens. `reader`: of its pictures."""
+    """Return the greedy answer to a prompt, in at most `tokens` tokens. `sight`: for prompts with pictures."""
     ids = torch.tensor(prompt.input_ids[None].astype(np.int64), device=model.device)
-    seen = {}
-    if prompt.pictures:
-        assert reader is not None
-        seen = Sight.of(model, reader).see([prompt], [np.arange(ids.shape[1])], *ids.shape).arguments
-        seen.pop("position_ids", None)  # the model makes them, also for the tokens of the answer
+    seen = sight.see([prompt], [np.arange(ids.shape[1])], *ids.shape).arguments if sight and prompt.pictures else {}
+    seen.pop("position_ids", None)  # the model makes them, also for the tokens of the answer
     output = cast(Any, model).generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
