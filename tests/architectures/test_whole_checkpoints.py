@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import string
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from here import run_here
-from running import config_on, packtrain
+from running import config_on
 from safetensors.torch import load_file
 from tiny import LONGEST, auto_class, tiny_model
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
