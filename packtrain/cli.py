@@ -536,7 +536,7 @@ def _check_verb(run: RunConfig, verb: str) -> None:
     if verb != run.objective.kind:
         what = f"this config is for packtrain {run.objective.kind}, not {verb}"
         raise UserError(what, where="objective.kind", fix=f"Use packtrain {run.objective.kind}.", code="wrong-verb")
-    check_model_config(run.model)
+    check_model_config(run.model, scores=run.objective.spec.scores)
 
 
 def split_arguments(arguments: list[str] | None) -> tuple[str | None, list[str]]:

@@ -30,8 +30,10 @@ from transformers import PreTrainedModel
 
 from packtrain.attention.forwards import (
     kept_for_recomputation,
+    language_model,
     replace_forward,
     rotate_by_document,
+    spare_towers,
     uses_attention_interface,
 )
 from packtrain.attention.spec import BACKENDS, Backend
@@ -108,9 +110,10 @@ class AttentionFunction(Attention):
         """See Attention."""
         undo = ExitStack()
         # no context manager: it would be undone when nobody keeps the undo function
-        undo.callback(model.set_attn_implementation, own_attention(model))
-        model.set_attn_implementation(self.implementation)
+        undo.callback(_set_attention, model, own_attention(model))
+        _set_attention(model, self.implementation)
         undo.callback(rotate_by_document(model))
+        undo.callback(spare_towers(model))
         return undo.close
 
     def install_when_packed(self, model: PreTrainedModel) -> Undo:
@@ -128,6 +131,7 @@ class AttentionFunction(Attention):
         undo = ExitStack()
         undo.callback(replace_forward(model, forward))
         undo.callback(rotate_by_document(model))
+        undo.callback(spare_towers(model))
         return undo.close
 
 
@@ -163,8 +167,23 @@ def serve(backend: Backend, model: PreTrainedModel, device: torch.device, dtype:
 
 
 def own_attention(model: PreTrainedModel) -> str:
-    """Return the current attention implementation of `model`, by transformers' name."""
-    return str(model.config._attn_implementation)
+    """Return the current attention implementation of `model`, by transformers' name. In a model that sees: of its language model."""
+    return str(model.config.get_text_config()._attn_implementation)
+
+
+def _set_attention(model: PreTrainedModel, implementation: str) -> None:
+    """Give `model` another attention implementation. Towers keep theirs."""
+    if model.config.get_text_config() is model.config:
+        model.set_attn_implementation(implementation)
+    else:
+        for config in _text_configs(model):
+            config._attn_implementation_internal = implementation
+
+
+def _text_configs(model: PreTrainedModel) -> list[Any]:
+    """Return the configs that layers of text read: all configs of a model without towers."""
+    parts = [part.config for part in language_model(model).modules() if isinstance(part, PreTrainedModel)]
+    return [*{id(config): config for config in (model.config.get_text_config(), *parts)}.values()]
 
 
 def attend_by(model: PreTrainedModel, name: str) -> Undo:
@@ -180,7 +199,7 @@ def attend_by(model: PreTrainedModel, name: str) -> Undo:
 
 def _switch(model: PreTrainedModel, implementation: str) -> Callable[[], Any]:
     """Return a fast `attention_of`: microseconds, not milliseconds. Recomputation needs it for every layer of every call."""
-    configs: Any = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
+    configs: Any = {id(config): config for config in _text_configs(model)}
     with attention_of(model, implementation):
         ours = {key: config._attn_implementation_internal for key, config in configs.items()}
 
@@ -215,11 +234,11 @@ def documents_alone(model: PreTrainedModel) -> AbstractContextManager[None]:
 def attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """Give `model` another attention implementation inside the block, by transformers' name."""
     own = own_attention(model)
-    model.set_attn_implementation(implementation)
+    _set_attention(model, implementation)
     try:
         yield
     finally:
-        model.set_attn_implementation(own)
+        _set_attention(model, own)
 
 
 NEEDED = "does not have a deterministic implementation"

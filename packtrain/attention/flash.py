@@ -39,6 +39,9 @@ def flash_attention(
 ) -> torch.Tensor:
     """Call a varlen kernel once; `s_aux` (sinks) [heads]. The output has the kernel's number format. Raises CheckFailed if no
     kernel is right for the layer."""
+    if segments.blocks:
+        what = f"{type(module).__name__} sees pictures both ways, the kernels only one way"
+        raise CheckFailed(what, fix=_OTHER, code="kernels-see-one-way")
     if dropout:
         raise CheckFailed(f"{type(module).__name__}: {_DROPS}", fix=_OTHER, code="kernels-drop-nothing")
     # layer norms and rotary embeddings return float32 under autocast and with PEFT

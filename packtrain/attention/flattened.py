@@ -87,7 +87,9 @@ def row_of(
     elif kwargs.get("position_bias") is not None:
         code, what = "layer-has-bias", "adds a bias by position in the row"
     else:
-        return local_segments(module, segments, sliding_window)
+        row, window = local_segments(module, segments, sliding_window)
+        sees_ahead = window is not None or row.two_way.in_global_layers
+        return (row if sees_ahead or not row.blocks else one_way(row)), window
     raise CheckFailed(f"{type(module).__name__} {what}", fix="set model.attention=auto", code=code)
 
 
@@ -100,18 +102,30 @@ def attention_function(module: torch.nn.Module, kwargs: Mapping[str, object]) ->
 
 @lru_cache(maxsize=16)
 def mask_of(
-    attend: AttentionOf, queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device
+    attend: AttentionOf,
+    queries: int,
+    keys: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: tuple[tuple[int, int], ...] = (),
+    beyond_window: bool = False,
 ) -> torch.Tensor | None:
-    """Return the causal mask of one segment, [1, 1, queries, keys]. Its `queries` are the last of its `keys`.
+    """Return the mask of one segment, [1, 1, queries, keys]. Its `queries` are the last of its `keys`.
 
-    Boolean (True = visible) for sdpa, additive for eager functions; None if sdpa's `is_causal` is enough.
+    It is causal, and two-way in `blocks` of queries. Boolean (True = visible) for sdpa, additive for eager functions; None if sdpa's `is_causal` is
+    enough.
     """
-    narrow = window if window is not None and window < keys else None
-    if attend is sdpa_attention_forward and narrow is None and queries == keys:
+    narrow, before = window if window is not None and window < keys else None, keys - queries
+    if attend is sdpa_attention_forward and narrow is None and not before and not blocks:
         return None
-    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
     if narrow is not None:
-        visible = visible.triu(keys - queries + 1 - narrow)  # a query sees itself and the window - 1 keys before it
+        visible = visible.triu(before + 1 - narrow)  # a query sees itself and the window - 1 keys before it
+    for start, end in blocks:
+        visible[start:end, before + start : before + end] = True
+    if narrow is not None and blocks and not beyond_window:
+        visible = visible.triu(before + 1 - narrow)
     return as_mask(attend, visible, dtype)
 
 
@@ -144,6 +158,12 @@ def local_segments(
         what = f"{type(module).__name__} may see only {window or chunk} tokens back by its config, but does not say so"
         raise CheckFailed(what, fix=_UNSURE, code="window-unknown")
     return segments, None
+
+
+@lru_cache(maxsize=16)
+def one_way(segments: Segments) -> Segments:
+    """Return the row without blocks."""
+    return Segments(segments.lengths, segments.prefixes)
 
 
 @lru_cache(maxsize=64)

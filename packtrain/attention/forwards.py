@@ -11,20 +11,28 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager
+from itertools import chain
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from packtrain.errors import CheckFailed
+from packtrain.packing.collate import KERNEL_ARGUMENTS
 
 _CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Attributes of layers that hold their recomputing function: transformers' own, and torch's wrapper, which FSDP puts around layers."""
 
 
+def language_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of `model` that reads text: all of it, or what stands beside its towers."""
+    decoder = model if model.config.get_text_config() is model.config else model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model
+
+
 def uses_attention_interface(model: PreTrainedModel) -> bool:
     """Return whether transformers' `set_attn_implementation` can replace the attention function of `model`."""
-    return model._can_set_attn_implementation()
+    return language_model(model)._can_set_attn_implementation()
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., object]) -> Callable[[], None]:
@@ -78,6 +86,22 @@ def kept_for_recomputation(model: nn.Module, around: Callable[[], ContextDecorat
     finally:
         for module, name, checkpoint in own:
             setattr(module, name, checkpoint)
+
+
+def spare_towers(model: PreTrainedModel) -> Callable[[], None]:
+    """Keep the arguments of a row from the towers of `model`, whose tokens are patches. Returns the undo function."""
+    text, undo = language_model(model), ExitStack()
+    beside = [part.children() for part in model.modules() if any(child is text for child in part.children())]
+    for tower in chain.from_iterable(beside):
+        if tower is not text:
+            undo.callback(tower.register_forward_pre_hook(_without_row, with_kwargs=True).remove)
+    return undo.close
+
+
+def _without_row(
+    _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    return args, {name: value for name, value in kwargs.items() if name not in ("segments", *KERNEL_ARGUMENTS)}
 
 
 def rotates_by_length(module: nn.Module) -> bool:

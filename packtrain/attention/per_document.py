@@ -18,18 +18,23 @@ from transformers import PreTrainedModel
 from packtrain.attention.backends import Attention, Undo
 from packtrain.attention.forwards import replace_forward
 from packtrain.packing.collate import IGNORE, KERNEL_ARGUMENTS, to_device
-from packtrain.packing.segments import Segments
+from packtrain.packing.pictures import TYPES
+from packtrain.packing.segments import PlacedPicture, Segments
 
-_PER_TOKEN = ("input_ids", "shift_labels", "labels")
+_PER_TOKEN = ("input_ids", "shift_labels", "labels", *TYPES)
 _ROW_KEYS = ("segments", "position_ids", "label_places", *KERNEL_ARGUMENTS)
 
 
-def _batch(group: np.ndarray, counts: np.ndarray, row: dict[str, Any]) -> dict[str, Any]:
+def _batch(
+    group: np.ndarray, counts: np.ndarray, row: dict[str, Any], pictures: tuple[PlacedPicture, ...]
+) -> dict[str, Any]:
     """Return the arguments for documents of equal length. `group` int64 [count, length] are the numbers of their tokens in the row;
-    `counts` bool [count, length] says which of them count."""
+    `counts` bool [count, length] says which of them count. `pictures` are those of the row."""
     tokens = to_device(torch.from_numpy(group), row["input_ids"].device)
     batch = {name: value for name, value in row.items() if name not in _ROW_KEYS}
     batch |= {name: row[name][0][tokens] for name in _PER_TOKEN if row.get(name) is not None}
+    if pictures:
+        batch |= _pictures_of(group, row, pictures)
     if "shift_labels" in batch and not counts.all():
         batch["shift_labels"].masked_fill_(to_device(torch.from_numpy(~counts), tokens.device), IGNORE)
     if row.get("label_places") is not None:  # packing/collate.py::label_positions
@@ -37,6 +42,16 @@ def _batch(group: np.ndarray, counts: np.ndarray, row: dict[str, Any]) -> dict[s
         labelled[row["label_places"]] = True
         batch["label_places"] = np.flatnonzero(labelled[group] & counts)
     return batch | {"attention_mask": torch.ones_like(tokens)}
+
+
+def _pictures_of(group: np.ndarray, row: dict[str, Any], pictures: tuple[PlacedPicture, ...]) -> dict[str, Any]:
+    """Return the arguments for the pictures of these documents, None without any: then they are text."""
+    numbers = {picture.start: number for number, picture in enumerate(pictures)}
+    own = [numbers[place] for place in group.ravel().tolist() if place in numbers]
+    if not own:
+        return dict.fromkeys([*pictures[0].rows, *(name for name in TYPES if name in row)])
+    parts = {name: row[name].split([picture.rows[name] for picture in pictures]) for name in pictures[0].rows}
+    return {name: torch.cat([values[number] for number in own]) for name, values in parts.items()}
 
 
 def _joined(outputs: list[Any], sources: torch.Tensor) -> Any:
@@ -74,7 +89,7 @@ class PerDocument(Attention):
             counts[sources] = True
             counted = np.split(counts, np.cumsum([group.size for group in groups])[:-1])
             outputs = [
-                inner(**_batch(group, own.reshape(group.shape), kwargs))
+                inner(**_batch(group, own.reshape(group.shape), kwargs, segments.pictures))
                 for group, own in zip(groups, counted, strict=True)
             ]
             return _joined(outputs, torch.from_numpy(sources))

@@ -57,10 +57,12 @@ def segmented_attention(
         k, v = (joined([pieces[number] for number in numbers]) for pieces in (keys, values))
         attend = eager if eager and before + length <= _SHORT else usual
         run = functools.partial(attend, module, sliding_window=window, **kwargs)
-        if window is not None and length > _BLOCKS * max(window, _LEAST_BLOCK):
+        two_way = segments.own_blocks[numbers[0]], segments.two_way.beyond_window
+        if window is not None and length > _BLOCKS * max(window, _LEAST_BLOCK) and not two_way[0]:
             output = _attend_in_blocks(run, attend, q, k, v, max(window, _LEAST_BLOCK), window)
         else:
-            output = run(q, k, v, mask_of(attend, length, before + length, window, query.dtype, query.device))[0]
+            mask = mask_of(attend, length, before + length, window, query.dtype, query.device, *two_way)
+            output = run(q, k, v, mask)[0]
         outputs |= zip(numbers, output.unbind(0), strict=True)
     return torch.cat([outputs[number] for number in range(len(queries))])[None]
 

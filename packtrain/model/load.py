@@ -49,6 +49,7 @@ from packtrain.model.adapters import (
     take_vocabulary,
 )
 from packtrain.model.layers import loop_over_experts
+from packtrain.model.text_alone import let_run_text
 from packtrain.model.weights import MTP, WeightFiles, judge, reading_files, source_of
 from packtrain.plan.known_model import EXPANDED, below_adapters, known_sizes, untrainable
 from packtrain.proof.isolation import max_positions
@@ -121,6 +122,7 @@ def load_model(
                 model = _load_pretrained(config, tokenizer, seed, scores=scores)
             take_vocabulary(model, held, str(adapted.path))
     keep_layout(model)
+    let_run_text(model)
     model = dequantized(model) if dequantize else model
     loop_over_experts(model, config.experts)
     rows = len(cast(nn.Embedding, model.get_input_embeddings()).weight)

@@ -4,13 +4,15 @@ The arguments hold padded rows or one flattened row. Labels are shifted here, do
 model's own shift is not used. `shift_labels[t]` is the token that position t has to predict, or IGNORE. A target is a token to predict.
 
 Answers also come with the places of their targets in the batch, answer by answer; of pairs, all chosen answers come first, then all
-rejected ones. A pair with a shared prompt is three segments: the prompt without its last token, then for each answer that last token
+rejected ones. With a `sight` the batch also has what the model needs to see pictures of its documents. A pair with a shared prompt is three segments: the prompt without its last token, then for each answer that last token
 (which predicts the answer's first) and the answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +20,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from packtrain.data.dataset import Document, Preference
-from packtrain.packing.prefixes import SharedRow
+from packtrain.errors import UserError
+from packtrain.packing.pictures import Sight
+from packtrain.packing.prefixes import SharedRow, outside_pictures
 from packtrain.packing.segments import Segments, SplitSegments, own_tokens, split_row
 
 ModelInputs = dict[str, Any]
@@ -41,44 +45,54 @@ def shifted_labels(document: Document) -> torch.Tensor:
     return torch.as_tensor(labels)
 
 
-def collate_padded(documents: Sequence[Document], pad_token_id: int) -> ModelInputs:
+def collate_padded(documents: Sequence[Document], pad_token_id: int, sight: Sight | None = None) -> ModelInputs:
     """Collate a right-padded batch: `input_ids`, `attention_mask`, `shift_labels`, each int64 [documents, longest]."""
-    documents = documents or [FILLER]
+    documents = _with_blank(documents or [FILLER], sight)
     labels = [shifted_labels(document) for document in documents]
-    return {**_pad(documents, pad_token_id), "shift_labels": pad_sequence(labels, True, IGNORE)}
+    return {**_pad(documents, pad_token_id, sight), "shift_labels": pad_sequence(labels, True, IGNORE)}
 
 
-def _pad(documents: Sequence[Document], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Return `input_ids` and `attention_mask`, int64 [documents, longest]."""
+def _pad(documents: Sequence[Document], pad_token_id: int, sight: Sight | None) -> dict[str, torch.Tensor]:
+    """Return `input_ids` and `attention_mask`, int64 [documents, longest], and the arguments for pictures."""
     ids = [torch.as_tensor(document.input_ids.astype(np.int64)) for document in documents]
     mask = [torch.ones_like(tokens) for tokens in ids]
-    return {"input_ids": pad_sequence(ids, True, pad_token_id), "attention_mask": pad_sequence(mask, True)}
+    padded = {"input_ids": pad_sequence(ids, True, pad_token_id), "attention_mask": pad_sequence(mask, True)}
+    if sight is None:
+        return padded
+    rows, longest = padded["input_ids"].shape
+    places = [number * longest + np.arange(len(tokens)) for number, tokens in enumerate(ids)]
+    return padded | sight.see(documents, places, rows, longest).arguments
 
 
-def collate_flat(documents: Sequence[Document]) -> ModelInputs:
+def collate_flat(documents: Sequence[Document], sight: Sight | None = None) -> ModelInputs:
     """Collate one row of T = Σ lengths tokens. Returns `input_ids` and `shift_labels` int64 [1, T], and `row_arguments`."""
-    documents = documents or [FILLER]
+    documents = _with_blank(documents or [FILLER], sight)
     segments = Segments(tuple(len(document.input_ids) for document in documents))
+    places = np.split(np.arange(segments.tokens), segments.starts[1:])
     return {
         "input_ids": torch.as_tensor(np.concatenate([d.input_ids for d in documents]).astype(np.int64))[None],
         "shift_labels": torch.cat([shifted_labels(document) for document in documents])[None],
-        **row_arguments(segments),
+        **_seeing(documents, segments, places, sight),
     }
 
 
-def collate_shared(documents: Sequence[Document], row: SharedRow) -> ModelInputs:
+def collate_shared(documents: Sequence[Document], row: SharedRow, sight: Sight | None = None) -> ModelInputs:
     """Collate a row with each shared beginning once. Otherwise like `collate_flat`.
 
     `documents` are in the order of `row`. `label_places` int64 [n] also comes: a token's place once for each document that trains it.
     """
-    batch, trained = _collate_row(documents, row.segments, row.places)
+    batch, trained = _collate_row(documents, row.segments, row.places, sight)
     return {**batch, "label_places": np.sort(np.concatenate(trained))}
 
 
 def _collate_row(
-    documents: Sequence[Document], segments: Segments, places: Sequence[np.ndarray]
+    documents: Sequence[Document], segments: Segments, places: Sequence[np.ndarray], sight: Sight | None
 ) -> tuple[ModelInputs, list[np.ndarray]]:
     """Collate a row whose documents have their tokens at `places`. Return the places of each document's targets, too."""
+    if len(completed := _with_blank(documents, sight)) > len(documents):
+        blank, prefixes = len(completed[-1].input_ids), (*segments.prefixes, None) if segments.prefixes else ()
+        documents, places = completed, [*places, np.arange(segments.tokens, segments.tokens + blank)]
+        segments = Segments((*segments.lengths, blank), prefixes)
     ids, labels, trained = np.empty(segments.tokens, np.int64), np.full(segments.tokens, IGNORE), list[np.ndarray]()
     for document, at in zip(documents, places, strict=True):
         ids[at] = document.input_ids
@@ -86,7 +100,23 @@ def _collate_row(
         labels[at[labelled]] = document.input_ids[labelled + 1]
         trained.append(at[labelled])
     row = {"input_ids": torch.as_tensor(ids)[None], "shift_labels": torch.as_tensor(labels)[None]}
-    return {**row, **row_arguments(segments)}, trained
+    return {**row, **_seeing(documents, segments, places, sight)}, trained
+
+
+def _with_blank(documents: Sequence[Document], sight: Sight | None) -> Sequence[Document]:
+    return documents if sight is None else sight.with_blank(documents)
+
+
+def _seeing(
+    documents: Sequence[Document], segments: Segments, places: Sequence[np.ndarray], sight: Sight | None
+) -> ModelInputs:
+    """Return the `row_arguments`, and the arguments for pictures. Their positions replace the usual ones."""
+    if sight is None or not any(document.pictures for document in documents):
+        return row_arguments(segments)
+    seen = sight.see(documents, places, 1, segments.tokens)
+    two_way = sight.two_way or segments.two_way
+    segments = replace(segments, pictures=seen.pictures, blocks=seen.blocks, two_way=two_way)
+    return row_arguments(segments) | seen.arguments
 
 
 def row_arguments(segments: Segments) -> ModelInputs:
@@ -103,7 +133,14 @@ def row_arguments(segments: Segments) -> ModelInputs:
 
 
 def part_of(batch: ModelInputs, part: int, parts: int) -> ModelInputs:
-    """Return part number `part` of a collated row. Places of answers still refer to the whole row."""
+    """Return part number `part` of a collated row. Places of answers still refer to the whole row.
+
+    Raises UserError for a row with pictures: a tower would need a part of a picture's tokens.
+    """
+    if batch["segments"].pictures:
+        what = "a document with pictures would be split over processes"
+        fix = "Set it to 1, and data.max_length to at most batch.tokens_per_device."
+        raise UserError(what, where="strategy.sequence_parallel", fix=fix, code="split-pictures")
     segments = split_row(batch["segments"], part, parts)
     here = own_tokens(segments)
     own = {name: batch[name][:, here] for name in ("input_ids", "shift_labels") if name in batch}
@@ -123,7 +160,11 @@ def label_positions(labels: torch.Tensor) -> np.ndarray:
 
 
 def collate_answers(
-    documents: Sequence[Document], pad_token_id: int, rows: RowLayout, pairs: Sequence[int] = ()
+    documents: Sequence[Document],
+    pad_token_id: int,
+    rows: RowLayout,
+    pairs: Sequence[int] = (),
+    sight: Sight | None = None,
 ) -> ModelInputs:
     """Collate answers, each a document with its prompt.
 
@@ -132,10 +173,11 @@ def collate_answers(
     `target_counts` int64 [answers]. A token that both answers of a pair train is two targets.
     """
     if rows == "padding":
-        batch, longest = collate_padded(documents, pad_token_id), max(len(document.input_ids) for document in documents)
+        batch = collate_padded(documents, pad_token_id, sight)
+        longest = batch["input_ids"].shape[1]
         targets = [at * longest + np.flatnonzero(document.loss_mask[1:]) for at, document in enumerate(documents)]
     else:
-        batch, targets = _collate_row(documents, *_lay_out(documents, pairs, shared=rows == "shared"))
+        batch, targets = _collate_row(documents, *_lay_out(documents, pairs, shared=rows == "shared"), sight)
     return {
         **batch,
         "label_places": label_positions(batch["shift_labels"]),
@@ -144,19 +186,27 @@ def collate_answers(
     }
 
 
-def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: RowLayout) -> ModelInputs:
+def collate_pairs(
+    pairs: Sequence[Preference], pad_token_id: int, rows: RowLayout, sight: Sight | None = None
+) -> ModelInputs:
     """Collate pairs: see `collate_answers`."""
     pairs = pairs or [FILLER_PAIR]
-    return collate_answers(_list_documents(pairs), pad_token_id, rows, [pair.prompt for pair in pairs])
+    return collate_answers(_list_documents(pairs), pad_token_id, rows, [pair.prompt for pair in pairs], sight)
 
 
-def collate_unpaired(documents: Sequence[Document], pad_token_id: int, rows: RowLayout) -> ModelInputs:
+def collate_unpaired(
+    documents: Sequence[Document], pad_token_id: int, rows: RowLayout, sight: Sight | None = None
+) -> ModelInputs:
     """Collate single answers, each with its prompt: see `collate_answers`."""
-    return collate_answers(documents or [FILLER], pad_token_id, rows)
+    return collate_answers(documents or [FILLER], pad_token_id, rows, sight=sight)
 
 
 def collate_scored(
-    pairs: Sequence[Preference], margins: Sequence[float] | np.ndarray, pad_token_id: int, rows: RowLayout
+    pairs: Sequence[Preference],
+    margins: Sequence[float] | np.ndarray,
+    pad_token_id: int,
+    rows: RowLayout,
+    sight: Sight | None = None,
 ) -> ModelInputs:
     """Collate B pairs for a reward model, all chosen documents first: `input_ids`, `margin` float32 [B].
 
@@ -166,11 +216,11 @@ def collate_scored(
     pairs, margins = (pairs, margins) if len(pairs) else ([FILLER_PAIR], [0.0])
     documents, margin = _list_documents(pairs), torch.tensor(margins, dtype=torch.float32)
     if rows == "padding":
-        return {**_pad(documents, pad_token_id), "margin": margin}
+        return {**_pad(_with_blank(documents, sight), pad_token_id, sight), "margin": margin}
     segments, places = _lay_out(documents, [pair.prompt for pair in pairs], shared=rows == "shared")
     lasts = [np.flatnonzero(document.input_ids != pad_token_id)[-1:] for document in documents]
     ends = np.array([at[last[0] if len(last) else 0] for at, last in zip(places, lasts, strict=True)])
-    row, _ = _collate_row(documents, segments, places)
+    row, _ = _collate_row(documents, segments, places, sight)
     del row["shift_labels"]
     return {**row, "margin": margin, "ends": torch.as_tensor(ends)}
 
@@ -182,14 +232,15 @@ def _list_documents(pairs: Sequence[Preference]) -> list[Document]:
 def _lay_out(documents: Sequence[Document], pairs: Sequence[int], *, shared: bool) -> tuple[Segments, list[np.ndarray]]:
     """Lay out documents as a row of T tokens. The two documents of a pair become neighbours.
 
-    `pairs` as in `collate_answers`. If `shared`, a prompt of two tokens or more stands in the row once, without its last token. Returns the
-    row's segments, and for each document the places of its tokens in the row.
+    `pairs` as in `collate_answers`. If `shared`, a prompt of two tokens or more stands in the row once, without its last token and up to
+    the first picture that differs. Returns the row's segments, and for each document the places of its tokens in the row.
     """
     groups = [(number, number + len(pairs)) for number in range(len(pairs))] or [(at,) for at in range(len(documents))]
     places: list[np.ndarray] = [np.zeros(0, np.int64)] * len(documents)
     lengths, prefixes, end = list[int](), list[int | None](), 0
     for group, prompt in zip(groups, pairs or [0] * len(groups), strict=True):
-        before, prefix = np.arange(end, end + (max(prompt - 1, 0) if shared else 0)), None
+        once = _shareable([documents[number] for number in group], prompt) if shared else 0
+        before, prefix = np.arange(end, end + once), None
         if len(before):
             prefix = len(lengths)
             lengths.append(len(before))
@@ -202,6 +253,13 @@ def _lay_out(documents: Sequence[Document], pairs: Sequence[int], *, shared: boo
             end += lengths[-1]
     sharing = any(prefix is not None for prefix in prefixes)
     return Segments(tuple(lengths), tuple(prefixes) if sharing else ()), places
+
+
+def _shareable(documents: Sequence[Document], prompt: int) -> int:
+    """Return how many tokens of the prompt the documents can share."""
+    alike = zip_longest(*(document.pictures for document in documents))
+    differ = [min(one.start for one in each if one) for each in alike if len({*each}) > 1]
+    return outside_pictures(documents[0], min([prompt - 1, *differ]))
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -258,16 +258,21 @@ def index_prefixes(documents: IndexedDocuments) -> PrefixIndex:
             continue
         end = 2 * start + _BLOCK
         # compared as big-endian bytes, tokens sort like their sequence
-        keys = {number: documents[number].input_ids[start:end].astype(">u4").tobytes() for number in members}
+        keys = {number: documents[number].keys[start:end].astype(">u4").tobytes() for number in members}
         groups = groupby(sorted(members, key=keys.__getitem__), key=keys.__getitem__)
         todo += reversed([(list(group), end, len(key) < 4 * (end - start)) for key, group in groups])
     common = [0]
     for before, after in pairwise(order):
-        ids, others = documents[before].input_ids, documents[after].input_ids
+        ids, others = documents[before].keys, documents[after].keys
         alike = count_common(ids, others)
         # the last common token predicts different tokens, unless one of the documents ends there
-        common.append(alike if alike == min(len(ids), len(others)) else max(alike - 1, 0))
+        common.append(alike if alike == min(len(ids), len(others)) else outside_pictures(documents[after], alike - 1))
     return PrefixIndex(lengths, np.array(order, dtype=np.int32), np.array(common, dtype=np.int32))
+
+
+def outside_pictures(document: Document, end: int) -> int:
+    """Return the largest place up to `end`, at least 0, where the document can be cut: not within a picture."""
+    return next((picture.start for picture in document.pictures if picture.start < end < picture.end), max(end, 0))
 
 
 def lay_out_shared(

@@ -3,12 +3,15 @@
 A segment is a document, or a piece that continues the end of an earlier piece. Its tokens attend causally to themselves
 and to everything before them on the path to the root: a row holds the prompt of several answers once. The lengths are
 plain Python integers: no backend waits for the device to read them.
+
+A row may hold pictures. The row knows which rows of the model's picture arguments belong to each, and whether its tokens see each other both ways.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,12 +21,36 @@ import numpy.typing as npt
 import torch
 
 
+class PlacedPicture(NamedTuple):
+    """A picture of a row: the place of its first token, and its number of rows in each argument of the model."""
+
+    start: int
+    rows: dict[str, int]
+
+
+class TwoWay(NamedTuple):
+    """Where the tokens of a picture also see those after them.
+
+    They do in layers with a window: earlier tokens of the picture only within the window, or, `beyond_window`, all of them. `in_global_layers`: in
+    layers without a window, too.
+    """
+
+    in_global_layers: bool
+    beyond_window: bool
+
+
+_EVERYWHERE = TwoWay(in_global_layers=True, beyond_window=False)
+
+
 @dataclass(frozen=True)
 class Segments:
     """Row of `len(lengths)` segments in this order, with `sum(lengths)` tokens. Every length is at least 1.
 
     `prefixes[i]` is None or the number of an earlier segment that segment i continues. This prefix may have a prefix in turn: the
     tokens of i see all segments on this path in full, and their positions count on along it. `()`: no segment has a prefix.
+
+    `pictures` are in the order of their tokens. `blocks`: places (start, end) of tokens that see each other both ways, as `two_way` says. A block
+    lies in one segment.
 
     >>> from packtrain import Segments
     >>> row = Segments((4, 2, 3, 5), (None, 0, 0, None))  # a prompt, its two answers, and another document
@@ -35,6 +62,9 @@ class Segments:
 
     lengths: tuple[int, ...]
     prefixes: tuple[int | None, ...] = ()
+    blocks: tuple[tuple[int, int], ...] = ()
+    two_way: TwoWay = _EVERYWHERE
+    pictures: tuple[PlacedPicture, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1:
@@ -83,10 +113,19 @@ class Segments:
         return tuple(before)
 
     @cached_property
+    def own_blocks(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return the blocks of each segment, as places in the segment."""
+        own: list[list[tuple[int, int]]] = [[] for _ in self.lengths]
+        for start, end in self.blocks:
+            number = bisect_right(self.starts, start) - 1
+            own[number].append((start - self.starts[number], end - self.starts[number]))
+        return tuple(map(tuple, own))
+
+    @cached_property
     def same_shape(self) -> tuple[tuple[int, ...], ...]:
-        """Group the segments by length and by the number of tokens before them."""
-        groups: dict[tuple[int, int], list[int]] = {}
-        for number, shape in enumerate(zip(self.lengths, self.prefix_lengths, strict=True)):
+        """Group the segments by length, by the number of tokens before them, and by their blocks."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for number, shape in enumerate(zip(self.lengths, self.prefix_lengths, self.own_blocks, strict=True)):
             groups.setdefault(shape, []).append(number)
         return tuple(map(tuple, groups.values()))
 
@@ -128,14 +167,18 @@ class Segments:
     def visible(self, window: int | None = None) -> torch.Tensor:
         """Return bool [T, T], True where the query (row) may see the key (column). Backends are tested against this definition.
 
-        With `window` a query sees only keys less than `window` positions before it.
+        With `window` a query sees only keys less than `window` positions before it. Blocks are as in a layer where they count.
         """
         ids, positions = self.segment_ids()[0], self.position_ids()[0]
         on_path = torch.zeros(len(self.lengths), len(self.lengths), dtype=torch.bool)
         for number, path in enumerate(self.paths):
             on_path[number, list(path)] = True
         seen = on_path[ids][:, ids] & (positions[:, None] >= positions[None, :])
-        return seen if window is None else seen & (positions[:, None] - positions[None, :] < window)
+        near = positions[:, None] - positions[None, :] < (self.tokens if window is None else window)
+        block = torch.zeros_like(seen)
+        for start, end in self.blocks:
+            block[start:end, start:end] = True
+        return seen & near | block if self.two_way.beyond_window else (seen | block) & near
 
 
 @dataclass(frozen=True)
@@ -166,7 +209,7 @@ class SplitSegments(Segments):
 
 def split_row(segments: Segments, part: int, parts: int) -> Segments:
     """Return part number `part` of the row, or the row itself if `parts` is 1."""
-    return segments if parts == 1 else SplitSegments(segments.lengths, segments.prefixes, part, parts)
+    return segments if parts == 1 else SplitSegments(segments.lengths, segments.prefixes, part=part, parts=parts)
 
 
 def own_tokens(segments: Segments) -> slice:

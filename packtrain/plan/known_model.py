@@ -24,6 +24,7 @@ from huggingface_hub import constants
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Model, Peft, RunConfig, Strategy
 from packtrain.errors import Json, Problem, UserError, read_json
+from packtrain.plan.model_types import check_type
 from packtrain.wording import first_line, shortened
 
 _LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
@@ -104,19 +105,24 @@ class ReferenceChoice:
     at_start: bool
 
 
-def check_model_config(model: Model) -> None:
-    """Raise UserError with all values of model.config that no model can have."""
+def check_model_config(model: Model, *, scores: bool = False) -> None:
+    """Raise UserError with all values of model.config that no model can have, and for a model type that does not train.
+
+    `scores`: for a reward model.
+    """
     problems = []
     for name, value in model.config.items():
         several = value if isinstance(value, list) else [value]  # a list has one width for each layer
         if _COUNT.fullmatch(name) and value is not None and any(type(item) is not int or item < 1 for item in several):
             what, fix = f"found {shortened(value)}", "Allowed: whole number ≥ 1."
             problems.append(Problem(what, f"model.config.{name}", fix, code="not-a-size"))
-    if not isinstance(kind := known_sizes(model).get("model_type", ""), str):
+    if not isinstance(kind := (sizes := known_sizes(model)).get("model_type", ""), str):
         what, fix = f"found {shortened(kind)}", "Allowed: text, such as llama."
         problems.append(Problem(what, "model.config.model_type", fix, code="not-a-model-type"))
     if problems:
         raise UserError(problems)
+    if not model.trust_remote_code and not str(model.path).endswith(".gguf"):
+        check_type(sizes, "model.config.model_type" if "model_type" in model.config else "model.path", scores=scores)
 
 
 def weights_of(model: Model, *, scores: bool = False) -> Weights:

@@ -17,6 +17,7 @@ from packtrain.attention.backends import attention_by, serve
 from packtrain.attention.spec import BACKENDS, Backend, tried_by_auto
 from packtrain.errors import CheckFailed, Problem, UserError
 from packtrain.packing.segments import Segments
+from packtrain.proof.exhibits import Exhibits, prove_pictures
 from packtrain.proof.isolation import DOCUMENTS, TREE, Leak, Proof, find_leak, prove_isolation
 
 
@@ -26,6 +27,7 @@ class AttentionChoice:
 
     `kernel` is the kernel's name, or the modules that `mixers` runs per document; "" if there is neither. `detail`: how the backend runs
     this model, "" if there is nothing to add.
+    `pictures` is the proof with documents that have some.
     `why_not_shared`: None if sharing the prompt of a preference pair was not tried, "" if it proved exact, else the reason.
     """
 
@@ -36,6 +38,7 @@ class AttentionChoice:
     rejected: tuple[tuple[str, str], ...] = ()
     why_not_shared: str | None = None
     detail: str = ""
+    pictures: Proof | None = None
 
 
 class NotExact(CheckFailed):
@@ -55,11 +58,12 @@ def choose_attention(
     prove: bool = True,
     pairs: bool = False,
     must_share: bool = False,
+    exhibits: Exhibits | None = None,
 ) -> AttentionChoice:
     """Choose the backend for packed rows of `model` on `device`. `wanted` is model.attention, `autocast` the format of training.
 
     With `pairs` it also tries to share the prompts of preference pairs: the row TREE holds pairs and a document, and proves
-    both at once. With `must_share`, `auto` prefers an exact backend that shares over a faster one that does not. `auto`
+    both at once. With `exhibits` documents with pictures are proved, too. With `must_share`, `auto` prefers an exact backend that shares over a faster one that does not. `auto`
     chooses by proofs, so it always proves; without `prove` a named backend is accepted unproved. Raises UserError if a
     named backend is not available, NotExact if it is not exact, CheckFailed if no backend works.
     """
@@ -79,9 +83,15 @@ def choose_attention(
                 why_not_shared, proof = prove_backend(name, model, autocast, TREE)
             if why_not_shared != "":
                 reason, proof = prove_backend(name, model, autocast)
-            if why_not_shared == "" or not reason:
+            fits, seen = why_not_shared == "" or not reason, None
+            if fits and exhibits is not None:
+                reason, seen = _prove_pictures(name, model, autocast, exhibits)
+                fits, proof = not reason, seen if reason else proof
+            if fits:
                 why = "; ".join(f"no {other}: {lacking}" for other, lacking in rejected) or why
-                choice = AttentionChoice(backend, why, kernel, proof, tuple(rejected), why_not_shared, service.detail)
+                choice = AttentionChoice(
+                    backend, why, kernel, proof, tuple(rejected), why_not_shared, service.detail, seen
+                )
                 if named or not (must_share and why_not_shared):
                     return choice
                 unshared, reason = unshared or choice, f"it cannot share prefixes: {why_not_shared}"
@@ -116,22 +126,40 @@ def prove_backend(
     backend = BACKENDS[name]
     if backend.why_not_shared and segments is TREE:
         return f"{name} {backend.why_not_shared}", None
-    # None: in float32 if kernel and weights take it, see isolation.py; FSDP2 gathers weights in 16 bits
-    attending = BACKENDS[attention_by(name).inner_backend(model) or name]
-    precision = autocast if attending.formats or isinstance(model, FSDPModule) else None
+    precision = _precision(name, model, autocast)
     try:
         proof = prove_isolation(model, name, autocast=precision, segments=segments, part=part, parts=parts)
     except CheckFailed as refusal:
         return refusal.problems[0].what, None
+    return _verdict(proof, "documents" if segments is DOCUMENTS else "pairs"), proof
+
+
+def _prove_pictures(
+    name: str, model: PreTrainedModel, autocast: torch.dtype | None, exhibits: Exhibits
+) -> tuple[str, Proof | None]:
+    """Prove the backend `name` on documents with pictures. Return as `prove_backend` does."""
+    try:
+        proof = prove_pictures(model, name, exhibits, autocast=_precision(name, model, autocast))
+    except CheckFailed as refusal:
+        return refusal.problems[0].what, None
+    return _verdict(proof, "documents with pictures"), proof
+
+
+def _precision(name: str, model: PreTrainedModel, autocast: torch.dtype | None) -> torch.dtype | None:
+    """Return the format of a proof. None: float32 if kernel and weights take it, see isolation.py; FSDP2 gathers weights in 16 bits."""
+    attending = BACKENDS[attention_by(name).inner_backend(model) or name]
+    return autocast if attending.formats or isinstance(model, FSDPModule) else None
+
+
+def _verdict(proof: Proof, what: str) -> str:
+    """Return why the proof's backend is not exact, "" if it is."""
     # a call for each document is exact by construction, even if the positive control is too weak
-    if proof.verdict == "exact" or (backend.by_document and proof.verdict != "leaks"):
-        return "", proof
+    if proof.verdict == "exact" or (BACKENDS[proof.backend].by_document and proof.verdict != "leaks"):
+        return ""
     limit = proof.tolerance if proof.max_difference > proof.tolerance else min(proof.tolerance, proof.most)
     off, tolerance = f"{proof.max_difference:.2g}", f"(tolerance {limit:.1g})"
     if proof.verdict == "unsupported":
         return (
-            f"the proof is inconclusive: even without isolation outputs change by only {proof.control:.2g} {tolerance}",
-            proof,
+            f"the proof is inconclusive: even without isolation outputs change by only {proof.control:.2g} {tolerance}"
         )
-    what = "documents" if segments is DOCUMENTS else "pairs"
-    return f"outputs of {what} in a row differ from each alone, off by {off} {tolerance}", proof
+    return f"outputs of {what} in a row differ from each alone, off by {off} {tolerance}"

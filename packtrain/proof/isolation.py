@@ -56,6 +56,8 @@ MIDDLE = slice(LENGTHS[0], LENGTHS[0] + LENGTHS[1])
 TREE = Segments((3, 1, 3, 1, 2, 27, 2, 2, 1), (None, 0, 1, 1, 0, None, None, 6, 6))
 """Two prompts with two continuations each (one has two of its own), and between them a document as long as the longest of
 DOCUMENTS: one proof serves trees and documents."""
+_MASKED = -1e30
+"""Logits below this are of tokens that a model never answers with (chameleon's pictures). They have no scale."""
 NO_FIGURES: dict[str, None] = dict.fromkeys(
     ("max_abs_diff_before", "max_abs_diff_after", "max_abs_diff_alone", "control", "tolerance", "least_control")
 )
@@ -320,10 +322,10 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return next((number for number in sizes if type(number) is int and number > 0), None)
 
 
-def logits_of(model: PreTrainedModel, batch: Mapping[str, object]) -> torch.Tensor:
+def logits_of(model: PreTrainedModel, batch: Mapping[str, object], most: int | None = None) -> torch.Tensor:
     """Return float32 [rows, T, vocabulary] of a collated batch. A model without a head gives hidden states [rows, T, d].
 
-    Raises CheckFailed if the model cannot run the batch.
+    Of a large vocabulary the first `most` ids are returned. Raises CheckFailed if the model cannot run the batch.
     """
     batch = on_device({name: value for name, value in batch.items() if name != "shift_labels"}, model.device)
     flat = "segments" in batch
@@ -331,7 +333,8 @@ def logits_of(model: PreTrainedModel, batch: Mapping[str, object]) -> torch.Tens
     fix = "set model.attention=auto" if flat else "see what model.config sets"
     with model_refusals(what, fix=fix):
         outputs = model(**batch, use_cache=False)
-    return (outputs.logits if "logits" in outputs else outputs.last_hidden_state).float()
+    found = (outputs.logits if "logits" in outputs else outputs.last_hidden_state)[..., :most].float()
+    return found.masked_fill(found < _MASKED, 0)
 
 
 class Leak(NamedTuple):

@@ -32,6 +32,7 @@ from packtrain.packing.collate import (
     on_device,
     part_of,
 )
+from packtrain.packing.pictures import Sight
 from packtrain.packing.schedule import Schedule
 
 _FIRST_TOKENS = 2048
@@ -129,6 +130,8 @@ class Steps(ByStep):
     """Steps that train on nothing."""
     feed: Any = field(default=None, kw_only=True)
     """The Feed (packing/feed.py) of a stream: these steps cover its first rows. None: train on these steps themselves."""
+    sight: Sight | None = field(default=None, kw_only=True)
+    """What the model needs to see pictures; None if the data has none."""
 
     def at(self, step: int) -> tuple[Steps, int]:
         """Return the Steps that contain a running step, and its number in them."""
@@ -200,8 +203,13 @@ class Steps(ByStep):
         batch = self.collate(numbers)
         if not len(numbers):
             first = getattr(self.data[0], "chosen", self.data[0]).input_ids.astype(np.int64)
-            ids = torch.from_numpy(np.resize(first, batch.inputs["input_ids"].shape))
-            batch = replace(batch, inputs={**batch.inputs, "input_ids": ids})
+            ids = batch.inputs["input_ids"]
+            if self.sight is not None:
+                first = first[~np.isin(first, self.sight.tokens)]
+            filler = torch.from_numpy(np.resize(first, ids.shape))
+            if self.sight is not None:  # a blank picture keeps its tokens
+                filler = torch.where(torch.isin(ids, torch.tensor(self.sight.tokens)), ids, filler)
+            batch = replace(batch, inputs={**batch.inputs, "input_ids": filler})
         return batch.split(self.rank, self.schedule.ranks_per_row) if is_split and len(numbers) else batch
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
@@ -209,11 +217,11 @@ class Steps(ByStep):
         documents: Any = [self.data[int(number)] for number in numbers]
         tokens = sum(len(document.input_ids) for document in documents)
         if self.layout == "padding":
-            inputs = collate_padded(documents, self.pad_token_id)
+            inputs = collate_padded(documents, self.pad_token_id, self.sight)
         elif self.layout == "shared" and (index := self.schedule.prefixes) is not None and documents:
-            inputs = collate_shared(documents, index.row(np.asarray(numbers)))
+            inputs = collate_shared(documents, index.row(np.asarray(numbers)), self.sight)
         else:
-            inputs = collate_flat(documents)
+            inputs = collate_flat(documents, self.sight)
         inputs.setdefault("label_places", label_positions(inputs["shift_labels"]))
         slots = max(inputs["input_ids"].numel(), tokens)
         return MicroBatch(inputs, len(inputs["label_places"]), tokens, slots, examples=len(documents))
@@ -275,9 +283,9 @@ def first_documents(steps: Steps) -> MicroBatch:
             some.append(number)
             room -= slots
     shortest = int(numbers[steps.schedule.lengths[numbers].argmin()])
-    if some or type(steps) is not Steps:
-        return steps.collate(np.array(some or [shortest]))
     whole: Any = steps.data[shortest]
+    if some or type(steps) is not Steps or whole.pictures:
+        return steps.collate(np.array(some or [shortest]))
     end = int(np.flatnonzero(whole.loss_mask)[-1]) + 1
     part = slice(max(0, end - _FIRST_TOKENS), end)
     cut = replace(whole, input_ids=whole.input_ids[part], loss_mask=whole.loss_mask[part])

@@ -36,6 +36,7 @@ from packtrain.proof.comparison import (
     prove_change,
     tolerance_of,
 )
+from packtrain.proof.exhibits import Exhibits
 from packtrain.train.engine import Engine
 from packtrain.train.loader import Steps, first_documents
 from packtrain.train.log.console import Log
@@ -62,13 +63,21 @@ def choose_on_all_ranks(
     prove: bool,
     pairs: bool = False,
     must_share: bool = False,
+    exhibits: Exhibits | None = None,
 ) -> AttentionChoice:
     """Choose the attention of packed rows by proof, with the same kernel on all ranks.
 
     Arguments as for `choose_attention`. Raises UserError or CheckFailed if `wanted` is not available or not exact, or if ranks would differ.
     """
     choice = choose_attention(
-        wanted, model, model.device, autocast=autocast, prove=prove, pairs=pairs, must_share=must_share
+        wanted,
+        model,
+        model.device,
+        autocast=autocast,
+        prove=prove,
+        pairs=pairs,
+        must_share=must_share,
+        exhibits=exhibits,
     )
     by = f" by {choice.kernel}" if choice.kernel else ""
     same_everywhere(f"{choice.backend.name}{by}", "attention", "model.attention", ranks.world_size)

@@ -31,6 +31,7 @@ from packtrain.model.spread import Ranks, max_over_ranks, placement_of, reading_
 from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.objectives.spec import OBJECTIVES
 from packtrain.packing.balance import choose_ranks_per_row
+from packtrain.packing.pictures import Sight
 from packtrain.packing.prefixes import index_prefixes
 from packtrain.packing.schedule import make_schedule, stage
 from packtrain.plan.memory import Memory, estimate
@@ -64,6 +65,8 @@ class Prepared:
     """None: batches are padded, or nothing runs packed rows."""
     compiled: int = 0
     """Number of compiled layers."""
+    sight: Sight | None = None
+    """What the model needs to see pictures; None if the data has none."""
     close_proofs: Callable[[], None] = lambda: None
     """Call it when the proofs on the spread model are done."""
 
@@ -98,7 +101,7 @@ class Prepared:
             examples, names = config.batch.examples_per_step or 1, part.report.sources
             mixture = make_mixture(config.data.stages, dict.fromkeys(names, 1.0), examples, config.trainer.seed)
             schedule = stage(schedule, mixture, part.source_of, names)
-        return self.objective.steps(part, schedule, pad, self.ranks, evaluation=evaluation)
+        return replace(self.objective.steps(part, schedule, pad, self.ranks, evaluation=evaluation), sight=self.sight)
 
 
 def begin(config: RunConfig, ranks: Ranks, peers: Peers | None) -> Prepared:

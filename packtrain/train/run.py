@@ -41,6 +41,7 @@ from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.packing.feed import Feed
 from packtrain.plan.memory import Memory
 from packtrain.plan.origin import check_length, check_origin, length_of, origin_in, shared_values
+from packtrain.proof.exhibits import check_pictures
 from packtrain.proof.isolation import check_causal_and_padding
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.system import stopped_by, told_at_once
@@ -60,6 +61,7 @@ from packtrain.train.optim.weight_groups import freeze_unreached, reduce_unreach
 from packtrain.train.preflight import make_changes
 from packtrain.train.preparation import Prepared
 from packtrain.train.run_state import Listener, LoopSettings, RunState, StopRequest
+from packtrain.train.sight import exhibits_of, picture_batch, take_sight
 from packtrain.train.spikes import SpikeRules
 from packtrain.train.sync import Peers, agree_on_start, check_run_folder, connect, join, limit_collectives, preparing_s
 from packtrain.wording import clean, counted, listed
@@ -209,6 +211,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
         log.warn(remark)
 
     preparation.load(prepared)
+    take_sight(prepared)
     base, scores = base_model(prepared.model), config.objective.spec.scores
     if not scores and is_reward_model(base.config) and config.model.init == "pretrained":
         log.warn(f"{config.model.path} is a reward model or classifier: its head is left away, and final/ has none")
@@ -268,7 +271,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     preparation.spread_model(prepared)
     preparation.settle_attention(prepared)
     split = preparation.settle_split(prepared)
-    frozen, at_times = freeze_unreached(model, prepared.longest, prepared.precision.autocast)
+    frozen, at_times = freeze_unreached(model, prepared.longest, prepared.precision.autocast, picture_batch(prepared))
     reduce_unreached(model, ranks, at_times)
     steps = _training_steps(run)
     evaluation = {name: prepared.steps(part, evaluation=True) for name, part in data.sets.items()}
@@ -282,7 +285,10 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     console.log_attention(log, base, prepared.backend)
     if prove:
         with outputs_of_tokens(base):
-            check_causal_and_padding(base, padding=prepared.backend is None, autocast=prepared.precision.autocast)
+            padded, autocast = prepared.backend is None, prepared.precision.autocast
+            check_causal_and_padding(base, padding=padded, autocast=autocast)
+            if exhibits := exhibits_of(prepared):
+                check_pictures(base, exhibits, padding=padded, autocast=autocast)
     memory = preparation.plan_memory(prepared)
     checkpointing, why = preparation.choose_checkpointing(config.trainer.gradient_checkpointing, memory)
     if checkpointing != "none" or ranks.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What the rule of tiny.py cannot know: types that need another value, and types that are no plain causal language model."""
+"""What the rule of tiny.py cannot know: types that need another value."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ class Quirk:
 
 _INNER_WIDTH = "the state-space heads must fill the inner width, twice the hidden one"
 _GLOBAL_HEADS = "global layers have wider heads, by a name that is no field"
+
+_NO_TOWER = "no tower by default, where each released model has one"
+_NO_FIELD = "reads an id that released configs have, and that is no field"
+_SECTIONS = "sections of rotary positions must add up to half a head"
+_SCALES = Quirk("up to five scales of 256 channels", {"channel_multiplier": [1, 1]})
+_WIDE = Quirk("convolutions that get wider", {"downsample_channels": [32, 64]})
+
+
+def _three(*sections: int, **more: float) -> Quirk:
+    """Rotary positions with an own section of a small head for time, height and width."""
+    settings = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [*sections], **more}
+    return Quirk(_SECTIONS, {"rope_parameters": settings})
+
 
 QUIRKS: dict[str, Quirk] = {
     "bamba": Quirk(_INNER_WIDTH + "; no layer attends by default", {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1]}),
@@ -52,15 +65,39 @@ QUIRKS: dict[str, Quirk] = {
     "xlstm": Quirk("longer rows than this go through code that fails on them", {"max_inference_chunksize": 256}),
     "xmod": Quirk("a language must be chosen", {"default_language": "en_XX"}),
     "zamba": Quirk("ties its attention layers to each other, so it needs two", {"num_hidden_layers": 3, "attention_hidden_size": 128, "attention_head_dim": 32, "layers_block_type": ["hybrid", "linear_attention", "hybrid"]}),
+    "apertus1p5": Quirk("pictures and sounds are tokens, in ranges one after the other", {"image_token_offset": 96, "audio_token_offset": 112}),
+    "apertus1p5_vision_tokenizer": Quirk("its range of tokens, and five scales of 256 channels", {"codebook_size": 16, "channel_multiplier": [1, 1]}),
+    "wavtokenizer_encoder": Quirk("its range of tokens, and convolutions that get wider", {"codebook_size": 16, "num_filters": 4}),
+    "chameleon": Quirk("pictures are tokens, whose names the vocabulary tells", {"vocabulary_map": {"<image>": 1, "IMGIMGAZ": 0}}),
+    "chameleon_vqgan": _SCALES,
+    "cosmos3_edge_text": _three(3, 3, 2),
+    "deepseek_ocr2_text": Quirk("kinds of layers and experts per token have no default", {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}),
+    "deepseek_ocr2_sam_vision_model": _WIDE,
+    "emu3_vqgan": _SCALES,
+    "emu3": Quirk("pictures are tokens, whose names the vocabulary tells", {"vocabulary_map": {"<image>": 1, "<|extra_200|>": 2, "<|visual token 000000|>": 0}}),
+    "ernie4_5_vl_moe_text": Quirk(_SECTIONS + "; widths of experts of text and of pictures", {**_three(3, 3, 2).small, "moe_intermediate_size": [96, 32]}),
+    "fun_asr_nano": Quirk("its adaptor is a fourth as wide as the text", {"adaptor_config": {"hidden_size": 64, "intermediate_size": 16, "num_attention_heads": 4, "projector_hidden_size": 64}}),
+    "gemma4": Quirk(_NO_TOWER, full={"vision_config": {}}),
+    "gemma4_unified": Quirk(_NO_TOWER, full={"vision_config": {}}),
+    "glm4v_text": _three(2, 3, 3),
+    "glm4v_moe_text": _three(1, 1, 2, partial_rotary_factor=0.5),
+    "glm_ocr_text": _three(2, 3, 3),
+    "glm5_next_text": Quirk("chooses keys by groups, which divide what it chooses", {"index_kpool": 4}),
+    "granite4_vision": Quirk("which layers get pictures has no default", {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2", "spatial_target_layers": [1, 1, 1, 1]}),
+    "hunyuan_vl_text": _three(2, 2, 2, 2),
+    "hy_v4_vl_text": _three(2, 3, 3),
+    "janus_vqgan": _SCALES,
+    "molmo2_adapter": Quirk("reads from the last layers of the tower", {"vision_feature_layer": [-1, -2]}),
+    "nemotron3_5_transcribe_word_timestamp": Quirk("its last class", {"blank_token_id": 127}),
+    "paddleocr_vl_text": _three(2, 3, 3),
+    "qwen2_vl_text": _three(2, 3, 3),
+    "qwen2_5_vl_text": _three(2, 3, 3),
+    "qwen2_5_omni_text": _three(2, 3, 3),
+    "qwen2_5_omni_thinker": Quirk(_NO_FIELD, {"vision_start_token_id": 151652}),
+    "qwen3_omni_moe_text": Quirk(_SECTIONS + "; reads a window that no released model has", {**_three(2, 3, 3).small, "sliding_window": None}),
+    "qwen3_omni_moe_thinker": Quirk(_NO_FIELD, {"vision_start_token_id": 151652}),
+    "unlimited_ocr_sam_vision_model": _WIDE,
+    "vibevoice_asr": Quirk("a multiple of the samples of a token", {"acoustic_tokenizer_chunk_size": 3200 * 256}),
+    "vibevoice_acoustic_tokenizer_encoder": Quirk("convolutions that get wider", {"num_filters": 2}),
+    "radio": Quirk("the model around it asks for it", {"video_temporal_patch_size": 2}),
 }  # fmt: skip
-
-_CODEBOOKS = "predicts several audio codes at a time, and its head is not made from its registered config"
-_DRAFTS = "drafts for a larger Gemma 4: it runs on that model's hidden states, keys and values, not on tokens"
-
-UNBUILDABLE: dict[str, str] = {
-    "gemma4_assistant": _DRAFTS,
-    "gemma4_unified_assistant": _DRAFTS,
-    "musicgen": _CODEBOOKS,
-    "musicgen_melody": _CODEBOOKS,
-}
-"""Types that cannot be trained as a plain causal language model, and why."""

@@ -32,6 +32,7 @@ from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, shif
 from packtrain.proof.choice import choose_attention
 from packtrain.proof.comparison import tolerance_of
 from packtrain.proof.mixer_search import mixing_of
+from packtrain.wording import first_line
 
 Batch = dict[str, object]
 
@@ -88,6 +89,8 @@ def outcome_of(model_type: str) -> Outcome:
     model = tiny_model(model_type, WINDOW)
     if isinstance(model, Unbuildable):
         return Outcome(model_type, "refused", model.reason)
+    if why := fails_in_training(model):
+        return Outcome(model_type, "refused", why)
     if not is_causal(model):
         return Outcome(model_type, "refused", "not causal: outputs move with later tokens, or with how many there are")
     items = documents()
@@ -134,11 +137,31 @@ def is_causal(model: PreTrainedModel) -> bool:
     """Whether neither what the later tokens are nor how many there are moves an output, while its own token does."""
     ids = torch.from_numpy(np.random.default_rng(1).integers(3, VOCABULARY, (1, 33)))
     changed = torch.cat([ids[:, :-1], 3 + (ids[:, -1:] - 2) % (VOCABULARY - 3)], dim=1)
-    whole, other, part = (model(input_ids=row, use_cache=False).logits[0] for row in (ids, changed, ids[:, :20]))
+    whole, other, part = (
+        unmasked(model(input_ids=row, use_cache=False).logits[0]) for row in (ids, changed, ids[:, :20])
+    )
     scale = whole.abs().max()
     content, number = (whole - other).abs().amax(dim=-1) / scale, (whole[:20] - part).abs().max() / scale
     tolerance = tolerance_of(torch.float32).outputs
     return max(content[:-1].max().item(), number.item()) <= tolerance and content[-1].item() > 5 * tolerance
+
+
+@torch.no_grad()
+def fails_in_training(model: PreTrainedModel) -> str:
+    """Why text alone is refused by a model in training mode, "" if it is not."""
+    ids = torch.arange(3, 43)[None]
+    try:
+        model.train()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    except Exception as error:
+        return f"cannot run text alone: {without_figures(first_line(error))}"
+    finally:
+        model.eval()
+    return ""
+
+
+def unmasked(logits: torch.Tensor) -> torch.Tensor:
+    """The logits without tokens that are never the next one, such as chameleon's pictures."""
+    return logits.masked_fill(logits < -1e30, 0)
 
 
 def one_by_one(model: PreTrainedModel, items: Sequence[Document]) -> tuple[float, torch.Tensor]:

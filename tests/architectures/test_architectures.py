@@ -10,16 +10,16 @@ import pytest
 import torch
 from padded_call import PACKED, REFUSED, SHARED, attachment_of, off, outputs_and_gradients, padded_call
 from page import PAGE, is_comparable, line, page
-from quirks import QUIRKS, UNBUILDABLE
+from quirks import QUIRKS
 from sweep import WINDOW, difference, documents, one_by_one, outcome_of
 from test_experts import LENGTHS, by_transformers, micro_batches, routers_of, step
-from tiny import model_types, tiny_model
+from tiny import model_types, tiny_model, whole_types
 from tiny_models import documents as documents_for_routers
 from tiny_models import gradient
 from tiny_models import off as relative
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain import attach
@@ -29,6 +29,7 @@ from packtrain.library.attach import at_places
 from packtrain.model.forward import add_loss_sum
 from packtrain.packing.collate import collate_flat
 from packtrain.packing.segments import Segments
+from packtrain.plan.model_types import PACKAGES, UNTRAINABLE
 
 # of every kind one, for `-m "not slow"`
 KINDS = {
@@ -51,15 +52,29 @@ KINDS = {
     "roberta": "a head that over few tokens fits the fused one by chance",
     "cpmant": "not causal",
     "musicgen": "no model of tokens",
+    "qwen2_vl": "three positions of a token",
+    "gemma4": "a tower beside local layers",
+    "qwen3_5": "a tower beside linear attention",
+    "molmo2": "kinds of tokens, in training",
+    "llama4": "outputs that its text part lacks",
+    "chameleon": "tokens that are never the next one",
+    "granite_speech": "a tower with attention code of its own",
+    "paligemma": "sees its prompt both ways",
+    "florence2": "an encoder and a decoder",
 }
 REFUSED_ROUTERS = ("doge",)  # a loss over other logits than its routers', see tests/train/test_experts.py
 
 
 def types() -> list:
     """All; of each kind one, and every other of the rest, without -m exhaustive."""
-    rest = [one for one in model_types() if one not in KINDS]
+    rest = [one for one in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if one not in KINDS]
+    more = [*rest[1::2], *({*whole_types()} - {*rest, *KINDS})]
     slow = [pytest.param(one, marks=pytest.mark.slow) for one in rest[::2]]
-    return [*KINDS, *slow, *(pytest.param(one, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for one in rest[1::2])]
+    return [
+        *KINDS,
+        *slow,
+        *(pytest.param(one, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for one in sorted(more)),
+    ]
 
 
 @pytest.mark.parametrize("model_type", types())
@@ -130,7 +145,7 @@ def test_the_measurement_sees_a_forgotten_border() -> None:
 
 
 def test_no_exception_outlives_its_type() -> None:
-    assert set(KINDS) | set(UNBUILDABLE) <= set(model_types())
+    assert set(KINDS) | set(UNTRAINABLE) | set(PACKAGES) <= set(model_types())
     for model_type, quirk in QUIRKS.items():
         assert quirk.reason and (quirk.small or quirk.full), model_type
 

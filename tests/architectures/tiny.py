@@ -1,4 +1,4 @@
-"""A tiny random model of every causal language model that the installed transformers registers, made by rule.
+"""A tiny random model of every language model that the installed transformers registers, with towers or without, made by rule.
 
 The rule: take the config's defaults, keep one layer of each kind, and shrink every size by the words in its name. Types that
 need more are in quirks.py, each with its reason. What it costs is that a new model with an unusual name for a size needs a
@@ -12,10 +12,16 @@ import re
 from typing import Any
 
 import torch
-from quirks import QUIRKS, UNBUILDABLE
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from quirks import QUIRKS
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
+
+from packtrain.model.text_alone import let_run_text
+from packtrain.plan.model_types import UNTRAINABLE
 
 VOCABULARY, WINDOW, LONGEST = 128, 8, 256
 _MAX_PARAMETERS = 5_000_000
@@ -44,14 +50,24 @@ _DERIVED = ("qk_head_dim",)  # made from other sizes where it is not given
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unbuildable:
-    """Why a type has no tiny model that trains as a plain causal language model."""
+    """Why a type has no tiny model that trains on text."""
 
     reason: str
 
 
 def model_types() -> list[str]:
-    """Every type that transformers registers as a causal language model."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    """Every type that transformers registers as a causal language model, or as a model that sees or hears, too."""
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES})
+
+
+def whole_types() -> list[str]:
+    """The types with towers."""
+    return sorted(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+
+
+def auto_class(model_type: str) -> type[AutoModelForCausalLM] | type[AutoModelForMultimodalLM]:
+    """What makes the whole model of a type, with its towers."""
+    return AutoModelForMultimodalLM if model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES else AutoModelForCausalLM
 
 
 def tiny_model(model_type: str, window: int = WINDOW) -> PreTrainedModel | Unbuildable:
@@ -59,23 +75,24 @@ def tiny_model(model_type: str, window: int = WINDOW) -> PreTrainedModel | Unbui
 
     `window` is the reach in tokens of layers that see locally. Raises ValueError where a size slipped through the rule.
     """
-    if model_type in UNBUILDABLE:
-        return Unbuildable(UNBUILDABLE[model_type])
-    config = tiny_config(model_type, window)
+    if model_type in UNTRAINABLE:
+        return Unbuildable(UNTRAINABLE[model_type])
+    config, auto = tiny_config(model_type, window), auto_class(model_type)
     try:
         with torch.device("meta"):
-            parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+            parameters = sum(p.numel() for p in auto.from_config(config).parameters())
     except ImportError as error:
         return Unbuildable(str(error).strip().split(". ")[0])
     if parameters > _MAX_PARAMETERS:
         raise ValueError(f"{model_type} would have {parameters:,} parameters: some size was not made small")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = _STD * torch.randn_like(parameter)
             # scales stay near 1, nothing is equal
             parameter.copy_(noise if parameter.dim() >= 2 else parameter + noise)
+    let_run_text(model)
     return model.eval()  # no dropout
 
 

@@ -71,6 +71,7 @@ class Album(Sequence[tuple[Picture, ...]]):
         self._folder, self._documents = folder, documents
         has = (folder / INDEX).exists()
         self._index: np.ndarray = np.load(folder / INDEX, mmap_mode="r") if has else np.empty(0, PICTURES)
+        self._owners = np.ascontiguousarray(self._index["document"])
         named = has and (folder / NAMES).exists()
         self._names = np.memmap(folder / NAMES, np.uint8, "r") if named else np.empty(0, np.uint8)
 
@@ -81,7 +82,7 @@ class Album(Sequence[tuple[Picture, ...]]):
         return self._documents
 
     def __getitem__(self, document: int) -> tuple[Picture, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        first, end = np.searchsorted(self._index["document"], [document, document + 1])
+        first, end = np.searchsorted(self._owners, [document, document + 1])
         return tuple(self._picture(row) for row in self._index[first:end])
 
     def _picture(self, row: np.void) -> Picture:

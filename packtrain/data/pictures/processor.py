@@ -8,6 +8,7 @@ by the PIL variants of the image processors, so that they are equal on all machi
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 import sys
 import threading
@@ -25,6 +26,7 @@ from PIL import Image
 from packtrain.config.schema import Model
 from packtrain.data.pictures.picture import Picture
 from packtrain.data.sources.chunks import BadRow
+from packtrain.data.tokens.cache import Document
 from packtrain.data.tokens.pretrained import find_files, hub, load_tokenizer, location
 from packtrain.errors import UserError
 from packtrain.plan.known_model import below_adapters
@@ -167,6 +169,20 @@ class PictureProcessor:
     def placeholder(self) -> str:
         """Return the text that stands for a picture in a rendered conversation."""
         return str(cast(Any, self._loaded).image_token)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Return the ids that stand for pictures."""
+        return tuple(cast(Any, self._loaded).image_token_ids)
+
+    def document(self, height: int, width: int) -> Document:
+        """Return a document that is a drawn picture of this size, without targets."""
+        ids = self._loaded.tokenizer(self.text_of(height, width), add_special_tokens=False)["input_ids"]
+        colours = np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(colours).save(drawn := io.BytesIO(), "png")
+        content, inside = drawn.getvalue(), np.flatnonzero(np.isin(ids, self.tokens))
+        picture = Picture("", 0, len(content), height, width, int(inside[0]), int(inside[-1]) + 1, content=content)
+        return Document(np.array(ids, np.int32), np.zeros(len(ids), bool), (picture,))
 
     def pixels(self, image: Image.Image) -> dict[str, Any]:
         """Return the image processor's tensors for one picture in RGB, as the model takes them."""

@@ -173,7 +173,7 @@ class UnpairedSteps(AnswerSteps):
             prompt_length = len(prompt.input_ids) - int(prompt.loss_mask.sum())
             ids = np.concatenate([prompt.input_ids[:prompt_length], completion.input_ids[completion.loss_mask]])
             ids = ids[: self.max_length]
-            documents.append(Document(ids, np.arange(len(ids)) >= prompt_length))
+            documents.append(Document(ids, np.arange(len(ids)) >= prompt_length, prompt.pictures))
         return self.collate_documents(documents, np.ones(len(documents), bool), known)
 
     def with_reference_by(

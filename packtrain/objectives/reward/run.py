@@ -50,7 +50,8 @@ class ScoredSteps(PairSteps):
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
         """Return one forward pass over the pairs of these numbers."""
         pairs: Any = [self.data[int(number)] for number in numbers]
-        inputs = collate_scored(pairs, [float(self.data.margins[n]) for n in numbers], self.pad_token_id, self.layout)
+        margins = [float(self.data.margins[n]) for n in numbers]
+        inputs = collate_scored(pairs, margins, self.pad_token_id, self.layout, self.sight)
         tokens = sum(len(pair.chosen.input_ids) + len(pair.rejected.input_ids) for pair in pairs)
         slots = inputs["input_ids"].numel() if self.layout == "padding" else tokens
         return MicroBatch(inputs, trained=2 * len(pairs), tokens=tokens, slots=slots, examples=len(pairs))
@@ -86,7 +87,8 @@ class RewardLoss(ExampleLoss):
         """Return the rewards, float32 [2 × pairs]. A padded batch is scored by the model's own call."""
         given = {name: value for name, value in inputs.items() if name not in ("margin", "ends")}
         if "ends" not in inputs:
-            return model(**given, use_cache=False).logits[:, 0].float()
+            # more rows than scored documents: a blank picture
+            return model(**given, use_cache=False).logits[: 2 * len(inputs["margin"]), 0].float()
         return at_places(model(**given, every_token=True).logits, inputs, "ends")[:, 0].float()
 
 
@@ -119,7 +121,7 @@ def check_scores(trainer: StepTrainer, attention: str) -> None:
     numbers = steps.first_examples(trainer.settings.first_step)
     few = numbers[:COMPARED_PAIRS]
     rows = [*range(len(few)), *range(len(numbers), len(numbers) + len(few))]
-    padded = ScoredSteps(steps.data, steps.schedule, "padding", steps.pad_token_id)
+    padded = ScoredSteps(steps.data, steps.schedule, "padding", steps.pad_token_id, sight=steps.sight)
     with evaluating(model):
         ours = loss.scores(steps.collate(numbers))[rows]
         with (

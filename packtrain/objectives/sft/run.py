@@ -24,7 +24,7 @@ from packtrain.model.load import base_model
 from packtrain.model.routers import router_loss, without_labels
 from packtrain.monitor.heartbeat import waiting
 from packtrain.objectives.answers import Inputs
-from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, on_device, shifted_labels
+from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, on_device
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.comparison import tolerance_of
 from packtrain.train.loader import MicroBatch, Steps
@@ -114,9 +114,9 @@ class SFTLoss(Loss):
         trained = sum(int(document.loss_mask[1:].sum()) for document in documents)
 
         def part(document: Document) -> torch.Tensor:
-            ids = torch.from_numpy(document.input_ids.astype(np.int64))[None].to(self.device)
-            logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
-            labels = shifted_labels(document).to(logits.device)
+            inputs = on_device(collate_padded([document], 0, self.settings.steps.sight), self.device)
+            labels = inputs.pop("shift_labels")[0]
+            logits = self.model(**inputs, use_cache=False).logits[0].float()
             losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
             return (self.head.weigh(-losses) * losses).sum() / trained
 

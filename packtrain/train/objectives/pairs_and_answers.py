@@ -62,7 +62,7 @@ class PairSteps(ComparedSteps):
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
         """Return one forward pass over the pairs of these numbers."""
         pairs: Any = [self.data[int(number)] for number in numbers]
-        inputs = collate_pairs(pairs, self.pad_token_id, self.layout)
+        inputs = collate_pairs(pairs, self.pad_token_id, self.layout, self.sight)
         if self.reference is not None:
             known = self.reference[numbers] if len(numbers) else np.zeros((1, 2), np.float32)
             chosen, rejected = torch.from_numpy(known).unbind(1)
@@ -110,7 +110,7 @@ class AnswerSteps(ComparedSteps):
 
         `labels`: bool [documents]. `known`: log-probabilities by the reference, float32 [documents], if computed before.
         """
-        inputs = collate_unpaired(documents, self.pad_token_id, self.layout)
+        inputs = collate_unpaired(documents, self.pad_token_id, self.layout, self.sight)
         inputs["label"] = torch.from_numpy(labels if len(labels) else np.ones(1, bool))
         if known is not None:
             inputs["ref_logps"] = torch.from_numpy(known if len(known) else np.zeros(1, np.float32))

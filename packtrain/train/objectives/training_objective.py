@@ -36,6 +36,7 @@ from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import AnswerLoss, Loss, ReferenceLoss, Setup
 from packtrain.train.preflight import choose_on_all_ranks, same_everywhere
+from packtrain.train.sight import exhibits_of
 from packtrain.train.verify.loss_proofs import check_answer_forward, check_first_loss
 
 if TYPE_CHECKING:
@@ -100,7 +101,16 @@ class TrainingObjective:
         wanted, prove = run.config.model.attention, run.config.verify.preflight
         share = self.packing.share_prefix
         must_share, share = bool(share), self.shares_unless_told if share is None else share
-        choice = choose_on_all_ranks(wanted, model, ranks, autocast, prove=prove, pairs=share, must_share=must_share)
+        choice = choose_on_all_ranks(
+            wanted,
+            model,
+            ranks,
+            autocast,
+            prove=prove,
+            pairs=share,
+            must_share=must_share,
+            exhibits=exhibits_of(run),
+        )
         if not share:
             self.why_not_shared = "packing.share_prefix=false"
             return choice
