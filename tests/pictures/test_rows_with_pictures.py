@@ -247,7 +247,7 @@ def test_a_store_is_found_again_and_knows_the_processor(models: dict[str, Model]
     made = [see(folder, models["qwen2_vl"], row, **keys).train for keys in ({}, {}, {"max_picture_tokens": 2})]
     assert made[0].stores[0].folder == made[1].stores[0].folder != made[2].stores[0].folder
     assert made[0].fingerprint == made[1].fingerprint != made[2].fingerprint
-    assert made[1][0].pictures == made[0][0].pictures and made[1].pictures == 2
+    assert made[1][0].pictures == made[0][0].pictures
     assert pickle.loads(pickle.dumps(made[1]))[0].pictures == made[0][0].pictures
     (folder / "cat.png").write_bytes(encoded(picture(41, 60)))
     reader = PictureReader(PictureProcessor(models["qwen2_vl"]))
