@@ -62,6 +62,20 @@ class Document:
     loss_mask: np.ndarray
     pictures: tuple[Picture, ...] = ()
 
+    @property
+    def keys(self) -> np.ndarray:
+        """Return int32[n], equal for equal tokens of equal pictures: the ids, but negative hashes for pictures' tokens.
+
+        Documents with different pictures differ from the first token of the picture on.
+        """
+        if not self.pictures:
+            return self.input_ids
+        keys = self.input_ids.copy()
+        for picture in self.pictures:
+            halves = np.array([picture.hash, picture.hash >> 32], np.uint64).astype(np.uint32) | np.uint32(1 << 31)
+            keys[picture.start : picture.end] = np.resize(halves.view(np.int32), picture.end - picture.start)
+        return keys
+
 
 class Fate(NamedTuple):
     """Fate of one row: it gave `documents` documents, or was `dropped` for a reason.

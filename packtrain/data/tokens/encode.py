@@ -327,7 +327,7 @@ class Encoder:
         fates = [own for parts, own in fitted if parts]
         if not kept or (is_pair and len(fates) < 2):
             return [], next((own for parts, own in fitted if not parts), fate._replace(dropped=UNTRAINED))
-        if is_pair and np.array_equal(kept[0].input_ids, kept[1].input_ids):
+        if is_pair and np.array_equal(kept[0].keys, kept[1].keys):
             return [], fate._replace(dropped=SAME)
         return kept, fate._replace(
             documents=len(kept),

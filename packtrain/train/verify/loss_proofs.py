@@ -365,18 +365,20 @@ def check_answer_forward(loss: AnswerLoss, steps: Steps, first_step: int, attent
     columns = (padded["target_places"] % slots).unique()
     max_columns = max(2, CHECKED_LOGITS // (len(ids) * vocabulary_size(base)))
     columns = columns[:: max(1, math.ceil(len(columns) / max_columns))]
-    keep = {"logits_to_keep": columns} if "logits_to_keep" in signature(type(base).forward).parameters else {}
+    takes = signature(type(base).forward).parameters
+    given = {name: value for name, value in padded.items() if name in takes}
+    keep = {"logits_to_keep": columns} if "logits_to_keep" in takes else {}
     with evaluating(model), loss.accelerator.autocast():
         log_probs = loss.targets_of(loss.score_tokens(model, batch), batch)
         with (
             attention_of(base, attention),
             model_refusals(f"{type(base).__name__} cannot run padded pairs", fix="please report this model"),
         ):
-            logits = model(input_ids=ids, attention_mask=padded["attention_mask"], **keep, use_cache=False).logits
+            logits = model(**given, **keep, use_cache=False).logits
     logits = logits if logits.shape[1] == len(columns) else logits[:, columns]
     labels = padded["shift_labels"][:, columns]
     nll = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="none")
-    theirs = -nll.view(labels.shape).sum(dim=1)
+    theirs = -nll.view(labels.shape).sum(dim=1)[: len(counts)]  # a blank picture has no answer
     own = log_probs.split(batch["target_counts"].tolist())
     ours = torch.cat([part for side in range(sides) for part in own[side * len(numbers) :][: len(few)]])
     compared = torch.isin(padded["target_places"] % slots, columns)
