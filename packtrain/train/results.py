@@ -175,7 +175,6 @@ def saves_whole_model(settings: Model, peft: Peft) -> bool:
     return peft.kind == "none" or peft.merge or not settings.is_base_for_adapters
 
 
-@torch.no_grad()
 @dataclass(frozen=True, slots=True)
 class Summary:
     """Sources of summary.json. `started` is a time.perf_counter() value.
