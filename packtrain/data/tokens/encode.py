@@ -344,6 +344,7 @@ class Encoder:
         return kept, fate._replace(
             documents=len(kept),
             cut_tokens=sum(own.cut_tokens for own in fates),
+            cut_pictures=sum(own.cut_pictures for own in fates),
             dropped_chunks=sum(own.dropped_chunks for own in fates) + len(documents) - len(fates),
             truncated=any(own.truncated for own in fates),
             split=any(own.split for own in fates),
@@ -370,6 +371,7 @@ class Encoder:
             documents=len(parts),
             dropped_chunks=len(borders) - 1 - len(parts),
             cut_tokens=len(ids) - sum(len(part.input_ids) for part in parts),
+            cut_pictures=len(document.pictures) - sum(len(part.pictures) for part in parts),
             truncated=not splits,
             split=splits,
         )
