@@ -9,7 +9,7 @@ them for each document alone, by their own `get_rope_index`, which runs on the C
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -85,8 +85,8 @@ class Sight:
             what = f"{type(model).__name__} wants {unknown[0]} with pictures, which packtrain does not make"
             raise UserError(what, where="model.path", fix="take another model", code="unknown-token-types")
         two_way = _TWO_WAY.get(config.model_type) if both_ways == "vision" or config.model_type == "gemma3" else None
-        parts = cast("Iterator[Any]", model.modules())
-        rotary = next(((type(part), part.config) for part in parts if hasattr(part, "get_rope_index")), None)
+        part = next((part for part in model.modules() if hasattr(part, "get_rope_index")), None)
+        rotary = None if part is None else (type(part), cast("PreTrainedConfig", part.config))
         return cls(reader, takes, ids, two_way, rotary=rotary)
 
     def with_blank(self, documents: Sequence[Document]) -> list[Document]:
