@@ -112,6 +112,7 @@ def answer(
     return answers
 
 
+@torch.no_grad()
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -73,7 +73,7 @@ def check_whole(family: str, before: Path, after: Path) -> None:
     model, found = auto_class(family).from_pretrained(after, output_loading_info=True)
     assert type(model).__name__ in configs[0]["architectures"] and not found["missing_keys"]
     if type(model.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        _, found = AutoModelForCausalLM.from_pretrained(after, output_loading_info=True)
+        found = AutoModelForCausalLM.from_pretrained(after, output_loading_info=True)[1]
         assert not found["missing_keys"]
 
 

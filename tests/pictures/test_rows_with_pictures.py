@@ -23,6 +23,7 @@ from packtrain.config.schema import Data, Model
 from packtrain.data.formats.columns import REQUIRED
 from packtrain.data.pictures.pixels import PictureReader
 from packtrain.data.pictures.processor import PictureProcessor, load_processor
+from packtrain.data.sources.files import read_file
 from packtrain.data.streaming import open_stream
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
@@ -153,6 +154,29 @@ def test_tables_hold_pictures_as_bytes_and_columns_may_have_other_names(models: 
     one, other = reader.read([first.pictures[0], second.pictures[0]])
     assert torch.equal(one["pixel_values"], other["pixel_values"])
     assert len(bare.input_ids) < len(first.input_ids)
+
+
+def test_tables_with_large_pictures_come_in_chunks_of_few_rows(folder: Path, monkeypatch: Any) -> None:
+    """A chunk that is skipped counts as one that is read."""
+    monkeypatch.setattr("packtrain.data.sources.files._TABLE_CHUNK_BYTES", 40_000)
+    rows = [
+        {"text": f"row {number}", "image": bytes(np.random.default_rng(number).bytes(10_000))} for number in range(20)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet", row_group_size=10)
+    with (
+        pa.OSFile(str(folder / "rows.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, pa.Table.from_pylist(rows).schema) as stream,
+    ):
+        stream.write_table(pa.Table.from_pylist(rows))
+    for name in ("rows.parquet", "rows.arrow"):
+        chunks = [*read_file(folder / name)]
+        assert max(map(len, chunks)) <= 4 and [number for chunk in chunks for number in chunk.numbers] == [
+            *range(1, 21)
+        ]
+        for first in range(len(chunks) + 1):
+            assert [[*one.numbers] for one in read_file(folder / name, first=first)] == [
+                [*one.numbers] for one in chunks[first:]
+            ]
 
 
 def test_the_rows_of_the_page_are_the_same_row(models: dict[str, Model], folder: Path) -> None:

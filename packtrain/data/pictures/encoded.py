@@ -118,9 +118,7 @@ def decode(picture: Picture) -> Image.Image:
         what, fix = f"the picture is broken: {first_line(error)}", "Get it anew, or take its row out."
         raise UserError(what, where=picture.name, fix=fix, code="picture-broken") from error
     if (made.height, made.width) != (picture.height, picture.width) or picture.hash not in (0, _hash(content)):
-        size, before = f"{made.width}×{made.height}", f"{picture.width}×{picture.height}"
-        what = f"the picture has {size} pixels, and had {before} when it was tokenised"
-        what = "the picture is another one than when it was tokenised" if size == before else what
+        what = f"this is not the picture of {picture.width}×{picture.height} pixels that was tokenised"
         fix = "Put the old one back, or set data.cache_dir to another folder, which tokenises the data anew."
         raise UserError(what, where=picture.name, fix=fix, code="picture-changed")
     return made

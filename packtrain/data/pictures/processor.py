@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 Span = tuple[int, int]
+MISPLACED = "pictures misplaced"
+"""Reason for dropping rows whose pictures and places differ in number."""
 _SHRINK = 0.97
 _PIXTRAL = "PixtralProcessor"
 _TRIED = ((48, 64), (300, 100), (700, 900))
@@ -157,7 +159,7 @@ class PictureProcessor:
         if len(between) - 1 != len(pictures):
             what = f"the rendered conversation has {len(between) - 1} × {token} for {len(pictures)} pictures"
             fix = f"Take {token} out of the texts; or set data.chat_template to the model's own, which places pictures."
-            raise BadRow("pictures misplaced", what, "messages", fix)
+            raise BadRow(MISPLACED, what, "messages", fix)
         made, before, after, at = between[0], list[Span](), list[Span](), len(between[0])
         for picture, rest in zip(pictures, between[1:], strict=True):
             own = self.text_of(picture.height, picture.width)
