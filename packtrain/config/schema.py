@@ -154,7 +154,7 @@ class Data:
     )
     max_picture_tokens: int | None = advanced(
         None,
-        "Most tokens of a picture; larger ones are scaled down (docs/data.md). None for the model's own limit.",
+        "Most tokens of a picture; larger ones are scaled down (docs/pictures.md). None for the model's own limit.",
         minimum=1,
     )
     split_text: SplitText = advanced(

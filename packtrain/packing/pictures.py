@@ -80,9 +80,13 @@ class Sight:
             what = f"{type(model).__name__} sees the text before an answer both ways, which training with pictures does not support"
             raise UserError(what, where="model.path", fix="take another model", code="text-both-ways")
         ids = tuple(tokens) or tuple(getattr(config, name) for name in _PLACEHOLDERS if hasattr(config, name))
+        takes = frozenset(inspect.signature(type(model).forward).parameters)
+        if unknown := [name for name in takes if name.endswith("token_type_ids") and name not in TYPES]:
+            what = f"{type(model).__name__} wants {unknown[0]} with pictures, which packtrain does not make"
+            raise UserError(what, where="model.path", fix="take another model", code="unknown-token-types")
         two_way = _TWO_WAY.get(config.model_type) if both_ways == "vision" or config.model_type == "gemma3" else None
         rotary = next(((type(part), part.config) for part in model.modules() if hasattr(part, "get_rope_index")), None)
-        return cls(reader, frozenset(inspect.signature(type(model).forward).parameters), ids, two_way, rotary=rotary)
+        return cls(reader, takes, ids, two_way, rotary=rotary)
 
     def with_blank(self, documents: Sequence[Document]) -> list[Document]:
         """Add the `blank` document to documents without pictures."""

@@ -221,6 +221,7 @@ class Summary:
             "attention": f"{self.decision.backend.name} ({self.decision.why})" if self.decision else None,
             "changes": self.trainer.changes,
             "verify": self.decision.proof.to_json() if self.decision and self.decision.proof else None,
+            "verify_pictures": self.decision.pictures.to_json() if self.decision and self.decision.pictures else None,
             "rank_seconds": self.trainer.times.means(),
             "checkpoints": self.trainer.writer.outcome.to_json(),
             "answers": [_describe_answer(*answer) for answer in self.answers],

@@ -286,6 +286,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     console.log_ways(log, frozen, split, prepared.compiled)
     console.log_steps(log, prepared, steps, evaluation)
     console.log_attention(log, base, prepared.backend)
+    console.log_pictures(log, prepared)
     if prove:
         with outputs_of_tokens(base):
             padded, autocast = prepared.backend is None, prepared.precision.autocast
@@ -496,11 +497,13 @@ def _describe_data(run: Run, data: PreparedData) -> None:
     """Write data.json for the report, while data and tokenizer are open. It is an extra: errors are only noted in the log."""
     if not run.ranks.main or len(data.train) > _MAX_DESCRIBED or data.stream is not None:
         return
+    from packtrain.inspect.picture_facts import add_thumbnails
     from packtrain.inspect.summary import summarise
 
     try:
         corpus = open_corpus(run.config, tokenizer=run.prepared.tokenizer, prepared=data)
-        write_json(run.folder.data, summarise(corpus, run.ranks.world_size))
+        add_thumbnails((summary := summarise(corpus, run.ranks.world_size))["shown"])
+        write_json(run.folder.data, summary)
     except Exception as error:
         run.log.note(f"no data.json: {type(error).__name__}: {error}")
 

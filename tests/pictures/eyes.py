@@ -106,6 +106,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tokens": SMOLVLM,
         "end": "<end_of_utterance>",
     },
+    "gemma4": {
+        "processor": "Gemma4Processor",
+        "images": ("Gemma4ImageProcessorPil", {"max_soft_tokens": 70, "patch_size": 4, "pooling_kernel_size": 2}),
+        "template": CHATML.replace("IMAGE", "'<|image|>'"),
+        "tokens": ("<|im_start|>", "<|im_end|>", "<|image|>", "<|image>", "<image|>", "<|audio|>", "<|video|>", "<|audio>", "<audio|>"),
+        "named": {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>", "video_token": "<|video|>"},
+        "end": "<|im_end|>",
+    },
+    "glm4v": {
+        "processor": "Glm4vProcessor",
+        "images": ("Glm4vImageProcessorPil", {"size": {"shortest_edge": 28 * 28, "longest_edge": 112 * 112}, "temporal_patch_size": 2}),
+        "template": CHATML.replace("IMAGE", "'<|begin_of_image|><|image|><|end_of_image|>'"),
+        "tokens": ("<|im_start|>", "<|im_end|>", "<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>"),
+        "end": "<|im_end|>",
+    },
     "internvl": {
         "processor": "InternVLProcessor",
         "images": ("GotOcr2ImageProcessorPil", {"size": {"height": 56, "width": 56}, "max_patches": 4}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -143,6 +145,12 @@ COUNTS: dict[str, tuple[dict[str, Any], str, str]] = {
         "not-plain-text",
         "images",
     ),
+    "the model's token without a picture": (
+        {"messages": [{"role": "user", "content": "<|image_pad|>"}, said()]},
+        "pictures-misplaced",
+        "",
+    ),
+    "running text": ({"text": "A cat.", "image": "cat.png"}, "not-plain-text", "image"),
     "no base64": (
         {"messages": [{"role": "user", "content": [{"type": "image", "base64": "?"}]}, said()]},
         "broken-picture",
@@ -158,7 +166,8 @@ def test_pictures_and_places_that_do_not_fit_are_named(models: dict[str, Model],
     with pytest.raises(UserError) as caught:
         see(folder, models["qwen2_vl"], row)
     (problem,) = caught.value.problems
-    assert (problem.where, problem.code) == (f"{folder / 'train.jsonl'}:1, {field}", f"row-{code}")
+    place = f"{folder / 'train.jsonl'}:1" + f", {field}" * bool(field)
+    assert (problem.where, problem.code) == (place, f"row-{code}")
 
 
 def test_a_model_without_an_image_processor_takes_text_alone(models: dict[str, Model], folder: Path) -> None:
@@ -170,6 +179,18 @@ def test_a_model_without_an_image_processor_takes_text_alone(models: dict[str, M
             see(folder, model, row)
     with pytest.raises(UserError, match=r"\[row-no-image-processor\]"):
         ready(folder, str(folder / "train.jsonl"))
+
+
+def test_a_template_that_only_the_processor_has_is_found(models: dict[str, Model], folder: Path) -> None:
+    """As in older models: chat_template.json."""
+    old = folder / "old"
+    shutil.copytree(str(models["llava"].path), old)
+    template = old / "chat_template.jinja"
+    (old / "chat_template.json").write_text(json.dumps({"chat_template": template.read_text()}))
+    template.unlink()
+    row = {"messages": [shown("cat.png"), said()]}
+    ids = [see(folder, model, row).train[0].input_ids.tolist() for model in (Model(path=str(old)), models["llava"])]
+    assert ids[0] == ids[1]
 
 
 def test_text_alone_loads_no_processor(models: dict[str, Model], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

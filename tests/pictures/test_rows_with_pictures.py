@@ -8,6 +8,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,9 +23,11 @@ from packtrain.config.schema import Data, Model
 from packtrain.data.formats.columns import REQUIRED
 from packtrain.data.pictures.pixels import PictureReader
 from packtrain.data.pictures.processor import PictureProcessor, load_processor
+from packtrain.data.sources.files import read_file
 from packtrain.data.streaming import open_stream
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
+from packtrain.packing.prefixes import count_common
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "llava", "llava_next", "gemma3", "idefics3"])
@@ -84,6 +87,7 @@ def test_the_number_of_tokens_comes_from_the_size_alone(models: dict[str, Model]
 def forms(folder: Path) -> dict[str, Any]:
     """One conversation about two pictures in all forms that data sets use."""
     cat, dog = ((folder / name).read_bytes() for name in ("cat.png", "dog.jpg"))
+    fsspec.filesystem("memory").pipe("/bucket/cat.png", cat)
     text, plain = "And?", [base64.b64encode(content).decode() for content in (cat, dog)]
 
     def parts(first: Any, second: Any) -> dict[str, Any]:
@@ -100,6 +104,7 @@ def forms(folder: Path) -> dict[str, Any]:
     return {
         "image": of_type({"image": "cat.png"}, {"image": str(folder / "dog.jpg")}),
         "url": of_type({"url": f"file://{folder}/cat.png"}, {"url": "./dog.jpg"}),
+        "bucket": of_type({"url": "memory://bucket/cat.png"}, {"path": "dog.jpg"}),
         "base64": of_type({"base64": plain[0]}, {"bytes": plain[1]}),
         "openai": parts(*urls),
         "a string": parts(
@@ -151,6 +156,37 @@ def test_tables_hold_pictures_as_bytes_and_columns_may_have_other_names(models: 
     assert len(bare.input_ids) < len(first.input_ids)
 
 
+def test_tables_with_large_pictures_come_in_chunks_of_few_rows(folder: Path, monkeypatch: Any) -> None:
+    """A chunk that is skipped counts as one that is read."""
+    monkeypatch.setattr("packtrain.data.sources.files._TABLE_CHUNK_BYTES", 40_000)
+    rows = [
+        {"text": f"row {number}", "image": bytes(np.random.default_rng(number).bytes(10_000))} for number in range(20)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet", row_group_size=10)
+    with (
+        pa.OSFile(str(folder / "rows.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, pa.Table.from_pylist(rows).schema) as stream,
+    ):
+        stream.write_table(pa.Table.from_pylist(rows))
+    for name in ("rows.parquet", "rows.arrow"):
+        chunks = [*read_file(folder / name)]
+        assert max(map(len, chunks)) <= 4 and [number for chunk in chunks for number in chunk.numbers] == [
+            *range(1, 21)
+        ]
+        for first in range(len(chunks) + 1):
+            assert [[*one.numbers] for one in read_file(folder / name, first=first)] == [
+                [*one.numbers] for one in chunks[first:]
+            ]
+
+
+def test_the_rows_of_the_page_are_the_same_row(models: dict[str, Model], folder: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in page if line.startswith('{"') and "image" in line]
+    data = see(folder, models["qwen2_vl"], *rows).train
+    assert len(rows) == 2 and data[0].input_ids.tolist() == data[1].input_ids.tolist()
+    assert [data[at].pictures[0].file for at in range(2)] == [str(folder / "cat.png")] * 2
+
+
 def test_pictures_without_a_place_stand_before_the_first_question(models: dict[str, Model], folder: Path) -> None:
     turns = [{"role": "system", "content": "Look."}, {"role": "user", "content": "What?"}, said()]
     rows = [{"messages": turns, "image": "cat.png"}, {"messages": [turns[0], shown("cat.png", text="What?"), said()]}]
@@ -159,7 +195,7 @@ def test_pictures_without_a_place_stand_before_the_first_question(models: dict[s
 
 
 def test_pairs_and_labelled_answers_share_the_pictures_of_their_prompt(models: dict[str, Model], folder: Path) -> None:
-    """Pairs whose ids are equal differ by the hash of their pictures."""
+    """Documents with equal ids differ in their keys, from the picture on."""
     same = encoded(picture(*PICTURES["cat.png"], seed=9))
     (folder / "twin.png").write_bytes(same)
     rows = [
@@ -181,7 +217,7 @@ def test_pairs_and_labelled_answers_share_the_pictures_of_their_prompt(models: d
             and pair.chosen.input_ids[: pair.prompt].tolist() == pair.rejected.input_ids[: pair.prompt].tolist()
         )
     assert np.array_equal(pairs[0].chosen.input_ids, pairs[1].chosen.input_ids)
-    assert pairs[0].chosen.pictures[0].hash != pairs[1].chosen.pictures[0].hash
+    assert count_common(*(pairs[at].chosen.keys for at in range(2))) == pairs[0].chosen.pictures[0].start
     content = pairs.documents.stores[0].fates["content"]
     assert content[0] != content[1]
     labelled = [{"messages": [shown(name), said()], "label": True} for name in ("cat.png", "twin.png")]
@@ -249,8 +285,11 @@ def test_a_store_is_found_again_and_knows_the_processor(models: dict[str, Model]
         reader.read(made[0][0].pictures)
 
 
-def test_a_stream_reads_the_same_pictures_in_other_processes(models: dict[str, Model], folder: Path) -> None:
-    rows = [*forms(folder).values()][:4] * 2
+def test_a_stream_reads_the_same_pictures_in_other_processes(
+    models: dict[str, Model], folder: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("packtrain.data.prepare.count_tokenising_processes", lambda: 1)
+    rows = [forms(folder)[name] for name in ("image", "url", "base64", "openai")] * 2
     model = models["qwen2_vl"]
     here = see(folder, model, *rows).train
     data = Data(train=str(folder / "train.jsonl"), cache_dir=str(folder / "other"), shuffle=False, streaming=True)

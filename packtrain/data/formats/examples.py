@@ -111,6 +111,9 @@ def read_row(row: Row, format: Format) -> Example:
     if format not in ("text", "tokenised"):
         refuse_media(row)
         refuse_unwanted(row)
+    elif format == "text" and row.optional("images"):
+        fix = "Make a conversation of it (data.columns.output=text), or remove the column."
+        raise BadRow("not plain text", "running text has no place for a picture", row.name("images"), fix)
     return READERS[format](row)
 
 

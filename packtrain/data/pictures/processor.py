@@ -30,7 +30,7 @@ from packtrain.data.pictures.made import FILES, make_files
 from packtrain.data.pictures.picture import Picture
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens.cache import Document
-from packtrain.data.tokens.pretrained import hub, load_tokenizer, location
+from packtrain.data.tokens.pretrained import find_files, hub, load_tokenizer, location
 from packtrain.errors import Json, UserError
 from packtrain.plan.known_model import below_adapters
 from packtrain.system import holding
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 Span = tuple[int, int]
+MISPLACED = "pictures misplaced"
+"""Reason for dropping rows whose pictures and places differ in number."""
 _SHRINK = 0.97
 _PIXTRAL = "PixtralProcessor"
 _TRIED = ((48, 64), (300, 100), (700, 900))
@@ -61,7 +63,7 @@ class PictureProcessor:
     def __getstate__(self) -> dict[str, object]:
         return {"model": self.model, "max_tokens": self.max_tokens}
 
-    @property
+    @cached_property
     def content(self) -> str:
         """Return a hash of the processor's settings; "" for a model without one."""
         files = [*files_of(self.model).values()]
@@ -157,7 +159,7 @@ class PictureProcessor:
         if len(between) - 1 != len(pictures):
             what = f"the rendered conversation has {len(between) - 1} × {token} for {len(pictures)} pictures"
             fix = f"Take {token} out of the texts; or set data.chat_template to the model's own, which places pictures."
-            raise BadRow("pictures misplaced", what, "messages", fix)
+            raise BadRow(MISPLACED, what, "messages", fix)
         made, before, after, at = between[0], list[Span](), list[Span](), len(between[0])
         for picture, rest in zip(pictures, between[1:], strict=True):
             own = self.text_of(picture.height, picture.width)
@@ -208,17 +210,7 @@ def files_of(model: Model) -> dict[str, bytes]:
     model = below_adapters(model)
     if model.path is None:
         return make_files(model.config)
-    folder = Path(model.path).expanduser()
-    if folder.exists():
-        return {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
-    from transformers.utils import cached_file
-
-    with hub(model.path):
-        absent = {
-            f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "gated_repo", "connection_errors")
-        }
-        found = [cached_file(model.path, name, revision=model.revision or "main", **absent) for name in FILES]
-    return {name: Path(file).read_bytes() for name, file in zip(FILES, found, strict=True) if file}
+    return {file.name: file.read_bytes() for file in find_files(FILES, model.path, model)}
 
 
 def load_processor(model: Model, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
@@ -268,6 +260,8 @@ def _load(
     path: str | None, tokenizer: str | None, revision: str | None, trust_remote_code: bool, sizes: str
 ) -> ProcessorMixin | BadRow:
     """Load a processor once in this process; return the reason if the model has none. `sizes`: model.config as JSON, of a model without path."""
+    from transformers import ProcessorMixin
+
     config: Json = json.loads(sizes or "{}")
     model = Model(path=path, tokenizer=tokenizer, revision=revision, trust_remote_code=trust_remote_code, config=config)
     reason, fix = "no image processor", "Train a model that takes pictures, or take them out of the data."
@@ -282,6 +276,7 @@ def _load(
     except Exception as error:  # of transformers, or of the model's own code
         what = f"the processor of {path} cannot be loaded: {first_line(error)}"
         return BadRow(reason, what, fix="Install what it names; or take the pictures out.")
-    if not (hasattr(loaded, "image_processor") and getattr(loaded, "image_token", None)):
-        return BadRow(reason, f"{path} has no image processor with a placeholder of its own", fix=fix)
+    base = ProcessorMixin.replace_image_token
+    if not getattr(loaded, "image_token", None) or type(loaded).replace_image_token is base:
+        return BadRow(reason, f"the processor of {path} ({type(loaded).__name__}) writes no text for pictures", fix=fix)
     return loaded

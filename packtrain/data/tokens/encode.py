@@ -19,7 +19,7 @@ A picture is looked at (its header) when its row is encoded; its tokens are neve
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -81,6 +81,7 @@ class Encoder:
         problems: list[Problem] = []
         unread: dict[str, str] = {}
         columns, folder = chunk.columns or self.data.columns, chunk.folder
+        look.cache_clear()  # files may have changed
         for where, row in fill_in_questions([*chunk.rows()], columns) if format == "alpaca" else chunk.rows():
             content = hash_row(row, format, columns)
             if isinstance(row, dict) and not all(read_marks(row, columns).values()):
@@ -189,7 +190,18 @@ class Encoder:
                 texts = [example.prompt, example.completion.rstrip().removesuffix(end)]
             if any(map(self._markers.search, texts)):
                 faults["marker"] = True
+                self._refuse_placeholders(texts)
         return faults
+
+    def _refuse_placeholders(self, texts: Sequence[str]) -> None:
+        """Raise BadRow if a text has the model's token for a picture: the model would look for the picture."""
+        token = ""
+        if self.pictures is not None and self.pictures.content:
+            with suppress(BadRow):  # the processor cannot be loaded
+                token = self.pictures.placeholder
+        if token and any(token in text for text in texts):
+            fix = f"Give the row its pictures (a column images, with <image> in the texts), or take {token} out."
+            raise BadRow("pictures misplaced", f"a text has {token}, the model's token for a picture", fix=fix)
 
     @cached_property
     def _training(self) -> ChatEncoder | None:
@@ -327,11 +339,12 @@ class Encoder:
         fates = [own for parts, own in fitted if parts]
         if not kept or (is_pair and len(fates) < 2):
             return [], next((own for parts, own in fitted if not parts), fate._replace(dropped=UNTRAINED))
-        if is_pair and np.array_equal(kept[0].input_ids, kept[1].input_ids):
+        if is_pair and np.array_equal(kept[0].keys, kept[1].keys):
             return [], fate._replace(dropped=SAME)
         return kept, fate._replace(
             documents=len(kept),
             cut_tokens=sum(own.cut_tokens for own in fates),
+            cut_pictures=sum(own.cut_pictures for own in fates),
             dropped_chunks=sum(own.dropped_chunks for own in fates) + len(documents) - len(fates),
             truncated=any(own.truncated for own in fates),
             split=any(own.split for own in fates),
@@ -358,6 +371,7 @@ class Encoder:
             documents=len(parts),
             dropped_chunks=len(borders) - 1 - len(parts),
             cut_tokens=len(ids) - sum(len(part.input_ids) for part in parts),
+            cut_pictures=len(document.pictures) - sum(len(part.pictures) for part in parts),
             truncated=not splits,
             split=splits,
         )

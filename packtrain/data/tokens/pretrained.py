@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from packtrain.config.schema import BUILT_IN, Model
-from packtrain.errors import UserError, boundary
+from packtrain.errors import UserError, boundary, read_json
 from packtrain.plan.known_model import base_of, below_adapters
 from packtrain.system import holding, start
 
@@ -95,7 +95,29 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
         loaded = cast("PreTrainedTokenizerBase", load(**location(source, config)))
         if loaded.pad_token_id is None:
             loaded.pad_token = loaded.eos_token
+        if loaded.chat_template is None:
+            loaded.chat_template = _find_processors_template(source, config)
         return loaded
+
+
+def find_files(names: Sequence[str], source: str, config: Model) -> list[Path]:
+    """Return the files of a hub id or folder that have one of these names."""
+    place = location(source, config)
+    folder = Path(place["pretrained_model_name_or_path"])
+    if folder.is_dir() or "gguf_file" in place:
+        return [folder / name for name in names if (folder / name).is_file()]
+    from transformers.utils import cached_file
+
+    silent = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "gated_repo", "connection_errors")}
+    with hub(source):
+        found = [cached_file(source, name, revision=place["revision"], **silent) for name in names]
+    return [Path(name) for name in found if name]
+
+
+def _find_processors_template(source: str, config: Model) -> str | None:
+    """Return the chat template that an older processor of pictures keeps beside its tokenizer."""
+    files = find_files(("chat_template.json", "processor_config.json"), source, config)
+    return next(filter(None, (read_json(file).get("chat_template") for file in files)), None)
 
 
 def tokenizer_of(path: str | None) -> str | None:
