@@ -126,13 +126,6 @@ class TokenDataset:
         """Return the number of each document's source, in report.sources: int16[n]."""
         return (np.searchsorted(self.first, self.rows, side="right") - 1).astype(np.int16)
 
-    @cached_property
-    def pictures(self) -> int:
-        """Return the number of pictures in an epoch."""
-        if not any(store.pictures for store in self.stores):
-            return 0
-        return sum(len(self[at].pictures) for at in range(len(self)))
-
     def part(self, first: int, end: int) -> TokenDataset:
         """Return the documents from number `first` to before `end`, with the report of the whole."""
         return TokenDataset(self.stores, self.rows[first:end], self.report)

@@ -174,6 +174,8 @@ class Tokeniser:
             where = str(error.filename or given.path)
             raise UserError(f"cannot be used: {error.strerror or error}", where=where, code="bad-source") from error
         parts = (VERSION, identity, encoder.objective, encoder.tokenizer.content, *self.settings)
+        if encoder.pictures and encoder.pictures.content:  # relative paths of pictures begin there
+            parts += (*(str(path.resolve().parent) for path in source.paths if isinstance(path, Path)),)
         key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
         def say(message: str) -> None:

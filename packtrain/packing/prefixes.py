@@ -10,7 +10,6 @@ are equal: a shared token has one label. With `data.shuffle=by_prefix`, families
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -259,28 +258,16 @@ def index_prefixes(documents: IndexedDocuments) -> PrefixIndex:
             continue
         end = 2 * start + _BLOCK
         # compared as big-endian bytes, tokens sort like their sequence
-        keys = {number: _comparable(documents[number])[start:end].astype(">u4").tobytes() for number in members}
+        keys = {number: documents[number].keys[start:end].astype(">u4").tobytes() for number in members}
         groups = groupby(sorted(members, key=keys.__getitem__), key=keys.__getitem__)
         todo += reversed([(list(group), end, len(key) < 4 * (end - start)) for key, group in groups])
     common = [0]
     for before, after in pairwise(order):
-        ids, others = _comparable(documents[before]), _comparable(documents[after])
+        ids, others = documents[before].keys, documents[after].keys
         alike = count_common(ids, others)
         # the last common token predicts different tokens, unless one of the documents ends there
         common.append(alike if alike == min(len(ids), len(others)) else outside_pictures(documents[after], alike - 1))
     return PrefixIndex(lengths, np.array(order, dtype=np.int32), np.array(common, dtype=np.int32))
-
-
-def _comparable(document: Document) -> np.ndarray:
-    """Return the ids by which beginnings are compared, int [length]. Tokens of a picture say which picture it is."""
-    ids = document.input_ids
-    if document.pictures:
-        ids = ids.astype(np.uint32)
-    for picture in document.pictures:
-        name = f"{picture.offset} {picture.size} {picture.file}".encode()
-        words = np.frombuffer(hashlib.blake2b(name, digest_size=32).digest(), np.uint32)
-        ids[picture.start : picture.end] = np.resize(words, picture.end - picture.start) | (1 << 31)
-    return ids
 
 
 def outside_pictures(document: Document, end: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import string
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from here import run_here
-from running import config_on, packtrain
+from running import config_on
 from safetensors.torch import load_file
 from tiny import LONGEST, auto_class, tiny_model
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -74,7 +73,7 @@ def check_whole(family: str, before: Path, after: Path) -> None:
     model, found = auto_class(family).from_pretrained(after, output_loading_info=True)
     assert type(model).__name__ in configs[0]["architectures"] and not found["missing_keys"]
     if type(model.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        text, found = AutoModelForCausalLM.from_pretrained(after, output_loading_info=True)
+        found = AutoModelForCausalLM.from_pretrained(after, output_loading_info=True)[1]
         assert not found["missing_keys"]
 
 

@@ -145,6 +145,11 @@ COUNTS: dict[str, tuple[dict[str, Any], str, str]] = {
         "not-plain-text",
         "images",
     ),
+    "the model's token without a picture": (
+        {"messages": [{"role": "user", "content": "<|image_pad|>"}, said()]},
+        "pictures-misplaced",
+        "",
+    ),
     "running text": ({"text": "A cat.", "image": "cat.png"}, "not-plain-text", "image"),
     "no base64": (
         {"messages": [{"role": "user", "content": [{"type": "image", "base64": "?"}]}, said()]},
@@ -161,7 +166,8 @@ def test_pictures_and_places_that_do_not_fit_are_named(models: dict[str, Model],
     with pytest.raises(UserError) as caught:
         see(folder, models["qwen2_vl"], row)
     (problem,) = caught.value.problems
-    assert (problem.where, problem.code) == (f"{folder / 'train.jsonl'}:1, {field}", f"row-{code}")
+    place = f"{folder / 'train.jsonl'}:1" + f", {field}" * bool(field)
+    assert (problem.where, problem.code) == (place, f"row-{code}")
 
 
 def test_a_model_without_an_image_processor_takes_text_alone(models: dict[str, Model], folder: Path) -> None:

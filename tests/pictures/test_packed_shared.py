@@ -30,12 +30,14 @@ class Documents(list[Document]):
 def answered(prompt: Document, length: int, seed: int, *, other: int = 0) -> Document:
     """`prompt` with an answer; with `other`, its pictures are others of the same size."""
     answer = np.random.default_rng(seed).integers(3, 100, length, dtype=np.int32)
-    pictures = tuple(replace(picture, offset=picture.offset + other) for picture in prompt.pictures)
+    pictures = tuple(
+        replace(picture, offset=picture.offset + other, hash=picture.hash + other) for picture in prompt.pictures
+    )
     mask = np.append(np.zeros(len(prompt.input_ids), bool), np.ones(length, bool))
     return Document(np.append(prompt.input_ids, answer), mask, pictures)
 
 
-@pytest.mark.parametrize("backend", ["segmented", "mixers"])
+@pytest.mark.parametrize("backend", ["segmented", "mixers", "per_document"])
 @pytest.mark.parametrize("family", SHARING)
 def test_a_shared_picture_runs_once(family, backend):
     model = seeing_model(family)

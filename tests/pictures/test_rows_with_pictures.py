@@ -23,6 +23,7 @@ from packtrain.config.schema import Data, Model
 from packtrain.data.formats.columns import REQUIRED
 from packtrain.data.pictures.pixels import PictureReader
 from packtrain.data.pictures.processor import PictureProcessor, load_processor
+from packtrain.data.sources.files import read_file
 from packtrain.data.streaming import open_stream
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
@@ -155,6 +156,29 @@ def test_tables_hold_pictures_as_bytes_and_columns_may_have_other_names(models: 
     assert len(bare.input_ids) < len(first.input_ids)
 
 
+def test_tables_with_large_pictures_come_in_chunks_of_few_rows(folder: Path, monkeypatch: Any) -> None:
+    """A chunk that is skipped counts as one that is read."""
+    monkeypatch.setattr("packtrain.data.sources.files._TABLE_CHUNK_BYTES", 40_000)
+    rows = [
+        {"text": f"row {number}", "image": bytes(np.random.default_rng(number).bytes(10_000))} for number in range(20)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet", row_group_size=10)
+    with (
+        pa.OSFile(str(folder / "rows.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, pa.Table.from_pylist(rows).schema) as stream,
+    ):
+        stream.write_table(pa.Table.from_pylist(rows))
+    for name in ("rows.parquet", "rows.arrow"):
+        chunks = [*read_file(folder / name)]
+        assert max(map(len, chunks)) <= 4 and [number for chunk in chunks for number in chunk.numbers] == [
+            *range(1, 21)
+        ]
+        for first in range(len(chunks) + 1):
+            assert [[*one.numbers] for one in read_file(folder / name, first=first)] == [
+                [*one.numbers] for one in chunks[first:]
+            ]
+
+
 def test_the_rows_of_the_page_are_the_same_row(models: dict[str, Model], folder: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in page if line.startswith('{"') and "image" in line]
@@ -247,7 +271,7 @@ def test_a_store_is_found_again_and_knows_the_processor(models: dict[str, Model]
     made = [see(folder, models["qwen2_vl"], row, **keys).train for keys in ({}, {}, {"max_picture_tokens": 2})]
     assert made[0].stores[0].folder == made[1].stores[0].folder != made[2].stores[0].folder
     assert made[0].fingerprint == made[1].fingerprint != made[2].fingerprint
-    assert made[1][0].pictures == made[0][0].pictures and made[1].pictures == 2
+    assert made[1][0].pictures == made[0][0].pictures
     assert pickle.loads(pickle.dumps(made[1]))[0].pictures == made[0][0].pictures
     (folder / "cat.png").write_bytes(encoded(picture(41, 60)))
     reader = PictureReader(PictureProcessor(models["qwen2_vl"]))

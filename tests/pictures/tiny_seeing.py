@@ -260,7 +260,7 @@ def document(
             continue
         blank = Picture("", 100 * seed + len(ids), 0, *part, 0, 0)
         number = picture_tokens(model, reader.read([blank])[0])
-        pictures.append(Picture("", blank.offset, 0, *part, len(ids), len(ids) + number))
+        pictures.append(Picture("", blank.offset, 0, *part, len(ids), len(ids) + number, hash=blank.offset))
         ids += [IMAGE] * number
     mask = draw.random(len(ids)) < 0.7
     mask[0] = False

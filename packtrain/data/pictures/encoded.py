@@ -117,8 +117,8 @@ def decode(picture: Picture) -> Image.Image:
     except Exception as error:  # PIL's readers may raise anything for damaged files
         what, fix = f"the picture is broken: {first_line(error)}", "Get it anew, or take its row out."
         raise UserError(what, where=picture.name, fix=fix, code="picture-broken") from error
-    if (made.height, made.width) != (picture.height, picture.width):
-        what = f"the picture has {made.width}×{made.height} pixels, and had {picture.width}×{picture.height} when it was tokenised"
+    if (made.height, made.width) != (picture.height, picture.width) or picture.hash not in (0, _hash(content)):
+        what = f"this is not the picture of {picture.width}×{picture.height} pixels that was tokenised"
         fix = "Put the old one back, or set data.cache_dir to another folder, which tokenises the data anew."
         raise UserError(what, where=picture.name, fix=fix, code="picture-changed")
     return made

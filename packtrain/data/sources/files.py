@@ -48,6 +48,8 @@ _TEXTUAL = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 _TABLES = (".parquet", ".arrow")
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, csv.Error, pa.ArrowException)
 SUFFIXES = (*_TEXTUAL, *(f"{suffix}{packed}" for suffix in _TEXTUAL for packed in COMPRESSED), *_TABLES)
+_TABLE_CHUNK_BYTES = 16 << 20
+"""Most bytes of a chunk of a table: many chunks wait for their processes, and pictures are large."""
 _HOLDERS = {"data", "rows", "train", "examples"}  # keys of all rows, even if the file is a .jsonl of one line
 READABLE = f"packtrain reads {', '.join(_TEXTUAL)} (also with {' or '.join(COMPRESSED)}), {', '.join(_TABLES)}"
 
@@ -214,11 +216,19 @@ def _read_csv(path: Path | RemoteFile, separator: str | None) -> Iterator[tuple[
                 yield line, BadRow("broken csv", what), 1
 
 
-def _cut_table(path: Path | RemoteFile, batches: Iterator[pa.RecordBatch], first: int = 1) -> Iterator[Chunk]:
-    """Cut the batches into chunks; rows are numbered from `first`."""
+def _rows_per_chunk(rows: int, size: int) -> int:
+    """Return the rows of a chunk of a table with this many rows and bytes: CHUNK_ROWS, fewer if they hold pictures."""
+    return max(1, min(CHUNK_ROWS, _TABLE_CHUNK_BYTES * rows // max(size, 1)))
+
+
+def _cut_table(
+    path: Path | RemoteFile, batches: Iterator[pa.RecordBatch], first: int = 1, most: int | None = None
+) -> Iterator[Chunk]:
+    """Cut the batches into chunks of at most `most` rows; rows are numbered from `first`."""
     for batch in batches:
-        for start in range(0, batch.num_rows, CHUNK_ROWS):
-            rows = range(start, min(start + CHUNK_ROWS, batch.num_rows))
+        step = most or _rows_per_chunk(batch.num_rows, batch.nbytes)
+        for start in range(0, batch.num_rows, step):
+            rows = range(start, min(start + step, batch.num_rows))
             part = batch.take(pa.array(rows))  # pickling a slice would include the whole batch
             yield Chunk(str(path), range(first, first + len(rows)), part, len(rows), by_line=False)
             first += len(rows)
@@ -229,9 +239,10 @@ def _read_parquet(path: Path | RemoteFile, first: int) -> Iterator[Chunk]:
     row = 1
     with _open_raw(path) as raw, pq.ParquetFile(raw) as file:
         for group in range(file.num_row_groups):
-            rows = file.metadata.row_group(group).num_rows
-            if (chunks := -(-rows // CHUNK_ROWS)) > first:
-                cut = _cut_table(path, file.iter_batches(CHUNK_ROWS, row_groups=[group]), row)
+            rows, size = file.metadata.row_group(group).num_rows, file.metadata.row_group(group).total_byte_size
+            most = _rows_per_chunk(rows, size)
+            if (chunks := -(-rows // most)) > first:
+                cut = _cut_table(path, file.iter_batches(most, row_groups=[group]), row, most)
                 yield from islice(cut, first, None)
             first, row = max(first - chunks, 0), row + rows
 

@@ -76,11 +76,6 @@ class Document:
             keys[picture.start : picture.end] = np.resize(halves.view(np.int32), picture.end - picture.start)
         return keys
 
-    def before_picture(self, token: int) -> int:
-        """Return `token`, or the first token of the picture that a cut in front of `token` would go through."""
-        inside = (picture.start for picture in self.pictures if picture.start < token < picture.end)
-        return next(inside, token)
-
 
 class Fate(NamedTuple):
     """Fate of one row: it gave `documents` documents, or was `dropped` for a reason.

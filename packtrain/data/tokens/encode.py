@@ -19,7 +19,7 @@ A picture is looked at (its header) when its row is encoded; its tokens are neve
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -81,6 +81,7 @@ class Encoder:
         problems: list[Problem] = []
         unread: dict[str, str] = {}
         columns, folder = chunk.columns or self.data.columns, chunk.folder
+        look.cache_clear()  # files may have changed
         for where, row in fill_in_questions([*chunk.rows()], columns) if format == "alpaca" else chunk.rows():
             content = hash_row(row, format, columns)
             if isinstance(row, dict) and not all(read_marks(row, columns).values()):
@@ -189,7 +190,18 @@ class Encoder:
                 texts = [example.prompt, example.completion.rstrip().removesuffix(end)]
             if any(map(self._markers.search, texts)):
                 faults["marker"] = True
+                self._refuse_placeholders(texts)
         return faults
+
+    def _refuse_placeholders(self, texts: Sequence[str]) -> None:
+        """Raise BadRow if a text has the model's token for a picture: the model would look for the picture."""
+        token = ""
+        if self.pictures is not None and self.pictures.content:
+            with suppress(BadRow):  # the processor cannot be loaded
+                token = self.pictures.placeholder
+        if token and any(token in text for text in texts):
+            fix = f"Give the row its pictures (a column images, with <image> in the texts), or take {token} out."
+            raise BadRow("pictures misplaced", f"a text has {token}, the model's token for a picture", fix=fix)
 
     @cached_property
     def _training(self) -> ChatEncoder | None:
