@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -102,31 +102,40 @@ def attention_function(module: torch.nn.Module, kwargs: Mapping[str, object]) ->
 
 @lru_cache(maxsize=16)
 def mask_of(
+    attend: AttentionOf, queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """Return the causal mask of one segment, [1, 1, queries, keys]. Its `queries` are the last of its `keys`.
+
+    Boolean (True = visible) for sdpa, additive for eager functions; None if sdpa's `is_causal` is enough.
+    """
+    if attend is sdpa_attention_forward and queries == keys and (window is None or window >= keys):
+        return None
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return as_mask(attend, _within(window, visible), dtype)
+
+
+def two_way_mask(
     attend: AttentionOf,
     queries: int,
     keys: int,
     window: int | None,
     dtype: torch.dtype,
     device: torch.device,
-    blocks: tuple[tuple[int, int], ...] = (),
-    beyond_window: bool = False,
-) -> torch.Tensor | None:
-    """Return the mask of one segment, [1, 1, queries, keys]. Its `queries` are the last of its `keys`.
-
-    It is causal, and two-way in `blocks` of queries. Boolean (True = visible) for sdpa, additive for eager functions; None if sdpa's `is_causal` is
-    enough.
-    """
-    narrow, before = window if window is not None and window < keys else None, keys - queries
-    if attend is sdpa_attention_forward and narrow is None and not before and not blocks:
-        return None
-    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
-    if narrow is not None:
-        visible = visible.triu(before + 1 - narrow)  # a query sees itself and the window - 1 keys before it
+    blocks: Sequence[tuple[int, int]],
+    beyond_window: bool,
+) -> torch.Tensor:
+    """Return the mask of one segment as `mask_of` does, two-way in `blocks` of its queries."""
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    visible = _within(window if beyond_window else None, visible)
     for start, end in blocks:
-        visible[start:end, before + start : before + end] = True
-    if narrow is not None and blocks and not beyond_window:
-        visible = visible.triu(before + 1 - narrow)
-    return as_mask(attend, visible, dtype)
+        visible[start:end, keys - queries + start : keys - queries + end] = True
+    return as_mask(attend, visible if beyond_window else _within(window, visible), dtype)
+
+
+def _within(window: int | None, visible: torch.Tensor) -> torch.Tensor:
+    """Leave each query itself, the window - 1 keys before it, and all after it that it sees."""
+    queries, keys = visible.shape
+    return visible if window is None else visible.triu(keys - queries + 1 - window)
 
 
 def as_mask(attend: AttentionOf, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

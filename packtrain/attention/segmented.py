@@ -13,13 +13,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 
 from packtrain.attention.backends import AttentionFunction
-from packtrain.attention.flattened import AttentionOf, attention_function, mask_of, registered
+from packtrain.attention.flattened import AttentionOf, attention_function, mask_of, registered, two_way_mask
 from packtrain.attention.varlen import Gathered, borders_of
 from packtrain.packing.segments import Segments
 
@@ -57,14 +58,27 @@ def segmented_attention(
         k, v = (joined([pieces[number] for number in numbers]) for pieces in (keys, values))
         attend = eager if eager and before + length <= _SHORT else usual
         run = functools.partial(attend, module, sliding_window=window, **kwargs)
-        two_way = segments.own_blocks[numbers[0]], segments.two_way.beyond_window
-        if window is not None and length > _BLOCKS * max(window, _LEAST_BLOCK) and not two_way[0]:
+        seen = attend, length, before + length, window, query.dtype, query.device
+        if blocks := segments.own_blocks[numbers[0]]:
+            output = run(q, k, v, _two_way_mask(segments, seen, blocks))[0]
+        elif window is not None and length > _BLOCKS * max(window, _LEAST_BLOCK):
             output = _attend_in_blocks(run, attend, q, k, v, max(window, _LEAST_BLOCK), window)
         else:
-            mask = mask_of(attend, length, before + length, window, query.dtype, query.device, *two_way)
-            output = run(q, k, v, mask)[0]
+            output = run(q, k, v, mask_of(*seen))[0]
         outputs |= zip(numbers, output.unbind(0), strict=True)
     return torch.cat([outputs[number] for number in range(len(queries))])[None]
+
+
+_two_way: WeakKeyDictionary[Segments, dict[object, torch.Tensor]] = WeakKeyDictionary()
+"""Masks of segments with blocks: few are equal, so they live only as long as their row. All layers of a kind share them."""
+
+
+def _two_way_mask(segments: Segments, seen: tuple[Any, ...], blocks: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    """Return the mask of a segment of the row with `blocks`. `seen`: the other arguments of `two_way_mask`."""
+    masks = _two_way.setdefault(segments, {})
+    if (key := (seen, blocks)) not in masks:
+        masks[key] = two_way_mask(*seen, blocks, segments.two_way.beyond_window)
+    return masks[key]
 
 
 def _attend_in_blocks(

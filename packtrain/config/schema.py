@@ -30,6 +30,8 @@ Shuffle = bool | Literal["by_prefix"]
 SplitText = Literal["document", "line", "paragraph"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]
 LISTED = "lf:"
+BUILT_IN = ("quickstart", "quickstart-pictures")
+"""Names of data and of tokenizers that packtrain makes itself."""
 """Prefix of a data set's name in LLaMA-Factory's dataset_info.json."""
 _ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w\[\]:%+-]+))?")
 _IS_FILE = re.compile(r".*\.(jsonl|ndjson|json|csv|tsv|txt|parquet|arrow|gz|zst)", re.I)
@@ -48,7 +50,9 @@ class Model:
     )
     init: Literal["pretrained", "random"] = advanced("pretrained", "Load the weights, or start from random ones.")
     config: dict[str, Any] = advanced({}, "Values for the model's config; with model_type, no model.path is needed.")
-    tokenizer: str | None = advanced(None, "Hub id or folder of the tokenizer (none: of the model), or quickstart.")
+    tokenizer: str | None = advanced(
+        None, "Hub id or folder of the tokenizer (none: of the model), or quickstart, or quickstart-pictures."
+    )
     revision: str | None = advanced(None, "Branch, tag or commit of a hub model.")
     trust_remote_code: bool = advanced(False, "Run model code that comes with the model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
@@ -99,7 +103,7 @@ class DataSource:
     path: str = key(
         "",
         "Hub id (owner/name:subset@split), or a .jsonl/.json/.parquet/.arrow/.csv/.tsv/.txt file (text also .gz or .zst), a glob or a "
-        "folder of these, a saved data set; lf:NAME of LLaMA-Factory's dataset_info.json; or quickstart.",
+        "folder of these, a saved data set; lf:NAME of LLaMA-Factory's dataset_info.json; or quickstart, or quickstart-pictures.",
     )
     split: str = key("train", "Split of a hub data set, of a saved DatasetDict, or in file names of a folder.")
     subset: str | None = advanced(None, "Configuration name of a hub data set.")
@@ -150,7 +154,7 @@ class Data:
     )
     max_picture_tokens: int | None = advanced(
         None,
-        "Most tokens of a picture; larger ones are scaled down (docs/data.md). None for the model's own limit.",
+        "Most tokens of a picture; larger ones are scaled down (docs/pictures.md). None for the model's own limit.",
         minimum=1,
     )
     split_text: SplitText = advanced(
@@ -185,11 +189,11 @@ class Data:
 def sources(value: object, role: Split = "train") -> list[DataSource]:
     """Return a value of data.train or data.eval as a list of sources. Named sets follow one another.
 
-    [] for none and for a fraction. The text `quickstart` stands for its split of that `role`; owner/name:subset@split names a hub data set.
+    [] for none and for a fraction. The text of BUILT_IN stands for its split of that `role`; owner/name:subset@split names a hub data set.
     """
     if is_mapping(value):
         return [source for item in value.values() for source in sources(item, role)]
-    splits = {"quickstart": role}
+    splits = dict.fromkeys(BUILT_IN, role)
     named = [
         DataSource(path=item, split=splits.get(item, "train")) if isinstance(item, str) else item
         for item in (value if is_list(value) else [value])
@@ -397,7 +401,11 @@ class Trainer:
         minimum=0,
         below=1,
     )
-    samples: list[str] = key([], "Prompts answered in up to 64 tokens before and after training, printed at the end.")
+    samples: list[int | str] = key(
+        [],
+        "Prompts answered in up to 64 tokens before and after training, printed at the end: texts, or numbers of examples of data.eval "
+        "(0 is the first), with their pictures.",
+    )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -21,7 +21,7 @@ import yaml
 
 from packtrain.config.compose import faults_of
 from packtrain.config.keys import keys
-from packtrain.convert import counterparts, foreign_data
+from packtrain.convert import counterparts, foreign_data, foreign_pictures
 from packtrain.convert.counterparts import (
     DIFFERS,
     Kind,
@@ -111,6 +111,7 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
     """Convert a file. Raises UserError if it cannot be read, its trainer is unknown, or packtrain has no such training."""
     file = read_foreign(path)
     origin = origin or _recognise(file)
+    file = foreign_pictures.with_variables(file) if origin == "ms-swift" else file
     verb, guessed = foreign_data.verb_of(origin, file)
     rules, said = table(origin), devices or file.devices
     given = {key: value for key, value in file.values.items() if value is not None}
@@ -316,7 +317,8 @@ def _cases(*rows: Mapping[str, Value]) -> Rule:
 
 def _by_name(text: str) -> Rule:
     name, *arguments = text.split(" ", 2)
-    return partial(getattr(counterparts, name, None) or getattr(foreign_data, name), *arguments)
+    home = next(module for module in (counterparts, foreign_data, foreign_pictures) if hasattr(module, name))
+    return partial(getattr(home, name), *arguments)
 
 
 def write_conversion(

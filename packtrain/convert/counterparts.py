@@ -106,7 +106,7 @@ def names(value: Value) -> list[Value]:
 
 def refuse(what: object, file: Foreign) -> Value:
     """Raise UserError: packtrain does not train this."""
-    fix = "Keep that trainer for it: packtrain trains sft, dpo, kto and reward on text."
+    fix = "Keep that trainer for it: packtrain trains sft, dpo, kto and reward on text and pictures."
     what = f"it is for {what}, which packtrain does not train"
     raise UserError(what, where=str(file.path), fix=fix, code="not-trained-here")
 

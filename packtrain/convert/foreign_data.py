@@ -22,6 +22,7 @@ from packtrain.convert.counterparts import (
     whole,
 )
 from packtrain.convert.foreign_file import Foreign, Settings, Value
+from packtrain.convert.foreign_pictures import PICTURES, VIDEOS, with_towers
 from packtrain.data.formats.messages import SPEAKERS
 from packtrain.errors import UserError
 from packtrain.objectives.spec import OBJECTIVES
@@ -29,9 +30,6 @@ from packtrain.objectives.spec import OBJECTIVES
 _LARGE = 2**26
 """Size in bytes: rows of files this large are not counted."""
 
-_PICTURES = re.compile(
-    "coco|latex_ocr|rlaif-v|videochat|clevr|textcaps|garbage|-vl-|multimodal|captcha|tts|visual", re.IGNORECASE
-)
 _READ = re.compile(
     r"path|type|name|split|data_files|ds_type|field(_(?!human|model|thinking)\w+)?|text_column|trust_remote_code|shards"
 )
@@ -52,6 +50,7 @@ _ON = ("roles_to_train", "train_on_eos", "train_on_eot")
 """Settings of axolotl's data sets that are on by default."""
 _OWN_TEXTS = "has prompt texts of its own there (such as ### Instruction), here they are the chat template's: see packtrain inspect"
 _PLAIN_TYPE = re.compile(r"(bradley_terry\.)?chat_template(\.\w+)?|completion|pretrain|sharegpt|None")
+_OWN_PROMPTS = f"{DIFFERS}code of ms-swift may write prompts of such rows there: see packtrain inspect"
 _FIELDS = ("chosen", "rejected", "instruction", "output", "system", "input", "prompt", "completion", "label", "tools")
 _EVERY_TURN = f"{DIFFERS}without assistant_only_loss every turn of conversations is trained there, the assistant's here: data.loss_on=all"
 _SHARE = "a fraction is a share of the mixture there, and of the source here: set samples in its place"
@@ -136,19 +135,28 @@ def _means_the_same(name: str, value: Value) -> bool:
 
 def llamafactory_data(key: str, value: Value, theirs: Theirs) -> Outcome:
     """Convert names in dataset_info.json, at most max_samples rows each."""
-    folder = str(theirs.get("dataset_dir") or "data").removeprefix("REMOTE:")
-    info, most = theirs.file.find(f"{folder}/dataset_info.json"), theirs.get("max_samples")
-    known, found, remarks = theirs.file.settings_of(info), [], []
+    folder, info = _find_info(theirs.file)
+    most, known, found, remarks = theirs.get("max_samples"), theirs.file.settings_of(info), [], []
     for name in names(value):
         entry = known.get(name) or {}
-        if {"images", "videos", "audios"} & {*(entry.get("columns") or {})}:
-            refuse("pictures or sound", theirs.file)
+        if {"videos", "audios"} & {*_columns_of(known, name)}:
+            refuse("video or sound", theirs.file)
         listed = f"{LISTED}{os.path.relpath(info)}#{name}" if info and entry else f"{LISTED}{name}"
         file = info.parent / str(entry["file_name"]) if info and "file_name" in entry else None
         limit = whole(most) if most and not (file and _has_fewer(file, whole(most))) else None
         found.append({"path": listed if entry or "/" not in name else name, "samples": limit})
         remarks += [] if entry or "/" in name else [f"{name} is in no {folder}/dataset_info.json near this config"]
     return _sources(key, found, theirs, *remarks)
+
+
+def _find_info(file: Foreign) -> tuple[str, Path | None]:
+    """Return the name of LLaMA-Factory's data folder, and its dataset_info.json if it is there."""
+    folder = str(file.values.get("dataset_dir") or "data").removeprefix("REMOTE:")
+    return folder, file.find(f"{folder}/dataset_info.json")
+
+
+def _columns_of(known: Settings, name: Value) -> Settings:
+    return (known.get(name) or {}).get("columns") or {}
 
 
 def at_most(value: Value, theirs: Theirs) -> Outcome:
@@ -180,6 +188,7 @@ _SWIFT_NAMES = {
     **dict.fromkeys(("rejected_response", "rejected_messages"), "rejected"),
     "system_prompt": "system",
     "conversation": "conversations",
+    "image": "images",
 }
 """Names in ms-swift's --columns (its ResponsePreprocessor reads them), with our columns."""
 
@@ -191,8 +200,9 @@ def swift_data(key: str, value: Value, theirs: Theirs) -> Outcome:
     columns = {_SWIFT_NAMES.get(ours, ours): name for name, ours in named.items()}
     streams = not is_off(theirs.get("streaming") or 0) and _by_steps(theirs)
     for text in map(str, names(value)):
-        if _PICTURES.search(text):
-            refuse("pictures or sound", theirs.file)
+        if VIDEOS.search(text):
+            refuse("video or sound", theirs.file)
+        remarks += [_OWN_PROMPTS] if PICTURES.search(text) else []
         path, _, rows = re.sub("^(hf|ms|HF|MS)::", "", text).partition("#")
         found.append({"path": path, "samples": whole(rows) if rows and not streams else None, "columns": columns})
         remarks += (
@@ -216,7 +226,7 @@ def trl_data(value: Value, theirs: Theirs) -> Outcome:
     if theirs.get("datasets", "dataset_mixture", "dataset_mixer"):
         return Outcome(why="the mixture is trained on in its place", kind="not needed")
     source = {"path": str(value), "subset": theirs.get("dataset_config"), "split": theirs.get("dataset_train_split")}
-    train = _sources("data.train", [source], theirs, *_turns(theirs))
+    train = with_towers(_sources("data.train", [source], theirs, *_turns(theirs)), theirs)
     if is_off(theirs.get("eval_strategy", "evaluation_strategy")):
         return train
     held_out = _sources("data.eval", [{**source, "split": theirs.get("dataset_test_split") or "test"}], theirs)
@@ -253,7 +263,7 @@ def mixture(value: Value, theirs: Theirs) -> Outcome:
         guess += [DIFFERS + what for what in lost]
     size = number(settings.get("test_split_size", theirs.get("test_split_size")) or 0)
     guess += [f"test_split_size is {size:g} rows, ours a share: 0.01 is a guess"] if size >= 1 else []
-    train = _sources("data.train", found, theirs, *guess)
+    train = with_towers(_sources("data.train", found, theirs, *guess), theirs)
     return Outcome({**train.values, "data.eval": size if size < 1 else 0.01} if size else train.values, train.why)
 
 
@@ -280,7 +290,6 @@ def verb_of(origin: str, file: Foreign) -> tuple[str, str]:
         how = "by its keys; else set objective.kind"
         if named := _METHODS.search(words):
             method, how = named[1], "" if file.program else "by the names of file and folders"
-        method = "pictures or sound" if "vlm" in words else method
     method = _OURS.get(str(method), str(method))
     return method if method in OBJECTIVES.all() else refuse(method, file), how
 
@@ -292,8 +301,12 @@ def defaults_of(origin: str, file: Foreign, devices: int) -> Settings:
     if origin == "axolotl":
         steps = count(values.get("batch_size"), 1) // count(values.get("micro_batch_size"), 1)
         return {"gradient_accumulation_steps": max(steps, 1)}
-    if origin == "llamafactory" and values.get("finetuning_type", "lora") == "lora":
-        return {"lora_alpha": 2 * count(values.get("lora_rank"), 8)}
+    if origin == "llamafactory":
+        known = file.settings_of(_find_info(file)[1])
+        seen = any("images" in _columns_of(known, name) for name in names(values.get("dataset") or []))
+        rank = {"lora_alpha": 2 * count(values.get("lora_rank"), 8)}
+        most = {"image_max_pixels": 768 * 768} if seen else {}
+        return {**most, **(rank if values.get("finetuning_type", "lora") == "lora" else {})}
     if origin != "ms-swift":
         return {}
     rest = {"gradient_accumulation_steps": math.ceil(16 / micro / devices), "eval_steps": values.get("save_steps", 500)}

@@ -22,6 +22,8 @@ import numpy as np
 
 from packtrain.config.schema import DataSource, Stage, name_sources
 from packtrain.data.formats.columns import name_unread
+from packtrain.data.pictures.album import tabulate_pictures
+from packtrain.data.pictures.figures import PictureFigures, count_pictures
 from packtrain.data.tokens.cache import Document, Store
 from packtrain.errors import UserError
 from packtrain.wording import counted
@@ -84,6 +86,7 @@ class DataReport:
     seconds: float
     pairs: PairFigures | None = None
     labels: LabelFigures | None = None
+    pictures: PictureFigures | None = None
     remarks: tuple[str, ...] = ()
     unread: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
 
@@ -278,6 +281,7 @@ def mix_sources(
         sums.update(kept=len(fates), **{name: int(fates[name].sum(dtype=np.int64)) for name in SUMMED})
     all_rows = np.concatenate(rows)
     names = name_sources([part.source for part in parts])
+    table = tabulate_pictures((store.pictures, len(store)) for store in stores)
     report = DataReport(
         rows=sums["kept"] + dropped.total(),
         dropped=dict(dropped),
@@ -289,6 +293,7 @@ def mix_sources(
         seconds=sum(part.store.seconds for part in parts if part.built),
         remarks=tuple(part.remark for part in parts if part.remark),
         unread={name: store.unread for name, store in zip(names, stores, strict=True) if store.unread},
+        pictures=count_pictures(table, np.bincount(all_rows, minlength=first)),
     )
     return TokenDataset(stores, all_rows, replace(report, **sums))
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from packtrain.data.streaming import Stream
 
-VERSION = 24
+VERSION = 25
 """Increase it whenever the same rows would give other tokens or masks, so that old caches are not used."""
 FEW_ROWS, FEW_BYTES, FEW_CHUNKS = 10_000, 4 << 20, 40
 """Limits of the data that this process tokenises itself, in about the time that workers take to start."""
@@ -174,6 +174,8 @@ class Tokeniser:
             where = str(error.filename or given.path)
             raise UserError(f"cannot be used: {error.strerror or error}", where=where, code="bad-source") from error
         parts = (VERSION, identity, encoder.objective, encoder.tokenizer.content, *self.settings)
+        if encoder.pictures and encoder.pictures.content:  # relative paths of pictures begin there
+            parts += (*(str(path.resolve().parent) for path in source.paths if isinstance(path, Path)),)
         key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
         def say(message: str) -> None:

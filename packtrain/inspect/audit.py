@@ -19,6 +19,7 @@ from packtrain.data.dataset import Dataset, PairDataset
 from packtrain.data.tokens.cache import Store
 from packtrain.data.tokens.encode import SAME, UNTRAINED
 from packtrain.inspect.corpus import Corpus
+from packtrain.inspect.picture_facts import MEANT, PICTURE_FAULTS, find_picture_faults
 from packtrain.inspect.rendering import Shown
 from packtrain.wording import visible
 
@@ -54,7 +55,7 @@ class AuditFinding:
 def audit(corpus: Corpus, scanned: TokenScan) -> list[AuditFinding]:
     """Return all findings, the worst first. Call `rows_named` for the rows whose places `audit_json` needs."""
     order: list[Severity] = ["bad", "warn", "note"]
-    looked_for = (*_find_faults(corpus, scanned), *_find_repeats(corpus, scanned))
+    looked_for = (*_find_faults(corpus, scanned), *_find_repeats(corpus, scanned), *_judge_pictures(corpus, scanned))
     found = [finding for finding in looked_for if len(finding.rows)]
     return sorted(found, key=lambda finding: (order.index(finding.severity), -finding.share))
 
@@ -172,6 +173,18 @@ def _find_repeats(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
         yield AuditFinding(name, rows, total, what, fix, unit, severity, twins)
 
 
+def _judge_pictures(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
+    """Find faults of the pictures of data.train."""
+    data, total = corpus.config.data, int(corpus.rows_of_train.sum())
+    token = " or ".join(map(corpus.tokenizer.text_of, corpus.picture_ids))
+    for name, rows, twins in find_picture_faults(corpus, scanned.stray):
+        what, fix = PICTURE_FAULTS[name]
+        what = what.format(token=token, max_length=data.max_length, most=data.max_picture_tokens)
+        yield AuditFinding(
+            name, rows, total, what, fix, severity="note" if name in MEANT else "warn", twins=twins[:EXAMPLES]
+        )
+
+
 def sample_answers(
     data: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None
 ) -> tuple[list[str], list[int]]:
@@ -219,9 +232,9 @@ THREADS = min(4, os.cpu_count() or 1)
 class TokenScan:
     """Properties of each document's tokens, by its number (corpus.py).
 
-    `hashes`: uint64 of all tokens. The others are bool. The document trains the end of an answer (`ends`) or two ends in a row
-    (`ends_twice`), begins with two BOS (`two_bos`), has a token for text that the tokenizer does not know (`unknown`), or ends inside a
-    trained answer (`open`).
+    `hashes`: uint64 of all tokens and pictures. The others are bool. The document trains the end of an answer (`ends`) or two ends in a row
+    (`ends_twice`), begins with two BOS (`two_bos`), has a token for text that the tokenizer does not know (`unknown`), ends inside a
+    trained answer (`open`), or has a token of a picture outside of its pictures (`stray`).
     """
 
     hashes: np.ndarray
@@ -230,12 +243,13 @@ class TokenScan:
     two_bos: np.ndarray
     unknown: np.ndarray
     open: np.ndarray
+    stray: np.ndarray
 
 
 def scan(corpus: Corpus) -> TokenScan:
     """Read every token of the corpus's stores."""
-    total = len(corpus.documents)
-    scanned = TokenScan(np.empty(total, np.uint64), *(np.zeros(total, bool) for _ in range(5)))
+    total, pictures, wanted = len(corpus.documents), corpus.pictures, corpus.picture_ids
+    scanned = TokenScan(np.empty(total, np.uint64), *(np.zeros(total, bool) for _ in range(6)))
 
     def scan_block(block: tuple[int, int, int]) -> None:
         store_number, first, end = block
@@ -243,8 +257,12 @@ def scan(corpus: Corpus) -> TokenScan:
         ids, mask = store.read(first, end)
         lengths = store.lengths[first:end].astype(np.int64)
         inside = slice(*(int(corpus.documents.first[store_number]) + at for at in (first, end)))
+        seen = pictures[slice(*np.searchsorted(pictures["document"], [inside.start, inside.stop]))]
         scanned.hashes[inside] = hash_documents(ids, lengths)
+        own = seen["hash"] * (2 * seen["start"].astype(np.uint64) + np.uint64(1))
+        np.add.at(scanned.hashes, seen["document"], own)
         _set_flags(scanned, inside, corpus, ids, mask, lengths)
+        scanned.stray[inside] = _find_strays(ids, lengths, seen, inside.start, wanted)
 
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(scan_block, _cut_blocks(corpus.stores)))
@@ -281,6 +299,17 @@ def _set_flags(
     if corpus.unknown_id is not None:
         scanned.unknown[inside] = np.logical_or.reduceat(ids == corpus.unknown_id, starts)
     scanned.open[inside] = mask[last] & ~is_end[last]
+
+
+def _find_strays(
+    ids: np.ndarray, lengths: np.ndarray, pictures: np.ndarray, first: int, wanted: list[int]
+) -> np.ndarray:
+    """Return which documents, from number `first` on, have `wanted` tokens outside of their pictures: bool[documents]."""
+    starts = np.cumsum(lengths) - lengths
+    borders, at = np.zeros(len(ids) + 1, np.int8), starts[pictures["document"] - first]
+    np.add.at(borders, at + pictures["start"], 1)
+    np.add.at(borders, at + pictures["end"], -1)
+    return np.logical_or.reduceat(np.isin(ids, wanted) & (np.cumsum(borders[:-1]) == 0), starts)
 
 
 def hash_documents(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from packtrain.config.schema import DEFAULT_ROW_TOKENS, Packing, RunConfig, Split, sources
 from packtrain.data.dataset import PairDataset, TokenDataset
+from packtrain.data.pictures.album import tabulate_pictures
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import Store
@@ -26,7 +27,7 @@ from packtrain.objectives.spec import Spec
 from packtrain.packing.balance import choose_ranks_per_row, cost_of_attention
 from packtrain.packing.prefixes import PrefixIndex, index_prefixes
 from packtrain.packing.schedule import Schedule, make_schedule
-from packtrain.plan.known_model import adapter_shapes, weights_of
+from packtrain.plan.known_model import adapter_shapes, known_sizes, weights_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,6 +96,18 @@ class Corpus:
     def row_of(self) -> np.ndarray:
         """Row of each document, int64[documents]."""
         return np.repeat(np.arange(len(self.fates)), self.fates["documents"])
+
+    @cached_property
+    def pictures(self) -> np.ndarray:
+        """Pictures of all documents, PICTURES[pictures], in the order of the documents."""
+        return tabulate_pictures((store.pictures, len(store)) for store in self.stores)
+
+    @cached_property
+    def picture_ids(self) -> list[int]:
+        """Tokens that stand for pictures, by the model's config; empty if it is unknown, or takes none."""
+        sizes = known_sizes(self.config.model)
+        found = (sizes.get(name) for name in ("image_token_id", "image_token_index"))
+        return [token for token in found if isinstance(token, int)]
 
     @cached_property
     def labels(self) -> np.ndarray | None:

@@ -97,7 +97,12 @@ def templates_in(folder: Path, finalize: Callable[[object], object] | None = Non
 @cache
 def _templates() -> Environment:
     made = templates_in(_HERE)
-    made.filters |= {"percent": percent, "number": lambda value: f"{value:,}", "counted": counted, "visible": visible}
+    made.filters |= {
+        "percent": percent,
+        "number": lambda value: f"{value:,}",
+        "counted": counted,
+        "visible": visible,
+    }
     return made
 
 
@@ -183,6 +188,8 @@ class DataTerminal:
         trained = f"{data['trained_tokens']:,} trained ({percent(data['trained_tokens'] / data['tokens'])})"
         self.say(f"{visible(', '.join(data['sources']))} ({data['format']})", "bold")
         self.say(f"{made} of {counted(data['rows'], 'rows')}, {data['tokens']:,} tokens, {trained}")
+        if pictures := data["pictures"]:
+            self.say(pictures["words"])
         cut = f"truncated {data['truncated']:,}, split {data['split']:,} ({data['cut_tokens']:,} tokens cut)"
         held_out = "" if data["held_out"] is None else f"; held out {counted(data['held_out'], data['unit'])}"
         self.say(f"{cut}; {count_dropped(data['dropped_for'])}{held_out}")

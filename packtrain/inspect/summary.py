@@ -19,10 +19,12 @@ from tokenizers.decoders import DecodeStream
 
 from packtrain.config.schema import Packing, PackingMode, RunConfig
 from packtrain.config.yaml_files import shown
+from packtrain.data.tokens.cache import Document
 from packtrain.data.tokens.encode import TOO_LONG
 from packtrain.errors import UserError
 from packtrain.inspect.audit import audit, audit_json, rows_named, scan
 from packtrain.inspect.corpus import Corpus, estimate_attention_cost, find_places, open_corpus, schedule_of
+from packtrain.inspect.picture_facts import add_thumbnails, show_picture
 from packtrain.inspect.rendering import DataTerminal, Shown, data_page
 from packtrain.packing.schedule import Schedule
 from packtrain.wording import counted, shortened, visible, whole
@@ -62,6 +64,7 @@ def summarise(corpus: Corpus, processes: int) -> Shown:
         "unit": spec.examples,
         "tokens": report.tokens,
         "trained_tokens": report.trained_tokens,
+        "pictures": report.pictures and report.pictures.to_json(report.tokens),
         "held_out": None if corpus.eval is None else corpus.eval.report.documents // spec.documents,
         "sources": list(report.sources),
         "format": report.format,
@@ -126,11 +129,11 @@ def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes
 
 
 def _choose_typical(corpus: Corpus) -> list[int]:
-    """Choose examples of usual length from the start of the data, by their first documents."""
+    """Choose examples of usual length from the start of the data, by their first documents. Those with pictures come first."""
     together = corpus.spec.documents
     first = corpus.train.rows[: _CANDIDATES * together : together]
     lengths = corpus.documents.lengths[first]
-    order = np.argsort(np.abs(lengths - np.median(lengths)), kind="stable")
+    order = np.lexsort((np.abs(lengths - np.median(lengths)), ~np.isin(first, corpus.pictures["document"])))
     return sorted(list(dict.fromkeys(first[order].tolist()))[:SHOWN])
 
 
@@ -272,11 +275,12 @@ def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> Show
         # the last token of the prompt predicts the answer, so it runs with both answers
         common = max(0, min(int(np.argmax(document.loss_mask)) for document in documents) - 1)
     if common:
-        ids, mask = documents[0].input_ids[:common], documents[0].loss_mask
-        parts.append({"name": "prompt", "tokens": common, "spans": _show_spans(corpus, ids, mask, 0)})
+        spans = _show_spans(corpus, documents[0], 0, common)
+        parts.append({"name": "prompt", "tokens": common, "spans": spans})
     for name, document in zip(("chosen", "rejected") if together == 2 else ("",), documents, strict=True):
-        ids, mask = document.input_ids, document.loss_mask
-        parts.append({"name": name, "tokens": len(ids) - common, "spans": _show_spans(corpus, ids, mask, common)})
+        tokens = len(document.input_ids)
+        spans = _show_spans(corpus, document, common, tokens)
+        parts.append({"name": name, "tokens": tokens - common, "spans": spans})
     return {
         "where": visible(place),
         "note": ", ".join(notes),
@@ -287,16 +291,24 @@ def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> Show
     }
 
 
-def _show_spans(corpus: Corpus, ids: np.ndarray, mask: np.ndarray, first: int) -> list[Shown]:
-    """Return the text of the tokens from `first` on, in spans of one style. Each turn begins a line."""
+def _show_spans(corpus: Corpus, document: Document, first: int, end: int) -> list[Shown]:
+    """Return the text of the tokens from `first` to before `end`, in spans of one style. Each turn begins a line, a picture is a span."""
+    ids, mask = document.input_ids[:end], document.loss_mask
+    pictures = {picture.start: picture for picture in document.pictures}
+    shown = -1
     special = np.isin(ids, list(corpus.tokenizer.special_ids))
     rust, stream = Tokenizer.from_str(corpus.tokenizer.backend), DecodeStream(skip_special_tokens=False)
     # a character made of several tokens appears at its last one
     texts = [visible(stream.step(rust, token) or "") for token in ids[: first + MAX_TOKENS].tolist()]
     spans: list[Shown] = []
     for at in range(first, len(texts)):
+        if at in pictures:
+            shown = pictures[at].end
+            spans.append(show_picture(pictures[at]))
+        if at < shown:
+            continue
         style = {"trained": bool(mask[at]), "special": bool(special[at])}
-        if not spans or not style.items() <= spans[-1].items():
+        if not spans or "picture" in spans[-1] or not style.items() <= spans[-1].items():
             spans.append({"text": "", **style})
         spans[-1]["text"] += texts[at]
         if ids[at] in corpus.end_ids and at + 1 < len(texts) and not texts[at + 1].startswith("⏎"):
@@ -351,6 +363,7 @@ def show_data(
     summary |= {} if examples is None else {"shown": examples}
     summary |= {} if layout is None else {"step": layout}
     if html is not None:
+        add_thumbnails(summary["shown"])
         html.write_text(data_page(summary, title), encoding="utf-8")
     if as_json:
         print(json.dumps(summary, indent=2))

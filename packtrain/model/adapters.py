@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import extract_commit_hash
 
@@ -26,6 +27,7 @@ from packtrain.config.rules import PEFT_OPTIONS
 from packtrain.config.schema import Peft
 from packtrain.data.tokens.pretrained import check_model_folder
 from packtrain.errors import Problem, UserError, boundary
+from packtrain.model.towers import towers_of
 from packtrain.model.weights import WeightFiles, let_copy, source_of
 from packtrain.plan.known_model import BASE, check_base, is_adapted, is_at, sampled_hash
 
@@ -101,7 +103,7 @@ def joint_tensors(weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def fit_to_layers(model: PreTrainedModel, peft: Peft) -> Peft:
-    """Leave layers that cannot have adapters out of an all-linear `peft`, and return it.
+    """Leave layers that cannot have adapters, and towers, out of an all-linear `peft`, and return it.
 
     Raises UserError if another choice names such layers, and for a name that no module has: PEFT would train the others without a word.
     """
@@ -109,9 +111,20 @@ def fit_to_layers(model: PreTrainedModel, peft: Peft) -> Peft:
 
     names, absent, odd = [name for name, _ in model.named_modules()], list[tuple[str, str]](), odd_layers(model)
     excluded, targets = peft.options.get("exclude_modules", []), peft.target_modules
-    if targets == "all-linear" and odd:
+    towers = towers_of(model) if targets == "all-linear" else []
+    if towers:  # PEFT would shorten the names of all layers together, and then leave the towers' out
+        inside, head = rf"({'|'.join(map(re.escape, towers))})(\..*)?", model.get_output_embeddings()
+        layers = [
+            name for name, one in model.named_modules() if isinstance(one, (nn.Linear, Conv1D)) and one is not head
+        ]
+        layers = [name for name in layers if is_adapted(name, targets) and not re.fullmatch(inside, name)]
+        targets = sorted({end if not (end := name.rpartition(".")[2]).isdigit() else name for name in layers} - {*odd})
+        theirs = [excluded] if isinstance(excluded, str) else [rf"(.*\.)?{re.escape(name)}" for name in excluded]
+        excluded = "|".join([*theirs, inside])
+    elif targets == "all-linear" and odd:
         excluded = rf"{excluded}|(.*\.)?({'|'.join(odd)})" if isinstance(excluded, str) else [*{*excluded, *odd}]
-        peft = replace(peft, options={**peft.options, "exclude_modules": excluded})
+    if (targets, excluded) != (peft.target_modules, peft.options.get("exclude_modules", [])):
+        peft = replace(peft, target_modules=targets, options={**peft.options, "exclude_modules": excluded})
     for key, given in (("target_modules", targets), ("options.exclude_modules", excluded)):
         wanted = [(one, [one]) for one in given] if isinstance(given, list) else [(given, given)]
         absent += [(key, one) for one, by in wanted if not any(is_adapted(name, by) for name in names)]

@@ -49,7 +49,7 @@ from packtrain.model.adapters import (
     take_vocabulary,
 )
 from packtrain.model.layers import loop_over_experts
-from packtrain.model.text_alone import let_run_text
+from packtrain.model.towers import let_run_text
 from packtrain.model.weights import MTP, WeightFiles, judge, reading_files, source_of
 from packtrain.plan.known_model import EXPANDED, below_adapters, known_sizes, untrainable
 from packtrain.proof.isolation import max_positions

@@ -38,6 +38,7 @@ from transformers.trainer_utils import align_special_tokens
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from packtrain.config.schema import Model
+from packtrain.data.pictures.processor import files_of
 from packtrain.errors import UserError, boundary
 from packtrain.model.load import base_model, check_dequantizes
 from packtrain.model.weights import carry
@@ -132,6 +133,9 @@ def complete(model: nn.Module, settings: Model, folder: Path) -> str:
                 saved = folder / ("chat_template.jinja" if file.stem == "chat_template" else file.name)
                 if place == its_place and not (saved.exists() or _STAYS.fullmatch(file.name)):
                     shutil.copyfile(file, folder / file.name)
+        if settings.init == "random":  # new weights of a model that takes pictures
+            for name, content in files_of(settings).items():
+                folder.joinpath(name).write_bytes(content)
     return said
 
 

@@ -38,6 +38,13 @@ _TWO_WAY = {
 """Types whose picture tokens see each other both ways. The proof finds a type that is missing here: then documents run one by one."""
 
 
+def two_way_of(model: PreTrainedModel) -> TwoWay | None:
+    """Return how tokens of a picture see each other in `model`; None: as text does."""
+    kind: Any = model.config
+    both_ways = getattr(kind.get_text_config(), "use_bidirectional_attention", None)
+    return _TWO_WAY.get(kind.model_type) if both_ways == "vision" or kind.model_type == "gemma3" else None
+
+
 class PictureReader(Protocol):
     """Maker of pixels: for each picture the tensors of the model's image processor, for this picture alone."""
 
@@ -80,9 +87,12 @@ class Sight:
             what = f"{type(model).__name__} sees the text before an answer both ways, which training with pictures does not support"
             raise UserError(what, where="model.path", fix="take another model", code="text-both-ways")
         ids = tuple(tokens) or tuple(getattr(config, name) for name in _PLACEHOLDERS if hasattr(config, name))
-        two_way = _TWO_WAY.get(config.model_type) if both_ways == "vision" or config.model_type == "gemma3" else None
+        takes = frozenset(inspect.signature(type(model).forward).parameters)
+        if unknown := [name for name in takes if name.endswith("token_type_ids") and name not in TYPES]:
+            what = f"{type(model).__name__} wants {unknown[0]} with pictures, which packtrain does not make"
+            raise UserError(what, where="model.path", fix="take another model", code="unknown-token-types")
         rotary = next(((type(part), part.config) for part in model.modules() if hasattr(part, "get_rope_index")), None)
-        return cls(reader, frozenset(inspect.signature(type(model).forward).parameters), ids, two_way, rotary=rotary)
+        return cls(reader, takes, ids, two_way_of(model), rotary=rotary)
 
     def with_blank(self, documents: Sequence[Document]) -> list[Document]:
         """Add the `blank` document to documents without pictures."""

@@ -54,6 +54,11 @@ FAST_ENOUGH = 1.5
 """Least speed of a CPU's bfloat16 products, with float32 as 1, for trainer.mixed_precision=fast. The rest of a step gains less."""
 BASE = "adapter_base.json"
 """A file beside adapters. It holds the hash of their base model's files, and the relative path to them."""
+TOWERS = re.compile(
+    r"(^|\.)(vis|video|image|audio|speech|acoustic|semantic|multi_modal|mm_|high_res|vq|embed_(vision|audio)|generation_|view_sep|"
+    r"word_timestamp|\w*(connector|aligner|projectors?|perceiver|merger|resampler|siglip))"
+)
+"""Names of the weights of towers and projectors, in the files of multimodal models."""
 SCORE = "score.weight"
 """Name of a reward model's head."""
 Shapes = Mapping[str, tuple[int, ...]]
@@ -238,6 +243,8 @@ def _is_chosen(layer: str, peft: Peft) -> bool:
     """Return whether `peft` gives the linear layer of this name an adapter."""
     excluded, numbers = peft.options.get("exclude_modules", ""), peft.options.get("layers_to_transform")
     if is_adapted(layer, excluded) or not is_adapted(layer, peft.target_modules):
+        return False
+    if peft.target_modules == "all-linear" and TOWERS.search(layer):
         return False
     lists = peft.options.get("layers_pattern", "[^.]*")
     found = [re.match(rf"(?:.*?\.)?{name}\.(\d+)\.", layer) for name in ([lists] if isinstance(lists, str) else lists)]

@@ -24,6 +24,7 @@ from packtrain.objectives.spec import CHECKED_LOGITS, COMPARED_PAIRS, HEAD_CHUNK
 from packtrain.optimizers import STEPPED
 from packtrain.plan.known_model import (
     SCORE,
+    TOWERS,
     Layers,
     Shapes,
     adapter_shapes,
@@ -146,10 +147,6 @@ def period(checkpointing: str) -> int:
     return int(checkpointing.removeprefix("every_")) if checkpointing.startswith("every_") else 1
 
 
-_TOWERS = re.compile(
-    r"(^|\.)(vis|audio|image|speech|multi_modal|mm_|embed_(vision|audio)|connector|aligner|projector|perceiver|siglip)"
-)
-"""Names of the weights of towers and projectors, in the files of multimodal models."""
 GIB = 2**30
 OUTSIDE = int(1.5 * GIB)
 """Bytes outside torch's allocator on each GPU: CUDA's context, kernels and libraries."""
@@ -302,7 +299,7 @@ def _measure(config: RunConfig, *, gpu: bool) -> ModelSize:
     trained = adapter_shapes(shapes, config.peft)
     if config.peft.kind == "none":
         scales = {name: [one.lr_scale for one in config.optim.groups if re.search(one.match, name)] for name in shapes}
-        kept = _TOWERS if config.model.towers == "frozen" else re.compile("(?!)")
+        kept = TOWERS if config.model.towers == "frozen" else re.compile("(?!)")
         trained = [one for name, one in shapes.items() if scales[name][:1] != [0] and not kept.search(name)]
     if not trained:
         raise UserError("no layer of the model has a name of peft.target_modules", code="nothing-trained")

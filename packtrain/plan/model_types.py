@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from functools import cache
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
@@ -86,9 +87,9 @@ def check_type(config: Json, where: str, *, scores: bool) -> None:
 @cache
 def _tables() -> dict[str, set[str]]:
     """Return the registered model types by table, such as CAUSAL_LM. MODEL has all that have a class."""
-    folder = cast(list[str], cast(object, find_spec("transformers").submodule_search_locations))[0]  # type: ignore[union-attr]
+    folder = cast(list[str], cast(ModuleSpec, find_spec("transformers")).submodule_search_locations)[0]
     tables = dict[str, set[str]]()
-    for statement in ast.parse(Path(folder, "models/auto/modeling_auto.py").read_text(encoding="utf-8")).body:
+    for statement in ast.parse(Path(folder, "models", "auto", "modeling_auto.py").read_text(encoding="utf-8")).body:
         target = statement.targets[0] if isinstance(statement, ast.Assign) else None
         if isinstance(target, ast.Name) and (found := _TABLE.fullmatch(target.id)):
             pairs = [part for part in ast.walk(statement) if isinstance(part, ast.Tuple) and len(part.elts) == 2]

@@ -1,13 +1,13 @@
 """Proof that documents in a packed row cannot see each other's pictures. Measured on the loaded model.
 
-Three documents share a row: two with a picture each, from the data, and text between them. Each is changed in turn: of the outer ones only the
+Three documents share a row: two with a picture each, and text between them. Each is changed in turn: of the outer ones only the
 pixels of the picture. As in isolation.py, outputs of the others must not move, and each document has its outputs when alone. The control has two
 parts: the row declared as one document must differ, and a changed picture must move the outputs after it in its own document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,8 +24,8 @@ from packtrain.packing.segments import Segments
 from packtrain.proof.comparison import difference, evaluating, tolerance_of
 from packtrain.proof.isolation import Proof, logits_of, measure, vocabulary_size
 
-_TEXT, _AFTER = 11, 16
-"""Tokens of the document without a picture, and most tokens after a picture."""
+_TEXT = 11
+"""Tokens of the document without a picture."""
 _MOST = 4096
 """Ids of the vocabulary whose logits are compared."""
 
@@ -37,18 +37,6 @@ class Exhibits:
     sight: Sight
     first: Document
     last: Document
-
-
-def choose_exhibits(sight: Sight, documents: Iterable[Document]) -> Exhibits | None:
-    """Choose the two shortest documents with pictures, cut behind their first picture. None without any."""
-    cut = sorted((_cut(one) for one in documents if one.pictures), key=lambda one: len(one.input_ids))
-    return Exhibits(sight, cut[0], cut[min(1, len(cut) - 1)]) if cut else None
-
-
-def _cut(document: Document) -> Document:
-    first, *others = document.pictures
-    end = min([first.end + _AFTER, *(picture.start for picture in others[:1])])
-    return Document(document.input_ids[:end], document.loss_mask[:end], (first,))
 
 
 @dataclass(frozen=True, slots=True)

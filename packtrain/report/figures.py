@@ -6,6 +6,7 @@ Runs are compared by their differing config keys and by their answers to the sam
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ SLOW = 1.2
 """A rank is slow if its forward passes and data loading take more than this many times the median."""
 _TELLING_LINES = 8
 _NONE = "–"
+_IS_PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/=]+").fullmatch
 POINTS_OF_A_CURVE = 2000
 POINTS_OF_A_PAGE = 60_000
 """Upper limits; a point takes about 15 bytes of the page."""
@@ -158,12 +160,22 @@ def compare_settings(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def answers(runs: Sequence[RunRecord]) -> dict[str, list[Json]]:
+Prompt = tuple[str, tuple[str, ...]]
+"""Text of a prompt, and its pictures as data URLs."""
+
+
+def answers(runs: Sequence[RunRecord]) -> dict[Prompt, list[Json]]:
     """Return each run's answers by prompt, in the order of the first run. An answer has `before` and `after`, or is {} for a missing prompt."""
     lists = [asked if isinstance(asked := run.summary.get("answers"), list) else [] for run in runs]
-    by_run = [{str(entry.get("prompt")): entry for entry in asked if isinstance(entry, Mapping)} for asked in lists]
+    by_run = [{_prompt_of(entry): entry for entry in asked if isinstance(entry, Mapping)} for asked in lists]
     prompts = dict.fromkeys(prompt for by_prompt in by_run for prompt in by_prompt)
     return {prompt: [by_prompt.get(prompt, {}) for by_prompt in by_run] for prompt in prompts}
+
+
+def _prompt_of(entry: Mapping[str, object]) -> Prompt:
+    pictures = entry.get("pictures")
+    shown = filter(_IS_PICTURE, map(str, pictures if isinstance(pictures, list) else []))
+    return str(entry.get("prompt")), tuple(shown)
 
 
 @dataclass(frozen=True, slots=True)

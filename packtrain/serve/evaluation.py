@@ -39,6 +39,8 @@ from packtrain.wording import counted, shortened, visible
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from packtrain.data.tokens.cache import Document
+
 Score = Callable[[str, str, str], float]
 """Score from 0 (wrong) to 1 (right), given the answer, the held-out answer and the prompt."""
 _SHOWN = 3
@@ -214,22 +216,26 @@ def answer_held_out(
     model: Any, tokenizer: PreTrainedTokenizerBase, run: RunConfig, judge: Score, *, rows: int, tokens: int
 ) -> Json:
     """Answer the first `rows` documents of data.eval, in up to `tokens` tokens each. Return the share of right answers, and the answers."""
-    import torch
-
+    from packtrain.data.dataset import has_pictures_in
+    from packtrain.data.pictures.pixels import PictureReader
+    from packtrain.data.pictures.processor import PictureProcessor
     from packtrain.data.prepare import prepare
     from packtrain.data.tokens.chat_template import give_template
+    from packtrain.packing.pictures import Sight
+    from packtrain.train.questions import generate
 
     documents = prepare(run.data, tokenizer, run.objective.kind, seed=run.trainer.seed, model=run.model).eval
+    sight = None
+    if has_pictures_in(documents):
+        processor = PictureProcessor(run.model, run.data.max_picture_tokens)
+        sight = Sight.of(model, PictureReader(processor), processor.tokens)
     if run.data.chat_template:
         give_template(tokenizer, run.data.chat_template)
     answers = []
     for prompt, wanted in _questions(documents, rows):
-        ids = torch.tensor(prompt[None].astype("int64"), device=model.device)
-        mask, pad = torch.ones_like(ids), tokenizer.pad_token_id
-        made = model.generate(
-            input_ids=ids, attention_mask=mask, pad_token_id=pad, max_new_tokens=tokens, do_sample=False
-        )[0, ids.shape[1] :]
-        texts = [str(tokenizer.decode(part, skip_special_tokens=True)) for part in (made, wanted, prompt)]
+        made = generate(model, tokenizer, prompt, tokens, sight)
+        said = (str(tokenizer.decode(part, skip_special_tokens=True)) for part in (wanted, prompt.input_ids))
+        texts = [made, *said]
         named = dict(zip(("answer", "expected", "prompt"), texts, strict=True))
         with boundary("the score failed", "--score", code="score-failed"):
             answers.append({**named, "score": float(judge(*texts))})
@@ -240,17 +246,17 @@ def answer_held_out(
     return {"rows": len(answers), "share": share, "answers": answers}
 
 
-def _questions(documents: Any, rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield prompt and answer ids of the first documents. Pairs give the chosen answer, labelled answers only the desirable ones."""
+def _questions(documents: Any, rows: int) -> Iterator[tuple[Document, np.ndarray]]:
+    """Yield prompt and answer ids of the first documents. Labelled answers give only the desirable ones."""
+    from packtrain.train.questions import split
+
     labels = getattr(documents, "labels", None)
     for index in range(len(documents)):
         if rows == 0 or not (labels is None or labels[index]):
             continue  # enough rows, or a bad answer
-        document = getattr(documents[index], "chosen", documents[index])
-        last = int(np.flatnonzero(document.loss_mask)[-1]) + 1
-        if begin := last - int(np.argmin([*document.loss_mask[:last][::-1], False])):
+        if found := split(documents[index]):
             rows -= 1
-            yield document.input_ids[:begin], document.input_ids[begin:last]
+            yield found
 
 
 def run_tasks(tasks: list[str], model: Any, tokenizer: PreTrainedTokenizerBase) -> Json:

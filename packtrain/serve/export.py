@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Literal
 import yaml
 
 from packtrain import __version__
-from packtrain.config.rules.paths_and_packages import BUILT_IN, DATA_SUFFIXES, MODEL_SUFFIXES, TEMPLATE_SUFFIXES
-from packtrain.config.schema import Model, groups
+from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, MODEL_SUFFIXES, TEMPLATE_SUFFIXES
+from packtrain.config.schema import BUILT_IN, Model, groups
 from packtrain.data.tokens.pretrained import tokenizer_of
 from packtrain.errors import UserError, boundary, read_json
 from packtrain.objectives.spec import OBJECTIVES
@@ -306,7 +306,7 @@ def model_card(trained: Trained) -> str:
     parts = [f"---\n{head.to_yaml()}\n---", "# Model card", f"{what} {of}: {about} with packtrain {__version__}."]
     if run is not None:
         summary = object_of(run.summary)
-        named = [path if is_public_name(path) or path == BUILT_IN else "local files" for path in paths]
+        named = [path if is_public_name(path) or path in BUILT_IN else "local files" for path in paths]
         parts += ["## Data", f"Trained on {', '.join(dict.fromkeys(named)) or 'local files'}."]
         if report := _mapping(summary.get("data")):
             held = f"; {_number(report['held_out'])} documents were held out" if report.get("held_out") else ""
@@ -344,7 +344,7 @@ def _without_paths(value: object) -> object:
         return {name: entry for name, entry in inner.items() if entry not in (None, [], {})}
     if isinstance(value, list):
         return [_without_paths(entry) for entry in value]
-    if not isinstance(value, str) or is_public_name(value) or value == BUILT_IN:
+    if not isinstance(value, str) or is_public_name(value) or value in BUILT_IN:
         return value
     is_path = _ROOTED.match(value) or (re.search(r"[/\\]", value) and not re.search(r"\s", value))
     return _LOCAL if is_path or value.lower().endswith(_FILES) or os.path.exists(value) else value

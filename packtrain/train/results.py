@@ -23,17 +23,15 @@ from rich.markup import escape
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from packtrain.attention.backends import attention_of
 from packtrain.config.schema import Model, Peft
+from packtrain.data.pictures.thumbnail import thumbnail
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import Json, UserError
 from packtrain.model.adapters import untie_if_adapted
 from packtrain.model.load import base_model, dequantized_in, load_model
 from packtrain.model.save import complete, weights_at_least
 from packtrain.model.spread import loading_whole
-from packtrain.monitor.heartbeat import progress
 from packtrain.plan.known_model import base_of
 from packtrain.plan.surroundings import command_of, find_converter
 from packtrain.proof.choice import AttentionChoice
@@ -44,6 +42,7 @@ from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.optim.dither import dithered
 from packtrain.train.optim.float32_step import AVERAGE
+from packtrain.train.questions import Question
 from packtrain.wording import count_dropped, counted
 
 
@@ -176,48 +175,11 @@ def saves_whole_model(settings: Model, peft: Peft) -> bool:
     return peft.kind == "none" or peft.merge or not settings.is_base_for_adapters
 
 
-@torch.no_grad()
-def answer(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    *,
-    attention: str,
-    system: str | None = None,
-) -> list[str]:
-    """Return greedy answers of at most 64 tokens, under the model's original attention implementation.
-
-    A prompt is a user turn (after `system`, data.system) if the tokenizer has a chat template, else plain text to continue.
-    """
-    answers, training = [], model.training
-    model.eval()
-    # layers compiled by trainer.torch_compile would be compiled again for every length of a cache
-    with attention_of(model, attention), torch.compiler.set_stance("force_eager"):
-        for prompt in prompts:
-            progress()
-            if chat := bool(tokenizer.chat_template):
-                turns = [{"role": "system", "content": system}] if system else []
-                turns += [{"role": "user", "content": prompt}]
-                prompt = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
-            inputs = tokenizer(prompt, add_special_tokens=not chat, return_tensors="pt")
-            ids = inputs["input_ids"].to(model.device)
-            output = cast(Any, model).generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=64,
-                do_sample=False,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-            answers.append(str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip())
-    model.train(training)
-    return answers
-
-
 @dataclass(frozen=True, slots=True)
 class Summary:
     """Sources of summary.json. `started` is a time.perf_counter() value.
 
-    `early`: final/ has the weights of the best evaluation. `answers` are (prompt, answer before, answer after).
+    `early`: final/ has the weights of the best evaluation. `answers` are (question, answer before, answer after).
     """
 
     trainer: StepTrainer
@@ -225,7 +187,7 @@ class Summary:
     decision: AttentionChoice | None
     started: float
     early: bool
-    answers: Sequence[tuple[str, str, str]] = ()
+    answers: Sequence[tuple[Question, str, str]] = ()
 
     def to_json(self, status: str) -> Json:
         """Return the content of summary.json."""
@@ -259,19 +221,29 @@ class Summary:
             "attention": f"{self.decision.backend.name} ({self.decision.why})" if self.decision else None,
             "changes": self.trainer.changes,
             "verify": self.decision.proof.to_json() if self.decision and self.decision.proof else None,
+            "verify_pictures": self.decision.pictures.to_json() if self.decision and self.decision.pictures else None,
             "rank_seconds": self.trainer.times.means(),
             "checkpoints": self.trainer.writer.outcome.to_json(),
-            "answers": [dict(zip(("prompt", "before", "after"), answer, strict=True)) for answer in self.answers],
+            "answers": [_describe_answer(*answer) for answer in self.answers],
             "seconds": round(time.perf_counter() - self.started, 1),
         }
+
+
+def _describe_answer(question: Question, before: str, after: str) -> Json:
+    """Return an entry of summary.json. Pictures are in it small, as data URLs: the report shows them."""
+    made: Json = {"prompt": question.text, "before": before, "after": after}
+    made |= {"expected": question.expected} if question.expected else {}
+    return made | ({"pictures": [*map(thumbnail, question.document.pictures)]} if question.document.pictures else {})
 
 
 def print_results(log: Log, summary: Summary, folder: RunFolder, contents: list[str], commands: list[str]) -> None:
     """Print the last lines of a run: answers, losses, folders (`contents`), next commands."""
     figures = summary.to_json("done")
-    for prompt, old, new in summary.answers:
+    for question, old, new in summary.answers:
         before, after = escape(_short(old, 80)), escape(_short(new, 300))
-        log.say(f"\n[bold]{escape(prompt)}[/]\n  [dim]before[/] {before}\n  [green]after[/]  {after}")
+        log.say(f"\n[bold]{escape(question.text)}[/]\n  [dim]before[/] {before}\n  [green]after[/]  {after}")
+        if question.expected:
+            log.say(f"  [dim]data[/]   {escape(_short(question.expected, 300))}")
     log.say("")
     log.say(f"[bold]done[/] in {figures['seconds']:.0f} s: {'; '.join(_losses(summary, figures))}", indent=5)
     if dropped := figures["dropped"]:

@@ -60,6 +60,7 @@ from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.weight_groups import freeze_unreached, reduce_unreached
 from packtrain.train.preflight import make_changes
 from packtrain.train.preparation import Prepared
+from packtrain.train.questions import Question, answer, ask
 from packtrain.train.run_state import Listener, LoopSettings, RunState, StopRequest
 from packtrain.train.sight import exhibits_of, picture_batch, take_sight
 from packtrain.train.spikes import SpikeRules
@@ -74,7 +75,7 @@ _MAX_DESCRIBED = 200_000
 class Run:
     """State shared by the functions of this file. `prepared` is set once preparation begins.
 
-    `before`: answers of the untrained model to trainer.samples.
+    `questions`: trainer.samples. `before`: answers of the untrained model to them.
     """
 
     config: RunConfig
@@ -85,6 +86,7 @@ class Run:
     stop: StopRequest
     progress: TerminalProgress
     prepared: Prepared = field(init=False)
+    questions: list[Question] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
     trackers: list[Tracker] = field(default_factory=list)
     closing: ExitStack = field(default_factory=ExitStack)
@@ -222,6 +224,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     trainer = _make_trainer(run, checkpoint)
     if not log.evaluates:
         _try_saving(run, ends)
+    run.questions = ask(config.trainer.samples, tokenizer, config.data.system, data.eval)
     run.before = _answers(run)
     begins = f"resuming from {checkpoint.name}" if checkpoint else "evaluating" if log.evaluates else "training"
     with suppress(OSError):  # a later write reports the disk's error
@@ -283,6 +286,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     console.log_ways(log, frozen, split, prepared.compiled)
     console.log_steps(log, prepared, steps, evaluation)
     console.log_attention(log, base, prepared.backend)
+    console.log_pictures(log, prepared)
     if prove:
         with outputs_of_tokens(base):
             padded, autocast = prepared.backend is None, prepared.precision.autocast
@@ -481,7 +485,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
     folders = results.save_final(folder, trainer, run.prepared.model, config.model, config.peft)
     if run.ranks.sharded and config.trainer.samples:
         _wait_for_all(run, "results")  # all ranks compute the answers, and the main process has been writing alone
-    answers = list(zip(config.trainer.samples, run.before, _answers(run), strict=False))
+    answers = list(zip(run.questions, run.before, _answers(run), strict=False))
     summary = replace(summary, answers=answers)
     _describe_data(run, summary.data)
     _write_summary(run, summary.to_json("done"))  # last: after it the same command begins a new run
@@ -493,23 +497,25 @@ def _describe_data(run: Run, data: PreparedData) -> None:
     """Write data.json for the report, while data and tokenizer are open. It is an extra: errors are only noted in the log."""
     if not run.ranks.main or len(data.train) > _MAX_DESCRIBED or data.stream is not None:
         return
+    from packtrain.inspect.picture_facts import add_thumbnails
     from packtrain.inspect.summary import summarise
 
     try:
         corpus = open_corpus(run.config, tokenizer=run.prepared.tokenizer, prepared=data)
-        write_json(run.folder.data, summarise(corpus, run.ranks.world_size))
+        add_thumbnails((summary := summarise(corpus, run.ranks.world_size))["shown"])
+        write_json(run.folder.data, summary)
     except Exception as error:
         run.log.note(f"no data.json: {type(error).__name__}: {error}")
 
 
 def _answers(run: Run) -> list[str]:
     """Answer trainer.samples without touching the random state. Only the main process answers if it has the whole model."""
-    samples = run.config.trainer.samples
-    if not (samples and (run.ranks.main or run.ranks.sharded)):
+    prepared = run.prepared
+    if not (run.questions and (run.ranks.main or run.ranks.sharded)):
         return []
     with torch.random.fork_rng([run.ranks.device] if run.ranks.device.type == "cuda" else []):
-        base, how = base_model(run.prepared.model), {"attention": run.prepared.attention}
-        return results.answer(base, run.prepared.tokenizer, samples, **how, system=run.config.data.system)
+        base, how = base_model(prepared.model), {"attention": prepared.attention, "sight": prepared.sight}
+        return answer(base, prepared.tokenizer, run.questions, **how)
 
 
 def _write_summary(run: Run, summary: dict) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from packtrain.data.dataset import Document, has_pictures_in
 from packtrain.data.pictures.pixels import PictureReader
 from packtrain.data.pictures.processor import PictureProcessor
+from packtrain.data.sources.chunks import BadRow
 from packtrain.errors import UserError
 from packtrain.model.forward import Batch
 from packtrain.model.load import base_model
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 _SIZES = (56, 84), (112, 56)
 """Heights and widths of drawn pictures, in pixels."""
-_BEFORE, _AFTER = 7, 12
+_TEXT = 13
 """Tokens of text around a drawn picture."""
 
 
@@ -43,7 +44,12 @@ def take_sight(run: Prepared) -> None:
             fix = "Leave it out, or give data with pictures (docs/pictures.md)."
             raise UserError("no document has a picture", where="model.towers", fix=fix, code="towers-without-pictures")
         return
-    sight = Sight.of(base, PictureReader(processor), processor.tokens)
+    try:
+        sight = Sight.of(base, PictureReader(processor), processor.tokens)
+    except BadRow as bad:
+        if not has_pictures:  # nothing to see yet
+            return
+        raise UserError(bad.what, where="model.path", fix=bad.fix, code="no-image-processor") from bad
     if "pixel_values" not in sight.takes:
         if not has_pictures:
             return
@@ -62,21 +68,25 @@ def drawn_pictures(run: Prepared) -> list[Document]:
     return [processor.document(*size) for size in _SIZES]
 
 
-def in_text(picture: Document, ids: np.ndarray, before: int = _BEFORE) -> Document:
-    """Return a document of random `ids` with the picture behind the first ones, without targets."""
-    ids = np.concatenate([ids[:before], picture.input_ids, ids[before:]]).astype(np.int32)
-    placed = tuple(replace(one, start=one.start + before, end=one.end + before) for one in picture.pictures)
-    return Document(ids, np.zeros(len(ids), bool), placed)
+def in_text(picture: Document, text: Document) -> Document:
+    """Return `text` with the picture behind its first token."""
+    ids, mask = (
+        np.concatenate([own[:1], other, own[1:]]).astype(own.dtype)
+        for own, other in ((text.input_ids, picture.input_ids), (text.loss_mask, picture.loss_mask))
+    )
+    return Document(ids, mask, tuple(replace(one, start=one.start + 1, end=one.end + 1) for one in picture.pictures))
 
 
 def exhibits_of(run: Prepared) -> Exhibits | None:
     """Return two documents with drawn pictures for the proof, None if the model need not see."""
     if run.sight is None:
         return None
-    ids: Any = np.random.default_rng(0).integers(0, vocabulary_size(base_model(run.model)), (2, _BEFORE + _AFTER))
+    ids: Any = np.random.default_rng(0).integers(0, vocabulary_size(base_model(run.model)), (2, _TEXT))
     ids[np.isin(ids, run.sight.tokens)] = 0
-    first, last = (in_text(picture, own) for picture, own in zip(drawn_pictures(run), ids, strict=True))
-    return Exhibits(run.sight, first, last)
+    texts = (Document(own, np.zeros(_TEXT, bool)) for own in ids)
+    return Exhibits(
+        run.sight, *(in_text(picture, text) for picture, text in zip(drawn_pictures(run), texts, strict=True))
+    )
 
 
 def picture_batch(run: Prepared) -> Batch | None:

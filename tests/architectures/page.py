@@ -39,7 +39,7 @@ This page says how packtrain runs every language model that transformers registe
 is no GPU. (On a GPU, `flash` comes before `segmented`.) Models that see or hear have a table of their own: they are loaded whole, with
 their towers, and trained on text. Each line is measured on a tiny random model: its losses and gradients
 in `padding`, `padding_free` and `packed` equal every document alone, to 1e-5 and 1e-4, or the type is refused.
-There is no list of names: the same proof runs on the loaded model before step 1. So a model that is not in this table, also
+There is no list of what trains: the same proof runs on the loaded model before step 1. So a model that is not in this table, also
 from remote code, is treated by its behaviour.
 
 The third column names the modules that a row runs once per document under `mixers`; they were found by measurement. If it does not

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from packtrain.config.schema import Peft
 from packtrain.errors import UserError
 from packtrain.model.adapters import add_adapters, continue_adapters
+from packtrain.model.towers import towers_of
 from packtrain.train.log.console import adapted_share
 from packtrain.train.optim.weight_groups import freeze_unreached
 
@@ -34,14 +35,19 @@ def made(model_type: str) -> Any:
     return model
 
 
-FEW = ("falcon_h1", "nemotron_h", "llama4_text", "phimoe", "deepseek_v4", "gpt2")
+FEW = ("falcon_h1", "nemotron_h", "llama4_text", "phimoe", "deepseek_v4", "gpt2", "gemma4", "qwen3_vl", "llama4", "git")
 OTHERS = [pytest.param(one, marks=pytest.mark.exhaustive) for one in model_types() if one not in FEW]
 
 
 @pytest.mark.parametrize("model_type", [*FEW, *OTHERS])
 def test_every_type_trains_adapters_by_default(model_type: str) -> None:
-    adapted: Any = add_adapters(made(model_type), LORA, 0)
-    assert adapted.peft_config["default"].exclude_modules == ODD.get(model_type)
+    model = made(model_type)
+    towers = towers_of(model)
+    adapted: Any = add_adapters(model, LORA, 0)
+    chosen = {*adapted.base_model.targeted_module_names}
+    assert chosen and not any(name.startswith(f"{tower}.") for name in chosen for tower in towers)
+    if not towers:
+        assert adapted.peft_config["default"].exclude_modules == ODD.get(model_type)
     freeze_unreached(adapted, 40, None)
     ids = torch.arange(3, 40)[None]
     logits = adapted(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +22,8 @@ from packtrain.data.sources.quickstart import tokenizer
 from packtrain.errors import UserError
 from packtrain.model.adapters import odd_layers
 from packtrain.model.load import check_before_loading
-from packtrain.plan.model_types import PACKAGES, UNTRAINABLE
+from packtrain.plan.known_model import check_model_config
+from packtrain.plan.model_types import PACKAGES, UNTRAINABLE, check_type
 
 _OF_OTHER_FOLDERS = ("gemma3_text", "gemma3", "gpt-sw3", "openai-gpt", "qwen3_5_text", "xmod", "cohere2_moe")
 _SAMPLE = sorted({*KINDS, *_OF_OTHER_FOLDERS, "mistral", "qwen2", "qwen3", "xlstm"} - {*UNTRAINABLE})
@@ -67,3 +72,45 @@ def test_a_key_that_may_have_its_place_elsewhere_is_sent_there_and_code_of_a_mod
         check(Model(path=str(tmp_path)), Peft())
     assert told.value.problems[0].where == "model.path"
     check(Model(path=str(tmp_path), trust_remote_code=True), Peft())
+
+
+REFUSED = {
+    "t5": "type-not-trained",  # an encoder-decoder
+    "blip-2": "type-not-trained",
+    "diffusion_gemma": "type-not-trained",
+    "vision-encoder-decoder": "type-not-trained",
+    "wav2vec2": "type-not-trained",
+    "llama5000": "unknown-model-type",
+    **dict.fromkeys(PACKAGES, "package-missing"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_type_that_does_not_train_is_refused_by_its_name_before_torch_is_imported(kind: str, tmp_path: Path) -> None:
+    if kind in PACKAGES and find_spec(PACKAGES[kind]):
+        pytest.skip("its package is installed")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    code = f"""if True:
+        import sys
+        from packtrain.config.schema import Model
+        from packtrain.errors import UserError
+        from packtrain.plan.known_model import check_model_config
+        for model in (Model(path={str(tmp_path)!r}), Model(path=None, init="random", config={{"model_type": {kind!r}}})):
+            try:
+                check_model_config(model)
+            except UserError as error:
+                print(error.problems[0].code, error.problems[0].where, "torch" in sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    wanted = REFUSED[kind]
+    assert done.stdout == f"{wanted} model.path False\n{wanted} model.config.model_type False\n"
+
+
+def test_types_that_train_and_types_with_code_of_their_own_are_not_refused_early(tmp_path: Path) -> None:
+    for kind in {*model_types()} - {*UNTRAINABLE, *PACKAGES}:
+        check_type({"model_type": kind}, "model.path", scores=False)
+    for kind in {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES} - {*UNTRAINABLE, *PACKAGES}:
+        check_type({"model_type": kind}, "model.path", scores=True)
+    check_type({"model_type": "t5", "auto_map": {"AutoModelForCausalLM": "a.B"}}, "model.path", scores=False)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    check_model_config(Model(path=str(tmp_path), trust_remote_code=True))

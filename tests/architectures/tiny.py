@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from packtrain.model.text_alone import let_run_text
+from packtrain.model.towers import let_run_text
 from packtrain.plan.model_types import UNTRAINABLE
 
 VOCABULARY, WINDOW, LONGEST = 128, 8, 256

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from packed import seeing
 from tiny_seeing import FAMILIES
+from transformers import PreTrainedModel
 
 from packtrain.attention.backends import attention_by
 from packtrain.errors import CheckFailed, UserError
 from packtrain.packing.pictures import Sight
 from packtrain.proof.choice import NotExact, choose_attention
-from packtrain.proof.exhibits import check_pictures, choose_exhibits, prove_pictures, reach_of_gradients
+from packtrain.proof.exhibits import Exhibits, check_pictures, prove_pictures, reach_of_gradients
 
 CPU = torch.device("cpu")
 BEST = {"qwen3_5": "mixers", "lfm2_vl": "mixers"}
 
 
-def exhibited(family: str):
+def exhibited(family: str) -> tuple[PreTrainedModel, Exhibits]:
     model, sight, documents = seeing(family)
-    exhibits = choose_exhibits(sight, documents)
-    assert exhibits is not None
-    return model, exhibits
+    return model, Exhibits(sight, documents[3], documents[0])
 
 
+@pytest.mark.sample("qwen3_vl", "qwen3_5", "llava_next", "mistral3", "gemma3", "gemma4")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_best_backend_of_each_family_is_proved_with_pictures(family):
     model, exhibits = exhibited(family)
     decision = choose_attention("auto", model, CPU, exhibits=exhibits)
     assert decision.backend.name == BEST.get(family, "segmented")
+    assert not any("vis" in word for word in decision.kernel.split())
     assert decision.pictures is not None and decision.pictures.verdict == "exact"
     assert {changed for changed, _ in decision.pictures.moved} == {0, 1, 2}
     check_pictures(model, exhibits, padding=True)
@@ -50,6 +53,14 @@ def test_a_tower_that_mixes_pictures_is_found():
     with pytest.raises(NotExact, match="with pictures"):
         choose_attention("segmented", model, CPU, exhibits=exhibits)
     assert choose_attention("auto", model, CPU, exhibits=exhibits).backend.name == "per_document"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_a_rule_that_is_missing_is_found(family):
+    """Pictures that are seen both ways in a type that nobody listed."""
+    model, exhibits = exhibited(family)
+    unknown = replace(exhibits, sight=replace(exhibits.sight, two_way=None))
+    assert choose_attention("auto", model, CPU, exhibits=unknown).backend.name == "per_document"
 
 
 def test_pictures_that_change_nothing_prove_nothing():

@@ -37,7 +37,7 @@ def answered(prompt: Document, length: int, seed: int, *, other: int = 0) -> Doc
     return Document(np.append(prompt.input_ids, answer), mask, pictures)
 
 
-@pytest.mark.parametrize("backend", ["segmented", "sdpa_mask", "mixers"])
+@pytest.mark.parametrize("backend", ["segmented", "mixers", "per_document"])
 @pytest.mark.parametrize("family", SHARING)
 def test_a_shared_picture_runs_once(family, backend):
     model = seeing_model(family)

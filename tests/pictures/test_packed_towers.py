@@ -16,6 +16,7 @@ OF_ROWS = {"segments", *KERNEL_ARGUMENTS}
 BACKENDS = {"qwen3_5": "mixers", "lfm2_vl": "mixers"}
 
 
+@pytest.mark.sample("qwen2_5_vl", "qwen3_5", "llava", "gemma4", "internvl", "lfm2_vl")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_towers_keep_their_attention_and_get_no_argument_of_the_row(family):
     model, sight, documents = seeing(family)

@@ -110,6 +110,7 @@ def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_unused(config, given),
         *_sources(config),
         *_held_out(config.data),
+        *_samples(config),
         *_stages(config.data),
         *_rows(config),
         *_schedule(config.optim),
@@ -170,6 +171,16 @@ def _sources(config: RunConfig) -> Iterator[Fault]:
     if data.streaming and any(source.samples for source in train):
         what = "samples are the examples of an epoch, and a stream has none: use weights"
         yield Fault(("data.train", "data.streaming"), what, "Remove them, or data.streaming.", code="samples-of-stream")
+
+
+def _samples(config: RunConfig) -> Iterator[Fault]:
+    numbers = [sample for sample in config.trainer.samples if isinstance(sample, int)]
+    if any(number < 0 for number in numbers):
+        what = f"{min(numbers)} is no number of an example"
+        yield Fault(("trainer.samples",), what, "The first example of data.eval is 0.", code="no-such-example")
+    elif numbers and config.data.eval is None:
+        what, fix = f"there is no example {numbers[0]}: data.eval is null", "Set data.eval, or write the question."
+        yield Fault(("trainer.samples",), what, fix, because="data.eval", code="sample-without-eval")
 
 
 def _held_out(data: Data) -> Iterator[Fault]:

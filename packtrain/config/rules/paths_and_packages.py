@@ -22,10 +22,9 @@ from packtrain.config import Fault, is_list, is_mapping
 from packtrain.config.keys import near, suggest
 from packtrain.config.objective import REFERENCES
 from packtrain.config.rules.table import holds
-from packtrain.config.schema import LISTED, Data, DataSource, RunConfig, sources
+from packtrain.config.schema import BUILT_IN, LISTED, Data, DataSource, RunConfig, sources
 from packtrain.errors import Json, UserError
 
-BUILT_IN = "quickstart"
 DATA_SUFFIXES = (
     *(".jsonl", ".ndjson", ".json", ".gz", ".csv", ".parquet", ".arrow"),
     *(".txt", ".tsv", ".xlsx", ".zip", ".zst"),  # common data formats; no hub id ends in one
@@ -168,7 +167,7 @@ def resume_folder(resume: str) -> Iterator[Fault]:
 
 
 def _missing(key: str, path: str, suffixes: tuple[str, ...]) -> Iterator[Fault]:
-    if path and path != BUILT_IN and is_local(path, suffixes) and not _there(path):
+    if path and path not in BUILT_IN and is_local(path, suffixes) and not _there(path):
         what = f"there is no file or folder {path}"
         yield Fault((key,), what, f"{nearest(path)} A hub id has the form owner/name.", code="no-such-path")
 
@@ -194,7 +193,7 @@ def model_of(path: str) -> str:
     """
     place = Path(os.path.expanduser(path))
     has_model = any((place / name).exists() for name in _MODEL_FILES)
-    if path in ("", BUILT_IN, *REFERENCES) or not place.is_dir() or has_model:
+    if path in ("", *BUILT_IN, *REFERENCES) or not place.is_dir() or has_model:
         return path
     if not _is_run(place):
         what = f"there is neither a {_MODEL_FILES[0]} nor an {_MODEL_FILES[1]}"

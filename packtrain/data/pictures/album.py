@@ -8,7 +8,7 @@ pictures.bin   bytes        encoded pictures that rows or URLs held, each once
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -65,27 +65,51 @@ class AlbumWriter:
 
 
 class Album(Sequence[tuple[Picture, ...]]):
-    """Pictures of each document of a store; false without pictures. Raises OSError or ValueError for damaged files."""
+    """Pictures of each document of a store; false without pictures. Raises OSError or ValueError for damaged files.
+
+    `index` has all of them, PICTURES[n].
+    """
 
     def __init__(self, folder: Path, documents: int) -> None:
         self._folder, self._documents = folder, documents
         has = (folder / INDEX).exists()
-        self._index: np.ndarray = np.load(folder / INDEX, mmap_mode="r") if has else np.empty(0, PICTURES)
-        self._owners = np.ascontiguousarray(self._index["document"])
+        self.index: np.ndarray = np.load(folder / INDEX, mmap_mode="r") if has else np.empty(0, PICTURES)
+        self._owners = np.ascontiguousarray(self.index["document"])
         named = has and (folder / NAMES).exists()
         self._names = np.memmap(folder / NAMES, np.uint8, "r") if named else np.empty(0, np.uint8)
 
     def __bool__(self) -> bool:
-        return len(self._index) > 0
+        return len(self.index) > 0
 
     def __len__(self) -> int:
         return self._documents
 
     def __getitem__(self, document: int) -> tuple[Picture, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         first, end = np.searchsorted(self._owners, [document, document + 1])
-        return tuple(self._picture(row) for row in self._index[first:end])
+        return tuple(self._picture(row) for row in self.index[first:end])
 
     def _picture(self, row: np.void) -> Picture:
         name = self._names[row["name"] : row["name"] + row["name_size"]].tobytes().decode()
         offset, size, height, width, start, end, hashed = (int(row[field]) for field in _FIELDS)
         return Picture(name or str(self._folder / BYTES), offset, size, height, width, start, end, hashed)
+
+
+def tabulate_pictures(parts: Iterable[tuple[Sequence[tuple[Picture, ...]], int]]) -> np.ndarray:
+    """Return the pictures of several stores as PICTURES[n], documents counted through all. A part is (pictures, documents of the store).
+
+    Without an album names of files are left out.
+    """
+    tables, first = [np.empty(0, PICTURES)], 0
+    for pictures, documents in parts:
+        if isinstance(pictures, Album):
+            table = np.array(pictures.index)
+        else:
+            placed = [(number, picture) for number, own in enumerate(pictures) for picture in own]
+            table = np.zeros(len(placed), PICTURES)
+            table["document"] = [number for number, _ in placed]
+            for field in _FIELDS:
+                table[field] = [getattr(picture, field) for _, picture in placed]
+        table["document"] += first
+        tables.append(table)
+        first += documents
+    return np.concatenate(tables)

@@ -32,7 +32,7 @@ _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PictureHeader:
     """Height and width of a picture as a viewer shows it, and a 64-bit hash of its encoded bytes."""
 
     size: tuple[int, int]
@@ -47,7 +47,7 @@ def _open(content: bytes) -> Iterator[Image.Image]:
             yield image
 
 
-def inspect_bytes(content: bytes, name: str, field: str) -> Seen:
+def inspect_bytes(content: bytes, name: str, field: str) -> PictureHeader:
     """Read the header of an encoded picture. Raises BadRow for a picture that cannot be trained on."""
 
     def refuse(reason: str, what: str, fix: str = "") -> BadRow:
@@ -68,7 +68,7 @@ def inspect_bytes(content: bytes, name: str, field: str) -> Seen:
             if not _has_end(content, image.format or ""):
                 image.load()
             elif image.format == "PNG" and not any(mark in content for mark in _PNG_EXIF):
-                return Seen((height, width), _hash(content))  # getexif would decode it
+                return PictureHeader((height, width), _hash(content))  # getexif would decode it
             turned = image.getexif().get(0x0112) in _TURNED
     except BadRow:
         raise
@@ -77,7 +77,7 @@ def inspect_bytes(content: bytes, name: str, field: str) -> Seen:
     except Exception as error:  # PIL's readers may raise anything for damaged files
         told = "is no picture that PIL can read" if isinstance(error, Image.UnidentifiedImageError) else ""
         raise refuse("broken picture", told or f"is broken: {first_line(error)}", "Get the picture anew.") from error
-    return Seen((width, height) if turned else (height, width), _hash(content))
+    return PictureHeader((width, height) if turned else (height, width), _hash(content))
 
 
 def _has_end(content: bytes, format: str) -> bool:
@@ -117,8 +117,8 @@ def decode(picture: Picture) -> Image.Image:
     except Exception as error:  # PIL's readers may raise anything for damaged files
         what, fix = f"the picture is broken: {first_line(error)}", "Get it anew, or take its row out."
         raise UserError(what, where=picture.name, fix=fix, code="picture-broken") from error
-    if (made.height, made.width) != (picture.height, picture.width):
-        what = f"the picture has {made.width}×{made.height} pixels, and had {picture.width}×{picture.height} when it was tokenised"
+    if (made.height, made.width) != (picture.height, picture.width) or picture.hash not in (0, _hash(content)):
+        what = f"this is not the picture of {picture.width}×{picture.height} pixels that was tokenised"
         fix = "Put the old one back, or set data.cache_dir to another folder, which tokenises the data anew."
         raise UserError(what, where=picture.name, fix=fix, code="picture-changed")
     return made

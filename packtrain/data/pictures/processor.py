@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import math
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,11 +26,12 @@ import numpy as np
 from PIL import Image
 
 from packtrain.config.schema import Model
+from packtrain.data.pictures.made import FILES, make_files
 from packtrain.data.pictures.picture import Picture
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens.cache import Document
 from packtrain.data.tokens.pretrained import find_files, hub, load_tokenizer, location
-from packtrain.errors import UserError
+from packtrain.errors import Json, UserError
 from packtrain.plan.known_model import below_adapters
 from packtrain.system import holding
 from packtrain.wording import first_line
@@ -37,8 +40,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 Span = tuple[int, int]
-FILES = ("preprocessor_config.json", "processor_config.json")
-"""Files that describe a processor; a model without them takes text alone."""
+MISPLACED = "pictures misplaced"
+"""Reason for dropping rows whose pictures and places differ in number."""
 _SHRINK = 0.97
 _PIXTRAL = "PixtralProcessor"
 _TRIED = ((48, 64), (300, 100), (700, 900))
@@ -63,13 +66,14 @@ class PictureProcessor:
     @cached_property
     def content(self) -> str:
         """Return a hash of the processor's settings; "" for a model without one."""
-        files = [file.read_bytes() for file in _find_files(self.model)]
+        files = [*files_of(self.model).values()]
         return hashlib.blake2b(repr((files, self.max_tokens)).encode(), digest_size=16).hexdigest() if files else ""
 
     @cached_property
     def _loaded(self) -> ProcessorMixin:
         model = below_adapters(self.model)
-        loaded = _load(model.path, self.model.tokenizer, model.revision, model.trust_remote_code)
+        sizes = json.dumps(self.model.config) if model.path is None else ""
+        loaded = _load(model.path, self.model.tokenizer, model.revision, model.trust_remote_code, sizes)
         if isinstance(loaded, BadRow):
             raise loaded
         return loaded
@@ -155,7 +159,7 @@ class PictureProcessor:
         if len(between) - 1 != len(pictures):
             what = f"the rendered conversation has {len(between) - 1} × {token} for {len(pictures)} pictures"
             fix = f"Take {token} out of the texts; or set data.chat_template to the model's own, which places pictures."
-            raise BadRow("pictures misplaced", what, "messages", fix)
+            raise BadRow(MISPLACED, what, "messages", fix)
         made, before, after, at = between[0], list[Span](), list[Span](), len(between[0])
         for picture, rest in zip(pictures, between[1:], strict=True):
             own = self.text_of(picture.height, picture.width)
@@ -201,10 +205,12 @@ def _without_pixels(image: np.ndarray, size: tuple[int, int], **_: object) -> np
     return np.broadcast_to(image.dtype.type(0), (image.shape[0], *size))
 
 
-def _find_files(model: Model) -> list[Path]:
-    """Return the files of FILES that the model has."""
+def files_of(model: Model) -> dict[str, bytes]:
+    """Return the content of those of FILES that the model has, or that are made for one without a folder."""
     model = below_adapters(model)
-    return [] if model.path is None else find_files(FILES, model.path, model)
+    if model.path is None:
+        return make_files(model.config)
+    return {file.name: file.read_bytes() for file in find_files(FILES, model.path, model)}
 
 
 def load_processor(model: Model, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
@@ -251,18 +257,22 @@ def _import_pixtral() -> Any:
 
 @lru_cache(4)
 def _load(
-    path: str | None, tokenizer: str | None, revision: str | None, trust_remote_code: bool
+    path: str | None, tokenizer: str | None, revision: str | None, trust_remote_code: bool, sizes: str
 ) -> ProcessorMixin | BadRow:
-    """Load a processor once in this process; return the reason if the model has none."""
-    model = Model(path=path, tokenizer=tokenizer, revision=revision, trust_remote_code=trust_remote_code)
+    """Load a processor once in this process; return the reason if the model has none. `sizes`: model.config as JSON, of a model without path."""
     from transformers import ProcessorMixin
 
+    config: Json = json.loads(sizes or "{}")
+    model = Model(path=path, tokenizer=tokenizer, revision=revision, trust_remote_code=trust_remote_code, config=config)
     reason, fix = "no image processor", "Train a model that takes pictures, or take them out of the data."
-    if not _find_files(model):
+    if not (files := files_of(model)):
         what = f"{path or 'the model'} takes no pictures: it has no {FILES[0]}"
         return BadRow(reason, what, fix=fix)
     try:
-        loaded = load_processor(model, load_tokenizer(model))
+        with TemporaryDirectory(prefix="packtrain-processor-") as folder:
+            for name, content in files.items() if path is None else ():
+                Path(folder, name).write_bytes(content)
+            loaded = load_processor(replace(model, path=path or folder), load_tokenizer(model))
     except Exception as error:  # of transformers, or of the model's own code
         what = f"the processor of {path} cannot be loaded: {first_line(error)}"
         return BadRow(reason, what, fix="Install what it names; or take the pictures out.")

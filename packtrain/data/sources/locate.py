@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from packtrain.config import is_list
 from packtrain.config.keys import suggest
 from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest, read_info
-from packtrain.config.schema import LISTED, DataSource, Split, SplitText
-from packtrain.data.sources import quickstart
+from packtrain.config.schema import BUILT_IN, LISTED, DataSource, Split, SplitText
+from packtrain.data.sources import quickstart, quickstart_pictures
 from packtrain.data.sources.chunks import (
     CHUNK_ROWS,
     UNLISTED,
@@ -105,9 +105,9 @@ def locate(
     *,
     streaming: bool = False,
 ) -> Source:
-    """Find the source at `source.path`: quickstart, file, glob, folder, or else a hub data set.
+    """Find the source at `source.path`: built-in, file, glob, folder, or else a hub data set.
 
-    `objective` chooses the quickstart rows. `streaming` reads files of a bucket or of the hub in place.
+    `objective` chooses the built-in rows. `streaming` reads files of a bucket or of the hub in place.
     Raises UserError for a path that does not exist, holds nothing to read, or cannot be loaded from the hub.
     """
     path, where = source.path, f"data.{role}"
@@ -125,12 +125,12 @@ def locate(
             fix = "Set data.streaming=true, or copy the files to this machine."
             raise UserError(f"{path} is read where it is only as a stream", where=where, fix=fix, code="only-as-stream")
         return _choose(path, list_remote(path, where), source, split_text, where)
-    if path == "quickstart":
+    if path in BUILT_IN:
         if source.split not in ("train", "eval") or source.subset or (role, source.split) == ("eval", "train"):
             named = f"subset {source.subset!r}" if source.subset else f"split {source.split!r}"
             fix = "Take split train or eval to train on, eval to evaluate on; no subset."
-            raise UserError(f"quickstart has no {named} for {where}", where=where, fix=fix, code="no-such-split")
-        return _generate(source.split, seed, objective)
+            raise UserError(f"{path} has no {named} for {where}", where=where, fix=fix, code="no-such-split")
+        return _generate(path, source.split, seed, objective)
     local = Path(path).expanduser()
     if (local / "state.json").exists() or (local / "dataset_dict.json").exists():
         return _load_saved(local, source)
@@ -178,13 +178,19 @@ def _choose(
     return _from_files(f"{name} [{wanted}]", chosen, split_text, remark)
 
 
-def _generate(split: Split, seed: int, objective: str) -> Source:
-    def read(first: int) -> Iterator[Chunk]:
-        rows = _QUICKSTART[OBJECTIVES[objective].examples](split, seed, None)
-        return islice(cut_into_chunks("quickstart", ((at, row, 1) for at, row in enumerate(rows, 1))), first, None)
+def _generate(name: str, split: Split, seed: int, objective: str) -> Source:
+    examples = OBJECTIVES[objective].examples
+    make = _QUICKSTART[examples] if name == "quickstart" else quickstart_pictures.conversations
+    if make == quickstart_pictures.conversations and examples != "documents":
+        fix = "Train on it with packtrain sft, or take quickstart."
+        raise UserError(f"{name} has no {examples}", where="data.train", fix=fix, code="only-conversations")
 
-    name, code = f"quickstart {objective} {split} {seed}", Path(str(quickstart.__file__))
-    return Source("quickstart", name, (code,), 0, [("quickstart", read)])
+    def read(first: int) -> Iterator[Chunk]:
+        rows = enumerate(make(split, seed, None), 1)
+        return islice(cut_into_chunks(name, ((at, row, 1) for at, row in rows)), first, None)
+
+    code = (Path(str(quickstart.__file__)), Path(str(quickstart_pictures.__file__)))
+    return Source(name, f"{name} {objective} {split} {seed}", code[: 1 + (name != "quickstart")], 0, [(name, read)])
 
 
 def _from_files(name: str, files: Sequence[Path | RemoteFile], split_text: SplitText, remark: str = "") -> Source:

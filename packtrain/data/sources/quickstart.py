@@ -103,6 +103,13 @@ def held_out(question: str) -> bool:
 @lru_cache(maxsize=1)
 def tokenizer() -> PreTrainedTokenizerFast:
     """Train a byte-level BPE of at most 960 tokens; every digit is a token. Its ChatML template marks the trained tokens."""
+    rows = conversations("train", count=2_000)
+    texts = [message["role"] + "\n" + message["content"] for row in rows for message in row["messages"]]
+    return train_tokenizer(texts, VOCABULARY, [], CHATML)
+
+
+def train_tokenizer(texts: list[str], vocabulary: int, marks: list[str], chat_template: str) -> PreTrainedTokenizerFast:
+    """Train a tokenizer of at most `vocabulary` tokens on `texts`. `marks`: special tokens beside those of ChatML."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -111,20 +118,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        vocab_size=vocabulary,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", *marks],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    rows = conversations("train", count=2_000)
-    texts = [message["role"] + "\n" + message["content"] for row in rows for message in row["messages"]]
     bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-        chat_template=CHATML,
+        additional_special_tokens=["<|im_start|>", *marks],
+        chat_template=chat_template,
         model_max_length=2048,
         clean_up_tokenization_spaces=False,
     )

@@ -42,7 +42,7 @@ from packtrain.data.formats.examples import (
     read_unpaired,
 )
 from packtrain.data.formats.messages import has_pictures, texts_of
-from packtrain.data.pictures.processor import PictureProcessor
+from packtrain.data.pictures.processor import MISPLACED, PictureProcessor
 from packtrain.data.pictures.source import look
 from packtrain.data.sources.chunks import BadRow, Chunk, Json, RawRow
 from packtrain.data.tokens.cache import Document, EncodedChunk, Fate
@@ -201,7 +201,7 @@ class Encoder:
                 token = self.pictures.placeholder
         if token and any(token in text for text in texts):
             fix = f"Give the row its pictures (a column images, with <image> in the texts), or take {token} out."
-            raise BadRow("pictures misplaced", f"a text has {token}, the model's token for a picture", fix=fix)
+            raise BadRow(MISPLACED, f"a text has {token}, the model's token for a picture", fix=fix)
 
     @cached_property
     def _training(self) -> ChatEncoder | None:
@@ -344,6 +344,7 @@ class Encoder:
         return kept, fate._replace(
             documents=len(kept),
             cut_tokens=sum(own.cut_tokens for own in fates),
+            cut_pictures=sum(own.cut_pictures for own in fates),
             dropped_chunks=sum(own.dropped_chunks for own in fates) + len(documents) - len(fates),
             truncated=any(own.truncated for own in fates),
             split=any(own.split for own in fates),
@@ -370,6 +371,7 @@ class Encoder:
             documents=len(parts),
             dropped_chunks=len(borders) - 1 - len(parts),
             cut_tokens=len(ids) - sum(len(part.input_ids) for part in parts),
+            cut_pictures=len(document.pictures) - sum(len(part.pictures) for part in parts),
             truncated=not splits,
             split=splits,
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from packtrain.config.schema import Model
+from packtrain.config.schema import BUILT_IN, Model
 from packtrain.errors import UserError, boundary, read_json
 from packtrain.plan.known_model import base_of, below_adapters
 from packtrain.system import holding, start
@@ -23,7 +23,6 @@ from packtrain.system import holding, start
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-QUICKSTART = "quickstart"
 ANSWER_S = 6.0
 OFFLINE_ADVICE = (
     "The Hugging Face hub cannot be reached from here (or HF_HUB_OFFLINE is set): give a local path; or download on a machine "
@@ -76,10 +75,11 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `model.tokenizer`, else of `model.path`. Raises UserError if it cannot be loaded."""
     source = config.tokenizer or tokenizer_of(config.path)
     config = config if source in (config.tokenizer, config.path) else below_adapters(config)
-    if source == QUICKSTART:
-        from packtrain.data.sources.quickstart import tokenizer
+    if source in BUILT_IN:
+        from packtrain.data.sources import quickstart, quickstart_pictures
 
-        return copy.deepcopy(tokenizer())  # a run sets a template on it
+        made = quickstart if source == "quickstart" else quickstart_pictures
+        return copy.deepcopy(made.tokenizer())  # a run sets a template on it
     assert source is not None  # config/rules/ refuses it
     from transformers import AutoTokenizer
 

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from trl.models.utils import prepare_deepspeed
 
+from packtrain.attention.forwards import language_model
 from packtrain.errors import Json
 from packtrain.model.load import base_model
 from packtrain.model.save import gathered, return_freed_memory
@@ -128,6 +129,9 @@ def _partition(model: PreTrainedModel, ranks: Ranks) -> None:
     # a layer whose input has no gradient would lose its weights before its backward pass
     if base is not model or not cast(nn.Embedding, base.get_input_embeddings()).weight.requires_grad:
         base.enable_input_require_grads()
+    text = {id(module) for module in (*language_model(base).modules(), base.get_output_embeddings())}
+    if towers := [one for one in base.modules() if id(one) not in text and [*one.parameters(recurse=False)]]:
+        base.register_forward_pre_hook(partial(_give_pixels_gradients, towers), with_kwargs=True)
     dtype = base.dtype
     # adapters on bfloat16 are float32; DeepSpeed's optimizer keeps float32 copies itself
     for weight in model.parameters():
@@ -147,6 +151,16 @@ def _partition(model: PreTrainedModel, ranks: Ranks) -> None:
     part(module=model)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(ranks.device)
+
+
+def _give_pixels_gradients(
+    towers: Sequence[nn.Module], model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    """Let pixels require gradients if towers are trained: their first layers would keep their weights after the backward pass."""
+    pixels = [value for name, value in named.items() if "pixel" in name and value.is_floating_point()]
+    if pixels and torch.is_grad_enabled() and any(one.requires_grad for part in towers for one in part.parameters()):
+        for value in pixels:
+            value.requires_grad_()
 
 
 class _Zero(Engine):

@@ -242,14 +242,15 @@ class Checkpoints:
     def _in_format(self, whole: dict[str, torch.Tensor], exact: Exact, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return the state dict `whole` with weights in `dtype` on the CPU, from `exact` tensors.
 
-        Adapters stay float32. All processes call it, with {} on all but one, which return {}. Tied weights stay one tensor.
+        Adapters stay float32, and so do weights that the model keeps in float32 beside others. All processes call it, with {} on all but one, which return {}. Tied weights stay one tensor.
         """
         made: dict[int, torch.Tensor | None] = {}
         final, adapted, dither = dict(whole), self._has_adapters, self._engine.dither
         for name, weight in self._model.named_parameters(remove_duplicate=False):
             if adapted and not weight.requires_grad:
                 continue
-            own = torch.float32 if adapted and ".modules_to_save." not in name else dtype
+            stays = weight.dtype == torch.float32 != base_model(self._model).dtype == dtype
+            own = torch.float32 if stays or (adapted and ".modules_to_save." not in name) else dtype
             if id(weight) not in made:
                 kept = exact(weight)
                 value = whole[name] if kept is None and name in whole else kept

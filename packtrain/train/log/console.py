@@ -30,6 +30,7 @@ from packtrain.model.spread import elements, language_layers
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.comparison import has_routers
+from packtrain.proof.isolation import Proof
 from packtrain.system import kept
 from packtrain.train.loader import Steps
 from packtrain.train.optim.float32_step import loses_updates
@@ -199,12 +200,26 @@ def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | 
     log.fact("attention", f"{decision.backend.name} ({decision.why})")
     if decision.detail:
         log.fact(decision.backend.name, decision.detail)
-    if (proof := decision.proof) is None:
+    if decision.proof is None:
         log.warn("isolation  not proved (verify.preflight=false): documents of a row may see each other")
     else:
-        limits = f"tolerance {proof.tolerance:.0g}; with isolation off {proof.control:.1g}"
-        off = f"outputs of documents in a row are off by {proof.max_difference:.1g} ({limits})"
-        log.fact("isolation", f"{proof.verdict}: {off}")
+        log.fact("isolation", _proved(decision.proof, "documents in a row"))
+
+
+def log_pictures(log: Log, run: Prepared) -> None:
+    """Log the pictures of the data, whether towers are trained, and the figures of the proof with pictures. Nothing without pictures."""
+    if run.sight is None:
+        return
+    report, towers = run.data.train.report, run.config.model.towers
+    words = report.pictures.in_words(report.tokens) if report.pictures else "not counted in a stream, or only held out"
+    log.fact("pictures", f"{words}; towers {towers}")
+    if run.backend and run.backend.pictures:
+        log.fact("", _proved(run.backend.pictures, "documents with pictures in a row"))
+
+
+def _proved(proof: Proof, what: str) -> str:
+    limits = f"tolerance {proof.tolerance:.0g}; with isolation off {proof.control:.1g}"
+    return f"{proof.verdict}: outputs of {what} are off by {proof.max_difference:.1g} ({limits})"
 
 
 def log_ways(log: Log, frozen: str, split: str, compiled: int) -> None:

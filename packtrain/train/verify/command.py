@@ -137,7 +137,7 @@ def _head(report: Json) -> Iterator[tuple[str, str]]:
 
 
 def _isolation_rows(report: Json, proof: str = "isolation") -> Iterator[Row]:
-    """Yield the table's rows for the proof `isolation` or `pairs`."""
+    """Yield the table's rows for the proof `isolation`, `pairs` or `pictures`."""
     figures, of = report[proof], "" if proof == "isolation" else f", {proof}"
     for what, name in _ISOLATION_FIGURES.items():
         yield what + of, figures[name], figures["tolerance"]
@@ -151,6 +151,10 @@ def _rows(report: Json) -> Iterator[Row]:
     yield from _isolation_rows(report)
     if "collator" in report:
         return
+    if report["pictures"]:
+        yield from _isolation_rows(report, "pictures")
+        if (reach := report["pictures"]["gradients_of_others"]) is not None:
+            yield "gradients that reach pictures of others", reach, report["pictures"]["tolerance"]
     if report["pairs"] and report["pairs"]["prompts_shared"]:
         yield from _isolation_rows(report, "pairs")
     if start := report["start"]:

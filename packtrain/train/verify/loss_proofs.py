@@ -15,7 +15,7 @@ Training runs (2) and (3) before step 1, on its first real pairs or answers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,9 +41,9 @@ from packtrain.model.spread import Ranks
 from packtrain.objectives.answers import Targets
 from packtrain.objectives.spec import CHECKED_LOGITS, COMPARED_PAIRS, Examples
 from packtrain.packing.collate import IGNORE, row_arguments
+from packtrain.packing.pictures import Sight
 from packtrain.packing.prefixes import index_prefixes
 from packtrain.packing.schedule import make_schedule
-from packtrain.packing.segments import Segments
 from packtrain.proof.comparison import (
     CONTROL_FACTOR,
     Tolerance,
@@ -57,18 +57,23 @@ from packtrain.proof.isolation import max_positions, vocabulary_size
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.objectives.loss import AnswerLoss, Loss, ReferenceLoss, Setup
 from packtrain.train.run_state import LoopSettings, StopRequest
+from packtrain.train.sight import in_text
 
 if TYPE_CHECKING:  # objectives import this file
     from packtrain.train.objectives.pairs_and_answers import Compared, ComparedSteps
     from packtrain.train.objectives.training_objective import TrainingObjective
 
 MODES = ("padding", "padding_free", "packed")
+Pictures = Sequence[Document]
+"""Two documents that are a picture each, or none."""
 SHARED, SPLIT = "packed with shared prompts", "packed, split over processes"
 _LENGTHS = (1, 2, 17, 33, 33, 33, 5, 135)  # a packed row of 259 tokens: some layers have chunks or tables of 256
 _ALIKE = ((3, 4, 21), (3, 5, 33), (2, 7, 17))  # numbers of two documents, and how many tokens they begin with in common
 _LONGEST_WINDOW = 512  # tokens; a document longer than a larger window would cost more than it shows
 _TRAINED = 0.7  # share of the tokens that are trained
 _PAIRS = ((10, 5, 9), (1, 4, 4), (33, 1, 2), (2, 7, 7), (5, 20, 3), (18, 6, 11))  # tokens of prompt, chosen, rejected
+_SEEING, _SEEING_PAIRS = {3: 1, 4: 1, 5: 1, 6: 0}, {0: 0, 4: 1}
+"""Numbers of documents, and of pairs, with a picture, and the number of the picture."""
 _OFF = 3.0  # nats, standard deviation of the reference's log-probabilities around the model's
 _ENOUGH = 0.45  # a control need not differ by more: without borders gradients differ by 0.5 to 1.7
 
@@ -228,25 +233,36 @@ def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
 class RandomExamples(list[Any]):
     """An in-memory data set of documents, pairs or labelled answers. Pairs have margins; every second answer is desirable."""
 
-    def __init__(self, model: PreTrainedModel, examples: Examples) -> None:
-        """Draw uneven lengths, one longer than windows (see `lengths_for`), none longer than the positions."""
+    def __init__(self, model: PreTrainedModel, examples: Examples, sight: Sight | None, pictures: Pictures) -> None:
+        """Draw uneven lengths, one longer than windows (see `lengths_for`), none longer than the positions.
+
+        Some documents, or prompts, get one of two `pictures`; three documents have it in their common beginning.
+        """
         random, vocabulary, lengths = np.random.default_rng(0), vocabulary_size(model), lengths_for(model)
 
         def tokens(count: int) -> np.ndarray:
-            return random.integers(0, vocabulary, count, dtype=np.int32)
+            drawn = random.integers(0, vocabulary, count, dtype=np.int32)
+            return drawn if sight is None else np.where(np.isin(drawn, sight.tokens), 0, drawn).astype(np.int32)
+
+        def seeing(document: Document, number: int, places: Mapping[int, int]) -> Document:
+            return in_text(pictures[places[number]], document) if pictures and number in places else document
 
         if examples == "documents":
             ids = [tokens(length) for length in lengths]
             for one, other, alike in _ALIKE:
                 ids[other][:alike] = ids[one][:alike]
-            super().__init__(Document(own, random.random(len(own)) < _TRAINED) for own in ids)
+            drawn = [Document(own, random.random(len(own)) < _TRAINED) for own in ids]
+            super().__init__(seeing(own, number, _SEEING) for number, own in enumerate(drawn))
             self.documents: list[Document] = list(self)
         else:
-            for prompt, *answers in [*_PAIRS, (lengths[-1] - 20, 20, 9)] if lengths[-1] > 40 else _PAIRS:
+            every = [*_PAIRS, (lengths[-1] - 20, 20, 9)] if lengths[-1] > 40 else _PAIRS
+            for number, (prompt, *answers) in enumerate(every):
                 asked, *drawn = (tokens(length) for length in (prompt, *answers))
                 sides = [np.concatenate([asked, answer])[: lengths[-1]] for answer in drawn]
-                chosen, rejected = (Document(ids, np.arange(len(ids)) >= prompt) for ids in sides)
-                self.append(Preference(chosen, rejected, prompt if prompt > 1 else 0))
+                made = (Document(ids, np.arange(len(ids)) >= prompt) for ids in sides)
+                chosen, rejected = (seeing(own, number, _SEEING_PAIRS) for own in made)
+                longer = len(chosen.input_ids) - len(sides[0])
+                self.append(Preference(chosen, rejected, prompt + longer if prompt + longer > 1 else 0))
             self.documents = [side for pair in self for side in (pair.chosen, pair.rejected)]
             if examples == "answers":
                 self[:] = self.documents
@@ -265,19 +281,21 @@ def loss_on_random_examples(
     tokenizer: PreTrainedTokenizerBase,
     precision: Precision,
     settings: Trainer,
+    sight: Sight | None = None,
+    pictures: Pictures = (),
 ) -> tuple[Loss, Steps]:
     """Return the objective's loss, against its loaded reference, and padded steps of a one-step run.
 
-    The step has all random examples. The forward of `model` must not be patched yet.
+    The step has all random examples, some with `pictures`. The forward of `model` must not be patched yet.
     """
     examples = objective.objective.spec.examples
-    data = RandomExamples(base_model(model), examples)
+    data = RandomExamples(base_model(model), examples, sight, pictures)
     batch = Batch(examples_per_step=len(data), examples_per_device=len(data))
     prefixes = index_prefixes(data) if examples == "documents" else None
     schedule = make_schedule(data.lengths, Packing(mode="padding_free"), batch, max_steps=1)
     schedule = replace(schedule, prefixes=prefixes)
     pad = int(cast(Any, tokenizer.pad_token_id) or 0)
-    steps = replace(objective.steps(data, schedule, pad, Ranks(0, 1, model.device)), layout="padding")
+    steps = replace(objective.steps(data, schedule, pad, Ranks(0, 1, model.device)), layout="padding", sight=sight)
     steps = steps.within(max(data.lengths))  # stay within the model's positions
     place, autocast = Path(settings.output_dir), precision.autocast
     loop = LoopSettings(steps, {}, StopRequest(), place, {}, autocast=autocast, trainer=settings)
@@ -310,7 +328,9 @@ def with_own_reference(loss: ReferenceLoss, steps: Compared, *, off: float = 0.0
 def _without_borders(row: MicroBatch) -> MicroBatch:
     """Return the control: `row` as one document. Only its positions restart at the borders."""
     positions = {"position_ids": row.inputs["position_ids"]}
-    return replace(row, inputs={**row.inputs, **row_arguments(Segments((row.inputs["segments"].tokens,))), **positions})
+    segments = row.inputs["segments"]
+    whole = replace(segments, lengths=(segments.tokens,), prefixes=())
+    return replace(row, inputs={**row.inputs, **row_arguments(whole), **positions})
 
 
 def _backward(
@@ -365,18 +385,20 @@ def check_answer_forward(loss: AnswerLoss, steps: Steps, first_step: int, attent
     columns = (padded["target_places"] % slots).unique()
     max_columns = max(2, CHECKED_LOGITS // (len(ids) * vocabulary_size(base)))
     columns = columns[:: max(1, math.ceil(len(columns) / max_columns))]
-    keep = {"logits_to_keep": columns} if "logits_to_keep" in signature(type(base).forward).parameters else {}
+    takes = signature(type(base).forward).parameters
+    given = {name: value for name, value in padded.items() if name in takes}
+    keep = {"logits_to_keep": columns} if "logits_to_keep" in takes else {}
     with evaluating(model), loss.accelerator.autocast():
         log_probs = loss.targets_of(loss.score_tokens(model, batch), batch)
         with (
             attention_of(base, attention),
             model_refusals(f"{type(base).__name__} cannot run padded pairs", fix="please report this model"),
         ):
-            logits = model(input_ids=ids, attention_mask=padded["attention_mask"], **keep, use_cache=False).logits
+            logits = model(**given, **keep, use_cache=False).logits
     logits = logits if logits.shape[1] == len(columns) else logits[:, columns]
     labels = padded["shift_labels"][:, columns]
     nll = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="none")
-    theirs = -nll.view(labels.shape).sum(dim=1)
+    theirs = -nll.view(labels.shape).sum(dim=1)[: len(counts)]  # a blank picture has no answer
     own = log_probs.split(batch["target_counts"].tolist())
     ours = torch.cat([part for side in range(sides) for part in own[side * len(numbers) :][: len(few)]])
     compared = torch.isin(padded["target_places"] % slots, columns)

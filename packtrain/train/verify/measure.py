@@ -30,6 +30,7 @@ from packtrain.model.spread import Ranks, loading_whole
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.balance import choose_ranks_per_row
 from packtrain.proof.choice import NotExact, choose_attention, prove_backend
+from packtrain.proof.exhibits import Exhibits, check_pictures, reach_of_gradients
 from packtrain.proof.isolation import NO_FIGURES, TREE, Leak, Proof, check_causal_and_padding
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.strategies.spec import DEFAULT
@@ -39,6 +40,7 @@ from packtrain.train.objectives.training_objective import ReferenceObjective
 from packtrain.train.optim.dither import FEW, expected_share
 from packtrain.train.preflight import why_not_split, why_not_together
 from packtrain.train.preparation import Prepared, begin, load, masters_of, settle_precision, spread_model
+from packtrain.train.sight import drawn_pictures, exhibits_of, take_sight
 from packtrain.train.sync import Peers
 from packtrain.train.verify.command import finite
 from packtrain.train.verify.loss_proofs import (
@@ -61,7 +63,7 @@ _REPORT = "please report this model"
 class Isolation:
     """The backend of packed rows, why it was chosen, the rejected candidates, its proof.
 
-    `backend` is None if none works. `problem` is None if it is exact. `leak` is the module that mixes documents, if any.
+    `pictures`: the proof of documents with pictures, of a model that sees. `backend` is None if none works. `problem` is None if it is exact. `leak` is the module that mixes documents, if any.
     """
 
     backend: str | None
@@ -70,6 +72,7 @@ class Isolation:
     proof: Proof | None = None
     problem: Problem | None = None
     leak: Leak | None = None
+    pictures: Proof | None = None
 
 
 def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
@@ -105,12 +108,16 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> Json:
     run = _load(begin(config, ranks, peers))
     base, autocast = base_model(run.model), run.precision.autocast
     with outputs_of_tokens(base):
-        isolation = isolation_of(config, ranks, base, autocast)
+        exhibits = exhibits_of(run)
+        isolation = isolation_of(config, ranks, base, autocast, exhibits)
         packs = config.packing.mode != "padding" and isolation.backend is not None and not isolation.problem
         pairs = None  # why prompts are not shared, and the proof
         shares = share is not False if config.objective.spec.pairs else share
         if shares and packs:
             pairs = prove_backend(cast(str, isolation.backend), base, autocast, TREE)
+        reach = None
+        if packs and exhibits and config.model.towers == "trained" and not ranks.sharded:
+            reach = reach_of_gradients(base, cast(str, isolation.backend), exhibits)
     run.close_proofs()
     # without masters, updates are rounded at random and are right on average
     seen = expected_share(masters_of(run), config.optim.learning_rate) if config.optim.keeps_masters else None
@@ -119,7 +126,7 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> Json:
     head, comparison, start = _modes(run, isolation, shares=pairs is not None and not pairs[0])
     losses_by = "full logits" if head and head.kind == "full logits" else "fused"
     # if prompts cannot be shared, training computes them for each answer; this is a finding only with share_prefix=true
-    findings = _findings(isolation, comparison, pairs if share else None, start)
+    findings = _findings(isolation, comparison, pairs if share else None, start, reach)
     verdict, problem, fix = next(findings, ("exact", "", ""))
     measured = {mode: asdict(figures) for mode, figures in comparison.measured.items()}
     return {
@@ -143,6 +150,7 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> Json:
         "fix": fix,
         "controls_see": comparison.sees and (isolation.proof is None or isolation.proof.verdict != "unsupported"),
         "isolation": isolation.proof.figures() if isolation.proof else NO_FIGURES,
+        "pictures": isolation.pictures and {**isolation.pictures.figures(), "gradients_of_others": reach and reach[0]},
         "objective": config.objective.kind,
         "pairs": pairs
         and {**(pairs[1].figures() if pairs[1] else NO_FIGURES), "prompts_shared": not pairs[0], "why": pairs[0]},
@@ -167,6 +175,7 @@ def _load(run: Prepared) -> Prepared:
     """Load and spread the model as training does, with its reference."""
     with loading_whole():  # ZeRO-3 loads it a second time
         load(run)
+        take_sight(run)
         settle_precision(run, {})
     spread_model(run)
     return run
@@ -175,7 +184,10 @@ def _load(run: Prepared) -> Prepared:
 def _modes(run: Prepared, isolation: Isolation, *, shares: bool) -> tuple[Head | None, Comparison, FirstLoss | None]:
     """Compare the modes by the objective's loss. Return the documents' output head, the comparison, and preference training's FirstLoss."""
     objective, backend = run.objective, isolation.backend
-    loss, steps = loss_on_random_examples(objective, run.model, run.tokenizer, run.precision, run.config.trainer)
+    parts = 1 if isolation.problem else _ranks_per_row(run.config, run.ranks)
+    pictures = drawn_pictures(run) if parts == 1 else []  # a row with pictures is never split
+    trainer, sight = run.config.trainer, run.sight
+    loss, steps = loss_on_random_examples(objective, run.model, run.tokenizer, run.precision, trainer, sight, pictures)
     start = None
     head = loss.choose_head(steps)
     if isinstance(objective, ReferenceObjective) and objective.reference.at_start:
@@ -186,7 +198,6 @@ def _modes(run: Prepared, isolation: Isolation, *, shares: bool) -> tuple[Head |
         precomputed = objective.reference.kind == "precomputed"
         start = start_on_random_pairs(cast(ReferenceLoss, loss), own, packed, precomputed=precomputed)
     split = not run.config.objective.sorting_losses
-    parts = 1 if isolation.problem else _ranks_per_row(run.config, run.ranks)
     part = run.ranks.rank % parts
     compared = compare_modes(loss, steps, backend, shares=shares, split=split, part=part, ranks_per_row=parts)
     return head, compared, start
@@ -197,11 +208,19 @@ def _ranks_per_row(config: RunConfig, ranks: Ranks) -> int:
     return choose_ranks_per_row(config.strategy.sequence_parallel, min(2, ranks.world_size), 1, ranks.world_size)
 
 
-def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autocast: torch.dtype | None) -> Isolation:
+def isolation_of(
+    config: RunConfig,
+    ranks: Ranks,
+    model: PreTrainedModel,
+    autocast: torch.dtype | None,
+    exhibits: Exhibits | None = None,
+) -> Isolation:
     """Choose the backend as training does, and prove rows that are split over ranks. Keep all measurements of a named backend that is not exact."""
     try:
         check_causal_and_padding(model, padding=False, autocast=autocast)
-        choice = choose_attention(config.model.attention, model, model.device, autocast=autocast)
+        if exhibits:
+            check_pictures(model, exhibits, padding=False, autocast=autocast)
+        choice = choose_attention(config.model.attention, model, model.device, autocast=autocast, exhibits=exhibits)
     except NotExact as refusal:
         problem = refusal.problems[0]
         return Isolation(config.model.attention, "asked for", (), refusal.proof, problem, refusal.leak)
@@ -218,18 +237,28 @@ def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autoca
         if reason:
             what = f"rows split over {parts} processes: {reason}"
             problem = Problem(what, KEY, f"set {KEY}=1", code="split-rows-differ")
-    return Isolation(name, choice.why, choice.rejected, proof, problem)
+    return Isolation(name, choice.why, choice.rejected, proof, problem, pictures=choice.pictures)
 
 
 def _findings(
-    isolation: Isolation, comparison: Comparison, pairs: tuple[str, Proof | None] | None, start: FirstLoss | None
+    isolation: Isolation,
+    comparison: Comparison,
+    pairs: tuple[str, Proof | None] | None,
+    start: FirstLoss | None,
+    reach: tuple[float, float] | None = None,
 ) -> Iterator[tuple[str, str, str]]:
     """Yield verdict, problem and fix of each finding, the most important first.
 
-    Nothing if all is exact. `pairs` is given only with packing.share_prefix=true.
+    Nothing if all is exact. `pairs` is given only with packing.share_prefix=true. `reach`: gradients that reach pictures of other documents, and,
+    as a control, their own.
     """
     if isolation.problem:
         yield _verdict(isolation.proof), isolation.problem.what, isolation.problem.fix
+    if reach is not None and isolation.pictures is not None and not reach[0] <= isolation.pictures.tolerance:
+        what = f"gradients of a document reach pictures of others ({reach[0]:.2g} of what reaches its own)"
+        yield "leaks", what, f"set model.towers=frozen, and {_REPORT}"
+    if reach is not None and not reach[1] > 0:
+        yield "unsupported", "no gradient reaches a picture, so the proof of gradients shows nothing", _REPORT
     exact = [mode for mode in ("padding", "packed", "padding_free") if mode not in comparison.off]
     for mode, figures in comparison.measured.items():
         if figures.problem:

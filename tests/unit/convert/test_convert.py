@@ -150,8 +150,8 @@ def test_llama_factory_names_of_data_are_ours_and_at_most_so_many_rows(tmp_path:
     for name, rows in {"few": 3, "many": 2000}.items():
         (tmp_path / f"data/{name}.json").write_text(json.dumps([{"instruction": "a", "output": "b"}] * rows))
     entries = {name: {"file_name": f"{name}.json", "ranking": True} for name in ("few", "many")}
-    seen = {"seen": {"file_name": "few.json", "columns": {"images": "pictures"}}}
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps({**entries, **seen}))
+    heard = {"heard": {"file_name": "few.json", "columns": {"audios": "sounds"}}}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps({**entries, **heard}))
     done = convert(tmp_path, LLAMA_FACTORY.replace("dataset: pairs, ", "dataset: few, many, missing, "))
     assert (done["origin"], done["verb"]) == ("llamafactory", "dpo")
     assert done["config"]["data"]["train"] == [
@@ -165,8 +165,8 @@ def test_llama_factory_names_of_data_are_ours_and_at_most_so_many_rows(tmp_path:
     assert done["config"]["objective"] == {"kind": "dpo", "loss": "sigmoid", "beta": 0.2}
     assert done["config"]["strategy"] == {"name": "zero3"}
     assert done["config"]["peft"]["alpha"] == 16  # twice the rank, where nothing is said
-    (tmp_path / "theirs.yaml").write_text(LLAMA_FACTORY.replace("dataset: pairs, ", "dataset: seen, "))
-    assert "pictures" in packtrain("convert", "theirs.yaml", folder=tmp_path).stderr
+    (tmp_path / "theirs.yaml").write_text(LLAMA_FACTORY.replace("dataset: pairs, ", "dataset: heard, "))
+    assert "video or sound" in packtrain("convert", "theirs.yaml", folder=tmp_path).stderr
 
 
 STREAM = "streaming: true\nmax_steps: 10\nbuffer_size: 50\nmix_strategy: interleave_under\ninterleave_probs: 0.3,0.7\n"
@@ -356,7 +356,7 @@ def test_the_loss_of_the_chosen_answer_itself_is_a_loss_with_a_weight(tmp_path: 
         ("orpo.yaml", "base_model: a\nrl: orpo\ndatasets: []", "it is for orpo"),
         ("megatron.sh", "megatron sft --model a", "it is for Megatron"),
         ("infer.sh", "swift infer --model a", "it is for infer"),
-        ("seen.sh", "swift sft --model a --dataset b --max_pixels 9", "[not-trained-here]"),
+        ("heard.sh", "swift sft --model a --dataset speech_asr/speech_asr_aishell1_trainsets", "[not-trained-here]"),
         ("laugh.yaml", "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
             f"{to}: &{to} [{', '.join([f'*{of}'] * 10)}]\n" for of, to in zip("abcdef", "bcdefg", strict=True)
         ), "[too-large]"),

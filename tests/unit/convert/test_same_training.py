@@ -195,9 +195,9 @@ def test_what_trains_otherwise_is_marked_and_does_not_count(trainer: str, more: 
 
 
 NOT_NEEDED = [
-    ("s", "--freeze_vit true --freeze_aligner false --vit_lr 1e-5", ["freeze_vit", "freeze_aligner", "vit_lr"]),
-    ("l", "freeze_vision_tower: true\nfreeze_multi_modal_projector: false", [
-        "freeze_vision_tower", "freeze_multi_modal_projector"
+    ("s", "--freeze_vit true --freeze_aligner true --vit_lr 1e-5", ["freeze_vit", "freeze_aligner", "vit_lr"]),
+    ("l", "freeze_vision_tower: true\nfreeze_multi_modal_projector: true\nvideo_max_pixels: 16384", [
+        "freeze_vision_tower", "freeze_multi_modal_projector", "video_max_pixels"
     ]),
     ("a", "freeze_mm_modules: true", ["freeze_mm_modules"]),
     ("a", "plugins: [axolotl.integrations.liger.LigerPlugin]", ["plugins"]),

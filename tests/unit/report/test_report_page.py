@@ -135,7 +135,7 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     asked = [{"prompt": "How are you?", "before": "###", "after": "Well."}, {"prompt": "Why?", "after": "So."}]
     second = read_run(leave_run(tmp_path / "second", config=other, answers=asked))
     assert compare_settings([first, second]) == [("packing.mode", ["–", "padding"])]
-    after = {prompt: [entry.get("after") for entry in by_run] for prompt, by_run in answers([first, second]).items()}
+    after = {text: [entry.get("after") for entry in by_run] for (text, _), by_run in answers([first, second]).items()}
     assert after == {"How are you?": ["Fine.", "Well."], "Why?": [None, "So."]}
     words = Elements(page([first, second])).words
     assert "2 runs" in words and words.count("###") == 1

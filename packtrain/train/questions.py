@@ -1,0 +1,135 @@
+"""Questions to the model, with their pictures, and its answers: trainer.samples, and `packtrain eval --generate`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from packtrain.attention.backends import attention_of
+from packtrain.data.tokens.cache import Document
+from packtrain.errors import UserError
+from packtrain.monitor.heartbeat import progress
+from packtrain.packing.pictures import Sight
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt: its tokens with their pictures, and its text as shown. `expected`: the answer in the data, "" if there is none."""
+
+    text: str
+    document: Document
+    expected: str = ""
+
+
+def ask(
+    samples: Sequence[int | str], tokenizer: PreTrainedTokenizerBase, system: str | None, held_out: Any
+) -> list[Question]:
+    """Return the questions of trainer.samples: texts, and numbers of examples of `held_out` (data.eval).
+
+    A text is a user turn (after `system`, data.system) if the tokenizer has a chat template, else plain text to continue. Raises
+    UserError for a number without an example, and for an example without a prompt.
+    """
+    return [
+        _ask_text(sample, tokenizer, system) if isinstance(sample, str) else _ask_example(sample, tokenizer, held_out)
+        for sample in samples
+    ]
+
+
+def _ask_text(text: str, tokenizer: PreTrainedTokenizerBase, system: str | None) -> Question:
+    rendered = text
+    if chat := bool(tokenizer.chat_template):
+        turns = [{"role": "system", "content": system}] if system else []
+        turns += [{"role": "user", "content": text}]
+        rendered = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+    ids = np.array(tokenizer(rendered, add_special_tokens=not chat)["input_ids"], np.int32)
+    return Question(text, Document(ids, np.zeros(len(ids), bool)))
+
+
+def _ask_example(number: int, tokenizer: PreTrainedTokenizerBase, held_out: Any) -> Question:
+    where = "trainer.samples"
+    if number >= len(held_out):
+        fix = f"The first is 0, the last {len(held_out) - 1}."
+        raise UserError(f"data.eval has no example {number}", where=where, fix=fix, code="no-such-example")
+    if (found := split(held_out[number])) is None:
+        fix = "Name an example with a question and an answer."
+        raise UserError(f"example {number} of data.eval has no prompt", where=where, fix=fix, code="no-such-example")
+    prompt, answer = found
+    expected = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
+    labels = getattr(held_out, "labels", None)
+    return Question(show(prompt, tokenizer), prompt, expected if labels is None or labels[number] else "")
+
+
+def split(example: Any) -> tuple[Document, np.ndarray] | None:
+    """Split an example into its prompt, which is all before its last answer, and the ids of this answer. None without a prompt.
+
+    Pairs give the chosen answer.
+    """
+    document: Document = getattr(example, "chosen", example)
+    last = int(np.flatnonzero(document.loss_mask)[-1]) + 1
+    begin = last - int(np.argmin([*document.loss_mask[:last][::-1], False]))
+    pictures = tuple(picture for picture in document.pictures if picture.end <= begin)
+    prompt = Document(document.input_ids[:begin], document.loss_mask[:begin], pictures)
+    return (prompt, document.input_ids[begin:last]) if begin else None
+
+
+def show(prompt: Document, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the prompt as text, with [picture WIDTH×HEIGHT] for pictures. A single user turn is shown without its frame."""
+    text, at = "", 0
+    for picture in prompt.pictures:
+        text += str(tokenizer.decode(prompt.input_ids[at : picture.start]))
+        text, at = f"{text}[picture {picture.width}×{picture.height}] ", picture.end
+    text += str(tokenizer.decode(prompt.input_ids[at:]))
+    if tokenizer.chat_template:
+        turn = [{"role": "user", "content": "\0"}]
+        frame = str(tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)).split("\0")
+        text = text.removeprefix(frame[0]).removesuffix(frame[-1]) if text.startswith(frame[0]) else text
+    return re.sub("|".join(map(re.escape, tokenizer.all_special_tokens)), "", text).strip()
+
+
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    *,
+    attention: str,
+    sight: Sight | None = None,
+) -> list[str]:
+    """Return greedy answers of at most 64 tokens. `attention`: the model's original implementation. `sight`: for prompts with pictures."""
+    answers, training = [], model.training
+    model.eval()
+    # layers compiled by trainer.torch_compile would be compiled again for every length of a cache
+    with attention_of(model, attention), torch.compiler.set_stance("force_eager"):
+        for question in questions:
+            progress()
+            answers.append(generate(model, tokenizer, question.document, 64, sight).strip())
+    model.train(training)
+    return answers
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Document,
+    tokens: int,
+    sight: Sight | None = None,
+) -> str:
+    """Return the greedy answer to a prompt, in at most `tokens` tokens. `sight`: for prompts with pictures."""
+    ids = torch.tensor(prompt.input_ids[None].astype(np.int64), device=model.device)
+    seen = sight.see([prompt], [np.arange(ids.shape[1])], *ids.shape).arguments if sight and prompt.pictures else {}
+    seen.pop("position_ids", None)  # the model makes them, also for the tokens of the answer
+    output = cast(Any, model).generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+        **{name: values.to(model.device) for name, values in seen.items()},
+    )
+    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
