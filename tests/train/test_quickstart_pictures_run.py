@@ -58,7 +58,7 @@ def test_the_held_out_loss_falls_and_answers_are_shown_with_their_pictures(seen:
 
 def test_the_final_folder_has_the_same_eyes(seen: tuple[Run, str]) -> None:
     final = seen[0].folder / "final"
-    recipe = load_config("recipes/quickstart-pictures.yaml").model
+    recipe = load_config("recipes/quickstart-pictures.yaml", []).model
     made, saved = PictureProcessor(recipe), PictureProcessor(Model(path=str(final)))
     assert made.text_of(84, 56) == saved.text_of(84, 56) != saved.text_of(84, 112)
     ours, theirs = (one.document(84, 56) for one in (made, saved))
