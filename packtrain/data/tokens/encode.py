@@ -42,7 +42,7 @@ from packtrain.data.formats.examples import (
     read_unpaired,
 )
 from packtrain.data.formats.messages import has_pictures, texts_of
-from packtrain.data.pictures.processor import MISPLACED, PictureProcessor
+from packtrain.data.pictures.processor import PictureProcessor
 from packtrain.data.pictures.source import look
 from packtrain.data.sources.chunks import BadRow, Chunk, Json, RawRow
 from packtrain.data.tokens.cache import Document, EncodedChunk, Fate
@@ -201,7 +201,7 @@ class Encoder:
                 token = self.pictures.placeholder
         if token and any(token in text for text in texts):
             fix = f"Give the row its pictures (a column images, with <image> in the texts), or take {token} out."
-            raise BadRow(MISPLACED, f"a text has {token}, the model's token for a picture", fix=fix)
+            raise BadRow("pictures misplaced", f"a text has {token}, the model's token for a picture", fix=fix)
 
     @cached_property
     def _training(self) -> ChatEncoder | None:
