@@ -133,7 +133,7 @@ def two_way_mask(
 
 
 def _within(window: int | None, visible: torch.Tensor) -> torch.Tensor:
-    """Leave each query itself, the window - 1 keys before it, and all after it that it sees."""
+    """Hide the keys that are `window` or more places before their query."""
     queries, keys = visible.shape
     return visible if window is None else visible.triu(keys - queries + 1 - window)
 

@@ -29,7 +29,7 @@ def _batch(
     group: np.ndarray, counts: np.ndarray, row: dict[str, Any], pictures: tuple[PlacedPicture, ...]
 ) -> dict[str, Any]:
     """Return the arguments for documents of equal length. `group` int64 [count, length] are the numbers of their tokens in the row;
-    `counts` bool [count, length] says which of them count. `pictures` are those of the row."""
+    `counts` bool [count, length] says which of them count. `pictures`: all pictures of the row."""
     tokens = to_device(torch.from_numpy(group), row["input_ids"].device)
     batch = {name: value for name, value in row.items() if name not in _ROW_KEYS}
     batch |= {name: row[name][0][tokens] for name in _PER_TOKEN if row.get(name) is not None}
@@ -45,7 +45,7 @@ def _batch(
 
 
 def _pictures_of(group: np.ndarray, row: dict[str, Any], pictures: tuple[PlacedPicture, ...]) -> dict[str, Any]:
-    """Return the arguments for the pictures of these documents, None without any: then they are text."""
+    """Return the arguments for the pictures of these documents, None without any."""
     numbers = {picture.start: number for number, picture in enumerate(pictures)}
     own = [numbers[place] for place in group.ravel().tolist() if place in numbers]
     if not own:

@@ -60,7 +60,7 @@ def segmented_attention(
         run = functools.partial(attend, module, sliding_window=window, **kwargs)
         seen = attend, length, before + length, window, query.dtype, query.device
         if blocks := segments.own_blocks[numbers[0]]:
-            output = run(q, k, v, _two_way_mask(segments, seen, blocks))[0]
+            output = run(q, k, v, _two_way_mask(segments, *seen, blocks))[0]
         elif window is not None and length > _BLOCKS * max(window, _LEAST_BLOCK):
             output = _attend_in_blocks(run, attend, q, k, v, max(window, _LEAST_BLOCK), window)
         else:
@@ -73,12 +73,12 @@ _two_way: WeakKeyDictionary[Segments, dict[object, torch.Tensor]] = WeakKeyDicti
 """Masks of segments with blocks: few are equal, so they live only as long as their row. All layers of a kind share them."""
 
 
-def _two_way_mask(segments: Segments, seen: tuple[Any, ...], blocks: tuple[tuple[int, int], ...]) -> torch.Tensor:
-    """Return the mask of a segment of the row with `blocks`. `seen`: the other arguments of `two_way_mask`."""
+def _two_way_mask(segments: Segments, *seen: Any) -> torch.Tensor:
+    """Return the mask of a segment of the row with blocks. `seen`: the arguments of `two_way_mask`, without the last."""
     masks = _two_way.setdefault(segments, {})
-    if (key := (seen, blocks)) not in masks:
-        masks[key] = two_way_mask(*seen, blocks, segments.two_way.beyond_window)
-    return masks[key]
+    if seen not in masks:
+        masks[seen] = two_way_mask(*seen, beyond_window=segments.two_way.beyond_window)
+    return masks[seen]
 
 
 def _attend_in_blocks(

@@ -32,6 +32,7 @@ from packtrain.attention.backends import attention_by
 from packtrain.attention.forwards import replace_forward
 from packtrain.attention.spec import BACKENDS, tried_by_auto
 from packtrain.errors import CheckFailed, UserError
+from packtrain.library.seeing import picture_arguments, row_with_pictures
 from packtrain.model.forward import name_backbone
 from packtrain.model.load import base_model
 from packtrain.packing.collate import IGNORE, on_device, row_arguments, to_device
@@ -85,7 +86,7 @@ def layout_of_call(call: Call, *, left_padding: bool, share: Callable[[], bool],
 
     `left_padding`: padding on the left does not change the model's outputs. `share` is asked only for a batch that can be packed. Waits for the device of ids and mask. Raises NotPacked if
     it is no padded batch of texts, or generates, and if packing is impossible or saves nothing."""
-    ids, mask = call.get("input_ids"), call.get("attention_mask")
+    ids, mask, pictures = call.get("input_ids"), call.get("attention_mask"), picture_arguments(call)
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         raise NotPacked("no batch of input_ids")
     if call.get("past_key_values") is not None or call.get("use_cache"):
@@ -96,7 +97,7 @@ def layout_of_call(call: Call, *, left_padding: bool, share: Callable[[], bool],
         raise NotPacked("output_attentions")
     for name, value in call.items():
         number = isinstance(value, str) or (isinstance(value, torch.Tensor) and not value.dim())  # num_items_in_batch
-        if name not in TAKEN and isinstance(value, torch.Tensor | Sequence) and not number:
+        if name not in (*TAKEN, *pictures) and isinstance(value, torch.Tensor | Sequence) and not number:
             raise NotPacked(name)
     real = mask.bool().cpu().numpy()
     starts, lengths = real.argmax(axis=1), real.sum(axis=1)
@@ -113,7 +114,9 @@ def layout_of_call(call: Call, *, left_padding: bool, share: Callable[[], bool],
         raise NotPacked("padding on the left changes the outputs of the model")
     tokens = ids.cpu().numpy()
     documents = [tokens[row, starts[row] : starts[row] + lengths[row]] for row in rows]
-    packed = rows_of(documents, tokens_per_row or int(lengths.sum()), share=share())
+    # with pictures all documents are in one row, in order, since nobody knows whose pixels are whose
+    most = None if pictures else tokens_per_row
+    packed = rows_of(documents, most or int(lengths.sum()), share=not pictures and share())
     slots, before, laid_rows = np.full(real.shape, sum(row.segments.tokens for row in packed)), 0, []
     for row in packed:
         places = [
@@ -287,6 +290,7 @@ class _PackedModel:
     _planned: tuple[Layout, np.ndarray | None] | None = None
     _passing: bool = False
     _row: Segments | None = None
+    _proved_pictures: bool = False
     _undo: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -448,6 +452,8 @@ class _PackedModel:
         return forward
 
     def _layout(self, call: Call) -> Layout:
+        if picture_arguments(call) and BACKENDS[self.backend].by_document:
+            raise NotPacked("pictures, of a model that runs document by document")
         all_layers = call.get("output_hidden_states") or call.get("output_router_logits")
         if all_layers and BACKENDS[self.backend].by_document:
             raise NotPacked("hidden states of all layers, of a model that runs document by document")
@@ -461,11 +467,36 @@ class _PackedModel:
     def _run(self, inner: Forward, call: Call, layout: Layout, places: np.ndarray | None) -> object:
         """Return the output of the padded call. With `places` the last hidden states are [1, n, d], at these tokens only."""
         ids, as_tuple = call["input_ids"], call.get("return_dict") is False
-        rest = {name: value for name, value in call.items() if name not in TAKEN}
+        pictures = picture_arguments(call)
+        rest = {name: value for name, value in call.items() if name not in (*TAKEN, *pictures)}
+        rows = [layout.arguments(row, ids) for row in range(len(layout.rows))]
+        if pictures:
+            seen = row_with_pictures(self._backbone, call, *layout.rows[0])
+            rows = [{**rows[0], **on_device(seen, ids.device)}]
         with holding(self, _passing=True):
-            outputs = [inner(**layout.arguments(row, ids), **rest, use_cache=False) for row in range(len(layout.rows))]
+            outputs = [inner(**row, **rest, use_cache=False) for row in rows]
+            if pictures and self.proof and not self._proved_pictures:
+                self._prove_pictures(inner, call, outputs[0], layout)
         joined = _join_rows(outputs, layout, places)
         return joined.to_tuple() if as_tuple else joined
+
+    @torch.no_grad()
+    def _prove_pictures(self, inner: Forward, call: Call, row: ModelOutput, layout: Layout) -> None:
+        """Compare the first row with pictures with the padded call. Raises CheckFailed if it differs, unless the model draws noise."""
+        self._proved_pictures = True
+        if any(map(_has_dropout, self.model.modules())):
+            return
+        padded = inner(**{**call, "use_cache": False, "return_dict": True}).last_hidden_state
+        slots, tokens = layout.slots, layout.tokens
+        alone = padded.flatten(0, 1)[to_device(torch.from_numpy(np.flatnonzero(slots < tokens)), padded.device)]
+        order = to_device(torch.from_numpy(slots[slots < tokens]), padded.device)
+        found = row.last_hidden_state[0].index_select(0, order)
+        dtype = torch.get_autocast_dtype(padded.device.type) if torch.is_autocast_enabled(padded.device.type) else None
+        tolerance = tolerance_of(dtype or self.model.dtype).outputs
+        off = difference(found, alone, statistic=torch.mean if (dtype or self.model.dtype).itemsize < 4 else torch.max)
+        if not off <= tolerance:
+            what = f"{type(self.model).__name__}: a row with pictures differs from the padded call by {off:.2g} (tolerance {tolerance:.1g})"
+            raise CheckFailed(what, fix="do not attach it to batches with pictures", code="attached-pictures-differ")
 
 
 def _backbone_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -4,8 +4,8 @@ The arguments hold padded rows or one flattened row. Labels are shifted here, do
 model's own shift is not used. `shift_labels[t]` is the token that position t has to predict, or IGNORE. A target is a token to predict.
 
 Answers also come with the places of their targets in the batch, answer by answer; of pairs, all chosen answers come first, then all
-rejected ones. With a `sight` the batch also has what the model needs to see pictures of its documents. A pair with a shared prompt is three segments: the prompt without its last token, then for each answer that last token
-(which predicts the answer's first) and the answer.
+rejected ones. A pair with a shared prompt is three segments: the prompt without its last token, then for each answer that last token
+(which predicts the answer's first) and the answer. With a `sight` the batch also shows the model the pictures of its documents.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -38,14 +38,21 @@ _TWO_WAY = {
 """Types whose picture tokens see each other both ways. The proof finds a type that is missing here: then documents run one by one."""
 
 
+def two_way_of(model: PreTrainedModel) -> TwoWay | None:
+    """Return how tokens of a picture see each other in `model`; None: as text does."""
+    kind: Any = model.config
+    both_ways = getattr(kind.get_text_config(), "use_bidirectional_attention", None)
+    return _TWO_WAY.get(kind.model_type) if both_ways == "vision" or kind.model_type == "gemma3" else None
+
+
 class PictureReader(Protocol):
-    """Maker of pixels: for each picture the tensors of the model's image processor, for this picture alone."""
+    """Maker of pixels: the tensors of the model's image processor for each picture alone."""
 
     def read(self, pictures: Sequence[Picture], /) -> list[dict[str, torch.Tensor]]: ...
 
 
 class Seen(NamedTuple):
-    """What a micro-batch adds for its pictures: `arguments` of the model, the `pictures`, and `blocks` of tokens that see each other."""
+    """Additions to a micro-batch: `arguments` of the model, its `pictures`, and `blocks` of tokens that see each other."""
 
     arguments: dict[str, torch.Tensor]
     pictures: tuple[PlacedPicture, ...]
@@ -54,7 +61,7 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a model needs to see the pictures of documents. It can be pickled.
+    """Maker of the arguments by which a model sees pictures. It can be pickled.
 
     `takes`: arguments of its forward. `tokens`: ids that stand for pictures. `two_way`: how tokens of a picture see each other, None: as text does.
     `blank`: a document with a picture that joins micro-batches without one, so that all processes run and train the towers alike. None: none does.
@@ -70,7 +77,7 @@ class Sight:
 
     @classmethod
     def of(cls, model: PreTrainedModel, reader: PictureReader, tokens: Sequence[int] = ()) -> Sight:
-        """Return the sight of a loaded model. `tokens`: the processor's `image_token_ids`, by default those of the config.
+        """Return the sight of a loaded model. `tokens`: the processor's `image_token_ids`. By default the config names them.
 
         Raises UserError for a model that also sees its text both ways: it cannot learn to write.
         """
@@ -84,14 +91,15 @@ class Sight:
         if unknown := [name for name in takes if name.endswith("token_type_ids") and name not in TYPES]:
             what = f"{type(model).__name__} wants {unknown[0]} with pictures, which packtrain does not make"
             raise UserError(what, where="model.path", fix="take another model", code="unknown-token-types")
-        two_way = _TWO_WAY.get(config.model_type) if both_ways == "vision" or config.model_type == "gemma3" else None
-        rotary = next(((type(part), part.config) for part in model.modules() if hasattr(part, "get_rope_index")), None)
-        return cls(reader, takes, ids, two_way, rotary=rotary)
+        part = next((part for part in model.modules() if hasattr(part, "get_rope_index")), None)
+        rotary = None if part is None else (type(part), cast("PreTrainedConfig", part.config))
+        return cls(reader, takes, ids, two_way_of(model), rotary=rotary)
 
     def with_blank(self, documents: Sequence[Document]) -> list[Document]:
         """Add the `blank` document to documents without pictures."""
-        lacks = self.blank is not None and not any(document.pictures for document in documents)
-        return [*documents, *([self.blank] if lacks else [])]
+        if self.blank is None or any(document.pictures for document in documents):
+            return [*documents]
+        return [*documents, self.blank]
 
     def see(self, documents: Sequence[Document], places: Sequence[np.ndarray], rows: int, tokens: int) -> Seen:
         """Return what a micro-batch of [rows, tokens] adds. `places`, int64 [length]: of each document's tokens in the flattened micro-batch.
@@ -114,9 +122,10 @@ class Sight:
         types, blocks = np.zeros(rows * tokens, np.int64), set[tuple[int, int]]()
         for document, at in zip(documents, places, strict=True):
             types[at] = of_picture = np.isin(document.input_ids, self.tokens)
-            borders = np.flatnonzero(np.diff(of_picture.astype(np.int8), prepend=0, append=0))
-            blocks |= {(int(at[start]), int(at[end - 1]) + 1) for start, end in borders.reshape(-1, 2)}
-        arguments |= {name: torch.from_numpy(types).view(rows, tokens) for name in TYPES if name in self.takes}
+            borders = np.flatnonzero(np.diff(of_picture.astype(np.int8), prepend=0, append=0)).tolist()
+            runs = zip(borders[::2], borders[1::2], strict=True)
+            blocks |= {(int(at[start]), int(at[end - 1]) + 1) for start, end in runs}
+        arguments |= {name: torch.as_tensor(types).view(rows, tokens) for name in TYPES if name in self.takes}
         if self.rotary is not None:
             own = dict(zip(starts, read, strict=True))
             arguments["position_ids"] = self._positions(documents, places, own, rows, tokens)
@@ -143,7 +152,7 @@ class Sight:
         wanted = inspect.signature(kind.get_rope_index).parameters  # type: ignore[attr-defined]
         own: list[torch.Tensor] = []
         for document, at in zip(documents, places, strict=True):
-            ids = torch.from_numpy(document.input_ids.astype(np.int64))[None]
+            ids = torch.as_tensor(document.input_ids.astype(np.int64))[None]
             if not document.pictures:
                 own.append(torch.arange(ids.shape[1])[None])
                 continue
@@ -152,12 +161,12 @@ class Sight:
             own.append(model.get_rope_index(input_ids=ids, **given)[0][:, 0])
         positions = torch.zeros(max(map(len, own)), rows * tokens, dtype=torch.int64)
         for at, values in zip(places, own, strict=True):
-            positions[:, torch.from_numpy(at)] = values
+            positions[:, torch.as_tensor(at)] = values
         return positions.view(-1, rows, tokens)
 
 
 def _concatenated(read: Sequence[dict[str, torch.Tensor]], wanted: Any = None) -> dict[str, torch.Tensor]:
-    """Concatenate the tensors of pictures along their first axis; other axes are padded to the longest. `wanted`: names, None: all."""
+    """Concatenate the tensors of pictures along their first axis. Other axes are padded. `wanted`: names, None: all."""
     joined: dict[str, torch.Tensor] = {}
     for name in read[0]:
         if wanted is None or name in wanted:

@@ -22,7 +22,7 @@ import torch
 
 
 class PlacedPicture(NamedTuple):
-    """A picture of a row: the place of its first token, and its number of rows in each argument of the model."""
+    """Picture of a row. `start`: place of its first token. `rows`: its number of rows in each argument of the model."""
 
     start: int
     rows: dict[str, int]
@@ -123,7 +123,7 @@ class Segments:
 
     @cached_property
     def same_shape(self) -> tuple[tuple[int, ...], ...]:
-        """Group the segments by length, by the number of tokens before them, and by their blocks."""
+        """Group the segments by length, number of tokens before them, and blocks."""
         groups: dict[tuple[object, ...], list[int]] = {}
         for number, shape in enumerate(zip(self.lengths, self.prefix_lengths, self.own_blocks, strict=True)):
             groups.setdefault(shape, []).append(number)

@@ -28,6 +28,14 @@ from packtrain.plan.model_types import check_type
 from packtrain.wording import first_line, shortened
 
 _LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
+_KIN_THAT_SEE = {
+    "qwen2_vl": "qwen2",  # without text_config, in older files
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}
+"""Model types of language parts, by the type whose layers they have."""
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _COUNT = re.compile(
     r"vocab_size|(moe_)?intermediate_size|hidden_size|head_dim|num_\w+_(layers|heads)|n_(embd|layer|head)"
@@ -55,7 +63,7 @@ FAST_ENOUGH = 1.5
 BASE = "adapter_base.json"
 """A file beside adapters. It holds the hash of their base model's files, and the relative path to them."""
 TOWERS = re.compile(
-    r"(^|\.)(vis|video|image|audio|speech|acoustic|semantic|multi_modal|mm_|high_res|vq|embed_(vision|audio)|generation_|view_sep|"
+    r"^mlp1\.|(^|\.)(vis|vit\.|vit_|video|image|audio|speech|acoustic|semantic|multi_modal|mm_|high_res|vq|embed_(vision|audio)|generation_|view_sep|sam_model|qwen2_model|patch_merg|mlp_AR|perception|ctc_|"
     r"word_timestamp|\w*(connector|aligner|projectors?|perceiver|merger|resampler|siglip))"
 )
 """Names of the weights of towers and projectors, in the files of multimodal models."""
@@ -204,9 +212,17 @@ def untrainable(method: str, *, takes_adapters: bool) -> UserError:
     return UserError(f"weights quantised by {method} cannot be trained", where="model.path", fix=fix, code="quantised")
 
 
+def language_sizes(sizes: Sizes) -> Sizes:
+    """Return the values of the language part of a model that sees or hears; else all values."""
+    own = sizes.get("text_config")
+    return {**sizes, **own} if isinstance(own, Mapping) else sizes
+
+
 def read_layers(sizes: Sizes) -> Layers:
-    """Return the layers of a llama, mistral, qwen2 or qwen3 model. Raises UserError with the sizes that are missing."""
+    """Return the layers of a llama, mistral, qwen2 or qwen3 model, or of such a language part. Raises UserError with the sizes that are missing."""
+    sizes = language_sizes(sizes)
     kind = sizes.get("model_type")
+    kind = _KIN_THAT_SEE.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in _LLAMA_KIN:
         what = f"the layers of model type {kind} are not among those that packtrain knows"
         raise UserError(what, code="uncounted-layers")
@@ -475,6 +491,10 @@ def _read(path: Path) -> Json:
 
 def _from_sizes(sizes: Sizes) -> Shapes:
     """Return the weight shapes of a llama, mistral, qwen2 or qwen3 model with these sizes."""
+    if sizes.get("model_type") not in _LLAMA_KIN:  # towers have weights, too
+        raise UserError(
+            f"the weights of model type {sizes.get('model_type')} are counted in its files", code="uncounted-weights"
+        )
     layers = read_layers(sizes)
     bias = layers.kind == "qwen2" or (layers.kind != "mistral" and sizes.get("attention_bias", False))
     parts = {"input_layernorm": (layers.hidden,), "post_attention_layernorm": (layers.hidden,)}

@@ -29,6 +29,7 @@ from packtrain.plan.known_model import (
     Shapes,
     adapter_shapes,
     is_adapted,
+    language_sizes,
     plan_precision,
     quantised_by,
     read_layers,
@@ -431,7 +432,7 @@ def _first_check(config: RunConfig, model: ModelSize, batch: FullestBatch | None
     if not config.objective.spec.reference or not config.verify.preflight:
         return 0
     compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
-    longest, vocabulary = config.data.max_length, model.sizes.get("vocab_size")
+    longest, vocabulary = config.data.max_length, language_sizes(model.sizes).get("vocab_size")
     tokens = [item for item in (batch and batch.tokens, longest and 2 * COMPARED_PAIRS * longest) if item]
     every = min(tokens) * vocabulary if tokens and vocabulary else CHECKED_LOGITS
     return min(every, CHECKED_LOGITS) * (compute + 8)

@@ -70,18 +70,23 @@ def page(outcomes: Sequence[Outcome], attachments: Sequence[Attachment]) -> str:
     attached = [Counter(attachment.path for _, attachment in kind) for kind in (text, towers)]
     lines = [
         _INTRODUCTION.format(made_with=MADE_WITH, optional=", ".join(_OPTIONAL)),
-        "| path | types of text | types with towers | what it means |",
-        "|---|---|---|---|",
+        "| path | types | of text | with towers | what it means |",
+        "|---|---|---|---|---|",
     ]
-    lines += [f"| {path} | {paths[0][path]} | {paths[1][path]} | {meaning} |" for path, meaning in _PATHS.items()]
-    lines += [f"| all | {len(text)} | {len(towers)} | |", ""]
-    lines += ["| `attach` | types of text | types with towers | what it means |", "|---|---|---|---|"]
-    lines += [f"| {way} | {attached[0][way]} | {attached[1][way]} | {said} |" for way, said in _ATTACHMENTS.items()]
+    lines += [row(path, [count[path] for count in paths], meaning) for path, meaning in _PATHS.items()]
+    lines += [row("all", [len(text), len(towers)], ""), ""]
+    lines += ["| `attach` | types | of text | with towers | what it means |", "|---|---|---|---|---|"]
+    lines += [row(way, [count[way] for count in attached], meaning) for way, meaning in _ATTACHMENTS.items()]
     for title, kind in (("Models of text", text), ("Models that see or hear, on text", towers)):
         lines += ["", f"## {title}", ""]
         lines += ["| type | path | once per document | why not the one before | `attach` |", "|---|---|---|---|---|"]
         lines += [line(*pair) for pair in kind]
     return "\n".join(lines) + "\n"
+
+
+def row(name: str, counts: Sequence[int], meaning: str) -> str:
+    """A row of counts, their sum first."""
+    return f"| {name} | {sum(counts)} | {' | '.join(map(str, counts))} | {meaning} |".replace("|  |", "| |")
 
 
 def line(outcome: Outcome, attachment: Attachment) -> str:

@@ -86,6 +86,7 @@ WITHOUT_TORCH = (
 )
 MEANINGLESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "base"}
 OF_OTHERS = {
+    "modeling_auto.py",
     "serve.py",
     "sft.py",
     "orpo/spec.py",

@@ -26,6 +26,7 @@ class Schema:
 
 class RecordBatch:
     num_rows: int
+    nbytes: int
     schema: Schema
     def column(self, name: str) -> Array: ...
     def take(self, rows: Array) -> RecordBatch: ...

@@ -5,6 +5,7 @@ from pyarrow import RecordBatch
 
 class RowGroupMetaData:
     num_rows: int
+    total_byte_size: int
 
 class FileMetaData:
     def row_group(self, number: int) -> RowGroupMetaData: ...

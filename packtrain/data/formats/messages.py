@@ -130,7 +130,7 @@ def read_message(value: object, where: str, row: Row) -> Json:
         raise wrong_type("a string", content, f"{where}.{what}")
     if message["role"] == "assistant":
         _set_thought(message, where)
-        if not (message["content"].strip() or message.keys() & {"tool_calls", "reasoning_content"}):
+        if not ("".join(texts_of(message)).strip() or message.keys() & {"tool_calls", "reasoning_content"}):
             raise BadRow("empty", "the assistant's turn is empty", f"{where}.{what}")
     unread = message.keys() - KNOWN - row.keys | (
         message.keys() & {"name"} if message["role"] in row.nameless else set[str]()

@@ -90,7 +90,8 @@ class Album(Sequence[tuple[Picture, ...]]):
 
     def _picture(self, row: np.void) -> Picture:
         name = self._names[row["name"] : row["name"] + row["name_size"]].tobytes().decode()
-        return Picture(name or str(self._folder / BYTES), **{field: int(row[field]) for field in _FIELDS})
+        offset, size, height, width, start, end, hashed = (int(row[field]) for field in _FIELDS)
+        return Picture(name or str(self._folder / BYTES), offset, size, height, width, start, end, hashed)
 
 
 def tabulate_pictures(parts: Iterable[tuple[Sequence[tuple[Picture, ...]], int]]) -> np.ndarray:

@@ -191,9 +191,9 @@ class PictureProcessor:
     def pixels(self, image: Image.Image) -> dict[str, Any]:
         """Return the image processor's tensors for one picture in RGB, as the model takes them."""
         loaded = self._loaded
-        size = self.scale(image.height, image.width)
-        if size != (image.height, image.width):
-            image = image.resize(size[::-1], Image.Resampling.BICUBIC)
+        height, width = self.scale(image.height, image.width)
+        if (width, height) != image.size:
+            image = image.resize((width, height), Image.Resampling.BICUBIC)
         with _alone:
             made, _ = loaded._process_images([image], **{**self._arguments, "return_tensors": "pt"})
         kept = {*loaded.image_processor.model_input_names} - {*loaded.unused_input_names}

@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlparse
 from packtrain.data.pictures.encoded import inspect_bytes
 from packtrain.data.pictures.picture import Picture
 from packtrain.data.sources.chunks import BadRow, is_object, wrong_type
+from packtrain.wording import first_line
 
 KEYS = ("bytes", "base64", "image", "image_url", "url", "path")
 """Keys of a picture in a part, or in Hugging Face's Image feature. Bytes go before a path, which may be a mere name."""
@@ -70,7 +71,7 @@ def look(source: PictureSource) -> Picture:
         try:
             content = _fetch(source.path) if "://" in source.path else Path(source.path).read_bytes()
         except Exception as error:  # libraries of buckets may raise anything
-            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            why = getattr(error, "strerror", None) or first_line(error)
             raise BadRow("no picture", f"cannot read {name}: {why}", source.field) from error
     seen = inspect_bytes(content, name, source.field)
     if source.path and "://" not in source.path:
@@ -87,5 +88,5 @@ def _fetch(url: str) -> bytes:
         return answer.content
     import fsspec
 
-    with fsspec.open(url, "rb") as file:
+    with fsspec.open(url, "rb").open() as file:
         return file.read()
