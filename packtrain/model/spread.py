@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
 
+from packtrain.attention.forwards import language_model
 from packtrain.errors import UserError
 from packtrain.model.load import base_model
 from packtrain.model.save import map_large_blocks
@@ -129,9 +130,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 def language_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers that every token passes through: not those of vision and audio towers."""
-    base, layers = base_model(model), layers_of(model)
-    inside = {id(module) for module in base.get_decoder().modules()}
-    return [layer for layer in layers if id(layer) in inside]
+    inside = {id(module) for module in language_model(base_model(model)).modules()}
+    return [layer for layer in layers_of(model) if id(layer) in inside]
 
 
 def embedding_apart(base: PreTrainedModel) -> nn.Embedding | None:

@@ -108,6 +108,23 @@ def test_samples_are_asked_with_the_system_prompt_of_the_config() -> None:
     assert with_prompt == by_hand != without
 
 
+def test_an_example_of_the_held_out_data_is_asked_in_its_own_tokens(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "data.jsonl", [*conversations(22)])
+    held_out = [{"messages": [*turns("One?", "1"), *turns("Two?", "2")]}, {"messages": turns("Three?", "3")}]
+    data = {"eval": str(write_jsonl(tmp_path / "held.jsonl", held_out)), "system": None}
+    run = run_here(tmp_path, base_config(tmp_path, data=data, trainer={"max_steps": 2, "samples": [1, "Three?", 0]}))
+    first, same, long = run.summary["answers"]
+    assert first == {**same, "expected": "3"} and first["prompt"] == "Three?"
+    assert long["expected"] == "2" and long["prompt"].split() == ["One?", "assistant", "1", "user", "Two?"]
+    config = base_config(tmp_path, data=data, trainer={"max_steps": 2, "samples": [2]})
+    with pytest.raises(UserError, match="no-such-example"):
+        run_here(tmp_path, config, name="beyond")
+
+
+def turns(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
 def test_the_run_folder_holds_what_is_promised_and_nothing_of_the_machine(tmp_path: Path) -> None:
     untrained = {"messages": [{"role": "user", "content": "only a question"}]}
     write_jsonl(tmp_path / "data.jsonl", [*conversations(22), untrained])

@@ -29,11 +29,11 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from trl.models.utils import prepare_deepspeed
 
-from packtrain.attention.forwards import language_model
 from packtrain.errors import Json
 from packtrain.model.load import base_model
 from packtrain.model.save import gathered, return_freed_memory
 from packtrain.model.spread import Placement, Ranks, layers_of
+from packtrain.model.towers import towers_of
 from packtrain.model.weights import put_weight, take_slices
 from packtrain.plan.origin import world_of
 from packtrain.strategies.spec import StrategySpec
@@ -129,8 +129,7 @@ def _partition(model: PreTrainedModel, ranks: Ranks) -> None:
     # a layer whose input has no gradient would lose its weights before its backward pass
     if base is not model or not cast(nn.Embedding, base.get_input_embeddings()).weight.requires_grad:
         base.enable_input_require_grads()
-    text = {id(module) for module in (*language_model(base).modules(), base.get_output_embeddings())}
-    if towers := [one for one in base.modules() if id(one) not in text and [*one.parameters(recurse=False)]]:
+    if towers := [base.get_submodule(name) for name in towers_of(base)]:
         base.register_forward_pre_hook(partial(_give_pixels_gradients, towers), with_kwargs=True)
     dtype = base.dtype
     # adapters on bfloat16 are float32; DeepSpeed's optimizer keeps float32 copies itself

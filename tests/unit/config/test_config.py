@@ -300,6 +300,8 @@ def test_all_problems_are_reported_at_once_and_each_at_its_own_place() -> None:
         (["optim.schedule=polynomial", "+optim.schedule_options.power=0"], "schedule_options.power", "number > 0"),
         (["optim.schedule=polynomial", "+optim.schedule_options.power=true"], "schedule_options.power", "number > 0"),
         (["data.eval=5%"], "data.eval", "0.05"),
+        (["data.eval=null", "trainer.samples=[0, Why?]"], "trainer.samples", "[sample-without-eval]"),
+        (["data.eval=0.1", "trainer.samples=[-1]"], "trainer.samples", "[no-such-example]"),
         (["trainer.mixed_precision=fp8", "strategy=zero2"], "trainer.mixed_precision", "[zero-multiplies-fp8]"),
         (["trainer.torch_compile=true", "strategy=zero3"], "trainer.torch_compile", "zero3 gathers the weights"),
         (["optim.beta1=1"], "optim.beta1", "below 1"),

@@ -141,6 +141,21 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     assert "2 runs" in words and words.count("###") == 1
 
 
+def test_questions_are_shown_with_their_pictures_and_nothing_else_is_loaded(tmp_path: Path) -> None:
+    ours, theirs = (f"data:image/jpeg;base64,{text}" for text in ("AAAA", "/+9="))
+    asked = [
+        {"prompt": "[picture 3×2] What?", "before": "", "after": f"A {one}", "pictures": pictures, "expected": "A cat."}
+        for one, pictures in (
+            ("dog", [ours]),
+            ("cat", [theirs, "https://example.com/a.jpg", 'data:image/jpeg;base64,"']),
+        )
+    ]
+    elements = Elements(page([read_run(leave_run(tmp_path / "run", answers=asked))]))
+    assert [own["src"] for tag, own in elements.found if tag == "img"] == [ours, theirs]
+    assert elements.words.count("[picture 3×2] What?") == elements.words.count("A cat.") == 2
+    assert "A dog" in elements.words and "example.com" not in elements.words
+
+
 def test_the_slow_rank_is_named(tmp_path: Path) -> None:
     seconds = {"forward": [0.1, 0.1, 0.2], "backward": [0.2] * 3, "data": [0.0, 0.0, 0.1], "counts": [0.1, 0.1, 0]}
     run = read_run(leave_run(tmp_path / "run", rank_seconds=seconds))
