@@ -21,7 +21,8 @@ MADE = ["model.tokenizer=quickstart", "data.train=owner/data", "batch.examples_p
 
 def made(family: str) -> Any:
     config = CONFIG_MAPPING[family](**FAMILIES[family].config)
-    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config)
+    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    return kind(config)
 
 
 def planned(folder: Path, *more: str) -> Memory:
@@ -67,7 +68,8 @@ def kept_by_a_tower(family: str, layers: int) -> tuple[int, int, Any]:
     }
     vision |= own | {name: layers for name in LAYERS if name in vision}
     config: Any = CONFIG_MAPPING[family](**{**given.config, "vision_config": vision})
-    model: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).train()
+    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    model = kind(config).train()
     held, kept = (
         {weight.untyped_storage().data_ptr() for weight in [*model.parameters(), *model.buffers()]},
         dict[int, Any](),
