@@ -23,7 +23,7 @@ import numpy as np
 from packtrain.config.schema import DataSource, Stage, name_sources
 from packtrain.data.formats.columns import name_unread
 from packtrain.data.pictures.album import tabulate_pictures
-from packtrain.data.pictures.figures import PictureFigures, count_pictures
+from packtrain.data.pictures.tally import PictureFigures, count_pictures
 from packtrain.data.tokens.cache import Document, Store
 from packtrain.errors import UserError
 from packtrain.wording import counted

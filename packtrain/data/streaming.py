@@ -243,7 +243,8 @@ class Stream:
         dropped = {name.removeprefix("dropped: "): n for name, n in figures.items() if name.startswith("dropped: ")}
         remarks = (*self.report.remarks[:-1], "data.streaming: the rows are those that were read")
         unread = {name: stream.unread for name, stream in zip(self.report.sources, self.streams, strict=True)}
-        return replace(self.report, **known, **trained, dropped=dropped, remarks=remarks, unread=unread)
+        # pictures are counted in the first rows alone
+        return replace(self.report, **known, **trained, dropped=dropped, remarks=remarks, unread=unread, pictures=None)
 
 
 def open_stream(

@@ -9,6 +9,7 @@ import numpy as np
 from packtrain.data.pictures.picture import Picture
 from packtrain.data.pictures.processor import MISPLACED, PictureProcessor
 from packtrain.data.pictures.thumbnail import thumbnail
+from packtrain.data.tokens.encode import STRAY
 from packtrain.errors import UserError
 from packtrain.inspect.corpus import Corpus
 from packtrain.inspect.rendering import Shown
@@ -52,7 +53,8 @@ def find_picture_faults(corpus: Corpus, stray: np.ndarray) -> Iterator[tuple[str
     `stray`: bool[documents] with a picture's token outside of all pictures.
     """
     yield "pictures_without_tokens", _trained(corpus, corpus.dropped_for(MISPLACED)), []
-    yield "tokens_without_pictures", np.unique(corpus.row_of[corpus.in_train & stray]), []
+    rows = np.union1d(corpus.row_of[corpus.in_train & stray], _trained(corpus, corpus.dropped_for(STRAY)))
+    yield "tokens_without_pictures", rows, []
     yield "pictures_cut_off", _trained(corpus, corpus.fates["cut_pictures"] > 0), []
     table = corpus.pictures[corpus.in_train[corpus.pictures["document"]]]
     # both documents of a pair, and all parts of a split row, are one row: a shared prompt shows its pictures once

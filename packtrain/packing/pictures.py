@@ -45,7 +45,7 @@ def two_way_of(model: PreTrainedModel) -> TwoWay | None:
     return _TWO_WAY.get(kind.model_type) if both_ways == "vision" or kind.model_type == "gemma3" else None
 
 
-class PictureReader(Protocol):
+class PixelSource(Protocol):
     """Maker of pixels: the tensors of the model's image processor for each picture alone."""
 
     def read(self, pictures: Sequence[Picture], /) -> list[dict[str, torch.Tensor]]: ...
@@ -68,7 +68,7 @@ class Sight:
     `rotary`: the class with `get_rope_index`, and its config; None if positions count tokens.
     """
 
-    reader: PictureReader
+    reader: PixelSource
     takes: frozenset[str]
     tokens: tuple[int, ...]
     two_way: TwoWay | None = None
@@ -76,7 +76,7 @@ class Sight:
     rotary: tuple[type[nn.Module], PreTrainedConfig] | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel, reader: PictureReader, tokens: Sequence[int] = ()) -> Sight:
+    def of(cls, model: PreTrainedModel, reader: PixelSource, tokens: Sequence[int] = ()) -> Sight:
         """Return the sight of a loaded model. `tokens`: the processor's `image_token_ids`. By default the config names them.
 
         Raises UserError for a model that also sees its text both ways: it cannot learn to write.

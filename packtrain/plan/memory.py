@@ -36,6 +36,7 @@ from packtrain.plan.known_model import (
     reference_of,
     weights_of,
 )
+from packtrain.plan.vision import count_tower, read_tower
 from packtrain.strategies.spec import STRATEGIES, Load, ModelSize, Overhead, StrategySpec
 
 STASHED = 6
@@ -176,7 +177,8 @@ class Memory:
     None if not known, for the reason `unknown`. `host` is memory of the machine per process. `device` is the memory of a GPU, if known;
     `outside` is allowed for on it beside torch's allocator. `checkpointing` is the resolved trainer.gradient_checkpointing, `chosen` the
     reason. FSDP2: `accumulated` are the whole float32 gradients that stay on each GPU between a step's micro-batches if only the last
-    one exchanges them. A micro-batch that exchanges gradients sends `leaving` bytes out of each machine.
+    one exchanges them. A micro-batch that exchanges gradients sends `leaving` bytes out of each machine. `pictures` are the bytes of `activations`
+    for pixels and towers, if all `picture_tokens` of the fullest micro-batch are of pictures.
     """
 
     parameters: int
@@ -197,6 +199,8 @@ class Memory:
     accumulated: int | None = None
     leaving: int | None = None
     processes: int = 1
+    pictures: int = 0
+    picture_tokens: int = 0
 
     @property
     def total(self) -> int:
@@ -242,6 +246,8 @@ class Memory:
             text += "; no GPU to compare with (packtrain plan --gpu-memory 80 names one)"
         elif self.fits is not None:
             text += ": fits" if self.fits else f": DOES NOT FIT, {self.advice}"
+        if self.pictures:
+            text += f"; up to {in_gib(self.pictures)} GiB of it for pixels and towers, if all {self.picture_tokens:,} tokens of a micro-batch are of pictures"
         text += f"; and {in_gib(self.host)} GiB of the machine's own memory per process" if self.host else ""
         return text + (f"; {in_gib(self.leaving)} GiB leave each machine with a micro-batch" if self.leaving else "")
 
@@ -356,6 +362,8 @@ def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, *
         split = dict.fromkeys(split, 0)
     batch = fullest(config, model.width, gpu=gpu)
     activations, moved, unknown = _activations(config, model, batch)
+    pictures = 0 if activations is None or batch is None else _pictures(config, model, batch, activations)
+    activations = None if activations is None else activations + pictures
     host = max(host, moved + (host if spec.offloads else 0))
     compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
     load = Load(
@@ -387,6 +395,8 @@ def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, *
         accumulated=overhead.accumulated,
         leaving=overhead.leaving,
         processes=processes,
+        pictures=pictures,
+        picture_tokens=batch.tokens if batch and pictures else 0,
     )
 
 
@@ -410,6 +420,17 @@ def _activations(config: RunConfig, model: ModelSize, batch: FullestBatch | None
     inputs = layers.number * batch.tokens * layers.hidden * batch.stream  # of all layers
     moved = inputs if config.trainer.activation_offload else 0
     return waiting + max(working, _head(config, layers, batch)), moved, ""
+
+
+def _pictures(config: RunConfig, model: ModelSize, batch: FullestBatch, text: int) -> int:
+    """Return the bytes that pixels and towers add to `text`, the activations of the language part. An upper bound (vision.py)."""
+    if (tower := read_tower(model.sizes)) is None:
+        return 0
+    every = period(config.trainer.gradient_checkpointing)
+    pixels, kept, layer = count_tower(tower, batch.tokens, batch.compute, every)
+    trained = config.model.towers == "trained"
+    working = 0 if trained and not every else max(0, layer - text)  # while the language part keeps nothing
+    return pixels + working + (kept if trained else 0)
 
 
 def _head(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:

@@ -19,7 +19,7 @@ from packtrain.data.dataset import Document
 from packtrain.data.pictures.picture import Picture
 from packtrain.errors import CheckFailed
 from packtrain.packing.collate import ModelInputs, collate_flat, collate_padded, on_device, row_arguments
-from packtrain.packing.pictures import PictureReader, Sight
+from packtrain.packing.pictures import PixelSource, Sight
 from packtrain.packing.segments import Segments
 from packtrain.proof.comparison import difference, evaluating, tolerance_of
 from packtrain.proof.isolation import Proof, logits_of, measure, vocabulary_size
@@ -43,7 +43,7 @@ class Exhibits:
 class _Changed:
     """Reader that replaces the pixels of some pictures, by their number in the row, with noise."""
 
-    reader: PictureReader
+    reader: PixelSource
     numbers: frozenset[int]
 
     def read(self, pictures: Sequence[Picture]) -> list[dict[str, torch.Tensor]]:

@@ -245,9 +245,19 @@ def _exit_on_signal_of_parent(parent: int, numbers: set[signal.Signals]) -> None
     os._exit(0)
 
 
-def loader_processes() -> int:
-    """Return how many processes assemble batches. One works ahead of a GPU, so that the GPU never waits; none on a CPU, whose cores are busy."""
-    return int(torch.cuda.is_available())
+_MOST_PROCESSES = 8
+"""Most processes that make the pixels of one GPU."""
+
+
+def loader_processes(*, with_pictures: bool = False) -> int:
+    """Return how many processes assemble batches. They work ahead of a GPU, so that it never waits; none on a CPU, whose cores are busy.
+
+    One suffices for text. `with_pictures` the cores of the machine are shared out: a picture takes some 10 ms.
+    """
+    if not torch.cuda.is_available() or not with_pictures:
+        return int(torch.cuda.is_available())
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(cores - 1, _MOST_PROCESSES))
 
 
 def step_loader(steps: ByStep, *, first: int = 0) -> Iterable[list[MicroBatch]]:
@@ -258,7 +268,7 @@ def step_loader(steps: ByStep, *, first: int = 0) -> Iterable[list[MicroBatch]]:
         steps,
         batch_size=None,
         sampler=range(first, len(steps)),
-        num_workers=loader_processes(),
+        num_workers=loader_processes(with_pictures=getattr(steps, "sight", None) is not None),
         worker_init_fn=_ignore_signals_except_from_parent,
         pin_memory=torch.cuda.is_available(),
         # a generator of its own: drawing a base seed from the global one would make a resumed run differ from an unbroken one

@@ -147,7 +147,7 @@ COUNTS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "the model's token without a picture": (
         {"messages": [{"role": "user", "content": "<|image_pad|>"}, said()]},
-        "pictures-misplaced",
+        "stray-placeholder",
         "",
     ),
     "running text": ({"text": "A cat.", "image": "cat.png"}, "not-plain-text", "image"),

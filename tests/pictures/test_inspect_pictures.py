@@ -111,3 +111,9 @@ def test_odd_pictures_are_found_with_their_places(folder: Path, model: str) -> N
     assert findings["pictures_without_tokens"] == (1, [":4"])
     assert findings["pictures_cut_off"] == (1, [":5"])
     assert findings["shared_pictures"] == (1, [":5 (as :3)"])
+
+
+def test_tokens_of_pictures_in_tokenised_rows_are_found(folder: Path, model: str) -> None:
+    image = json.loads((Path(model) / "config.json").read_text())["image_token_id"]
+    rows = [{"input_ids": [40, 41, token, 43]} for token in (42, image)]
+    assert found(folder, model, rows)["tokens_without_pictures"] == (1, [":2"])

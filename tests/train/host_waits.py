@@ -108,7 +108,7 @@ def train_watched(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepTrainer, "next_batches", watched)
-        patch.setattr(loader, "loader_processes", lambda: 1)  # what the loader does is no part of the step
+        patch.setattr(loader, "loader_processes", lambda **_: 1)  # what the loader does is no part of the step
         train_here(config, folder / "run", ranks)
 
 

@@ -80,7 +80,7 @@ def test_early_stop_keeps_the_weights_of_the_lowest_eval_loss(tmp_path: Path) ->
 
 
 def with_loader_processes(*given: Any) -> None:
-    loader.loader_processes = lambda: 2
+    loader.loader_processes = lambda **_: 2
     forked.run(*given)
 
 

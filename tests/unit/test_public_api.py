@@ -18,7 +18,7 @@ SIGNATURES = {
     "dither_weights": "(model, *, seed=0)",
     "pack": "(lengths, tokens_per_row, *, strategy='best_fit', seed=0)",
     "PackedCollator": "(return_flash_attn_kwargs=False, return_seq_idx=False, return_segments=True)",
-    "Segments": "(lengths, prefixes=())",
+    "Segments": "(lengths, prefixes=(), blocks=(), two_way=TwoWay(in_global_layers=True, beyond_window=False), pictures=())",
 }
 """Without their types."""
 DOCUMENTED = ("library.attach", "library.collator", "packing.prefixes", "packing.segments")

@@ -32,7 +32,7 @@ _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PictureHeader:
     """Height and width of a picture as a viewer shows it, and a 64-bit hash of its encoded bytes."""
 
     size: tuple[int, int]
@@ -47,7 +47,7 @@ def _open(content: bytes) -> Iterator[Image.Image]:
             yield image
 
 
-def inspect_bytes(content: bytes, name: str, field: str) -> Seen:
+def inspect_bytes(content: bytes, name: str, field: str) -> PictureHeader:
     """Read the header of an encoded picture. Raises BadRow for a picture that cannot be trained on."""
 
     def refuse(reason: str, what: str, fix: str = "") -> BadRow:
@@ -68,7 +68,7 @@ def inspect_bytes(content: bytes, name: str, field: str) -> Seen:
             if not _has_end(content, image.format or ""):
                 image.load()
             elif image.format == "PNG" and not any(mark in content for mark in _PNG_EXIF):
-                return Seen((height, width), _hash(content))  # getexif would decode it
+                return PictureHeader((height, width), _hash(content))  # getexif would decode it
             turned = image.getexif().get(0x0112) in _TURNED
     except BadRow:
         raise
@@ -77,7 +77,7 @@ def inspect_bytes(content: bytes, name: str, field: str) -> Seen:
     except Exception as error:  # PIL's readers may raise anything for damaged files
         told = "is no picture that PIL can read" if isinstance(error, Image.UnidentifiedImageError) else ""
         raise refuse("broken picture", told or f"is broken: {first_line(error)}", "Get the picture anew.") from error
-    return Seen((width, height) if turned else (height, width), _hash(content))
+    return PictureHeader((width, height) if turned else (height, width), _hash(content))
 
 
 def _has_end(content: bytes, format: str) -> bool:

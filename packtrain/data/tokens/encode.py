@@ -57,6 +57,8 @@ UNTRAINED = "no trained token within data.max_length"
 TOO_LONG = "longer than data.max_length"
 SAME = "identical answers within data.max_length"
 MARKED = "marked as not trained"
+STRAY = "stray placeholder"
+"""Reason for dropping rows whose texts have the token that stands for a picture."""
 UNUSABLE = (UNTRAINED, TOO_LONG, SAME, MARKED)
 """Reasons for dropping rows that are not bad rows."""
 NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to stop."
@@ -201,7 +203,7 @@ class Encoder:
                 token = self.pictures.placeholder
         if token and any(token in text for text in texts):
             fix = f"Give the row its pictures (a column images, with <image> in the texts), or take {token} out."
-            raise BadRow("pictures misplaced", f"a text has {token}, the model's token for a picture", fix=fix)
+            raise BadRow(STRAY, f"a text has {token}, the model's token for a picture", fix=fix)
 
     @cached_property
     def _training(self) -> ChatEncoder | None:

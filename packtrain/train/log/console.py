@@ -211,7 +211,11 @@ def log_pictures(log: Log, run: Prepared) -> None:
     if run.sight is None:
         return
     report, towers = run.data.train.report, run.config.model.towers
-    words = report.pictures.in_words(report.tokens) if report.pictures else "not counted in a stream, or only held out"
+    words = (
+        report.pictures.in_words(report.tokens)
+        if report.pictures
+        else "only held out, or beyond the first rows of a stream"
+    )
     log.fact("pictures", f"{words}; towers {towers}")
     if run.backend and run.backend.pictures:
         log.fact("", _proved(run.backend.pictures, "documents with pictures in a row"))
