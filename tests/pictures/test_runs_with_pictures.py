@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from eyes import picture
 from here import loaded, train_here
 from matrix import ALONE, CHECKPOINT, ROWS, STRATEGIES, VARIANTS, Cell, Runs, assert_same_training, cut, parameters
-from running import Run, assert_same_bits, config_on, joined, write_jsonl, written
+from running import Run, assert_same_bits, config_on, joined, packtrain, write_jsonl, written
 from test_trl_pictures import seeing_checkpoint
 
 SEEN = {"first": (56, 84), "second": (112, 40)}
@@ -115,3 +116,16 @@ def test_a_picture_longer_than_the_documents_of_the_proof_joins_those_without_on
     config = loaded(tmp_path, config, "model.towers=trained", f"packing.mode={mode}", "batch.examples_per_step=3")
     run = train_here(config, tmp_path / "run")
     assert len(run.losses) == 1
+
+
+def test_eval_shows_pictures_to_adapters(tmp_path: Path) -> None:
+    """Positions of this family come from its pictures."""
+    seeing_checkpoint(tmp_path / "model", "qwen2_vl")
+    picture(56, 56).save(tmp_path / "first.png")
+    rows = str(write_jsonl(tmp_path / "rows.jsonl", seeing(ROWS["sft"][0])[3:6]))
+    config = config_on(tmp_path / "model", tmp_path, data={"train": rows, "eval": rows}, trainer={"max_steps": 1})
+    config = loaded(tmp_path, config, "peft=lora", "trainer.samples=[0]", "batch.examples_per_step=3")
+    run = train_here(config, tmp_path / "run")
+    report = json.loads(packtrain("eval", str(run.folder), "--generate", "1", "--json").stdout)
+    assert report["figures"]["eval_loss"] == pytest.approx(run.evals[-1]["eval_loss"], rel=1e-5)
+    assert report["generated"]["answers"][0]["answer"].strip().startswith(run.summary["answers"][0]["after"])
