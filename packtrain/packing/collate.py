@@ -20,7 +20,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from packtrain.data.dataset import Document, Preference
-from packtrain.errors import UserError
 from packtrain.packing.pictures import Sight
 from packtrain.packing.prefixes import SharedRow, outside_pictures
 from packtrain.packing.segments import Segments, SplitSegments, own_tokens, split_row
@@ -89,7 +88,8 @@ def _collate_row(
     documents: Sequence[Document], segments: Segments, places: Sequence[np.ndarray], sight: Sight | None
 ) -> tuple[ModelInputs, list[np.ndarray]]:
     """Collate a row whose documents have their tokens at `places`. Return the places of each document's targets, too."""
-    if len(completed := _with_blank(documents, sight)) > len(documents):
+    given = len(documents)
+    if len(completed := _with_blank(documents, sight)) > given:
         blank, prefixes = len(completed[-1].input_ids), (*segments.prefixes, None) if segments.prefixes else ()
         documents, places = completed, [*places, np.arange(segments.tokens, segments.tokens + blank)]
         segments = Segments((*segments.lengths, blank), prefixes)
@@ -100,7 +100,7 @@ def _collate_row(
         labels[at[labelled]] = document.input_ids[labelled + 1]
         trained.append(at[labelled])
     row = {"input_ids": torch.as_tensor(ids)[None], "shift_labels": torch.as_tensor(labels)[None]}
-    return {**row, **_seeing(documents, segments, places, sight)}, trained
+    return {**row, **_seeing(documents, segments, places, sight)}, trained[:given]
 
 
 def _with_blank(documents: Sequence[Document], sight: Sight | None) -> Sequence[Document]:
@@ -133,14 +133,7 @@ def row_arguments(segments: Segments) -> ModelInputs:
 
 
 def part_of(batch: ModelInputs, part: int, parts: int) -> ModelInputs:
-    """Return part number `part` of a collated row. Places of answers still refer to the whole row.
-
-    Raises UserError for a row with pictures: a tower would need a part of a picture's tokens.
-    """
-    if batch["segments"].pictures:
-        what = "a document with pictures would be split over processes"
-        fix = "Set it to 1, and data.max_length to at most batch.tokens_per_device."
-        raise UserError(what, where="strategy.sequence_parallel", fix=fix, code="split-pictures")
+    """Return part number `part` of a collated row without pictures. Places of answers still refer to the whole row."""
     segments = split_row(batch["segments"], part, parts)
     here = own_tokens(segments)
     own = {name: batch[name][:, here] for name in ("input_ids", "shift_labels") if name in batch}

@@ -95,6 +95,15 @@ class Sight:
         rotary = None if part is None else (type(part), cast("PreTrainedConfig", part.config))
         return cls(reader, takes, ids, two_way_of(model), rotary=rotary)
 
+    @property
+    def text(self) -> int:
+        """The first token that is of no picture."""
+        return min({*range(len(self.tokens) + 1)} - {*self.tokens})
+
+    def as_text(self, ids: np.ndarray) -> np.ndarray:
+        """Return `ids` with `text` in place of tokens of pictures."""
+        return np.where(np.isin(ids, self.tokens), self.text, ids)
+
     def with_blank(self, documents: Sequence[Document]) -> list[Document]:
         """Add the `blank` document to documents without pictures."""
         if self.blank is None or any(document.pictures for document in documents):

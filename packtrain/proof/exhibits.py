@@ -118,7 +118,7 @@ def check_pictures(
                 )
         if not padding:
             return
-        rows = _logits(model, collate_padded(documents, 0, exhibits.sight))
+        rows = _logits(model, collate_padded(documents, exhibits.sight.text, exhibits.sight))
     beside = torch.cat([row[: len(own)] for row, own in zip(rows, alone, strict=True)])
     statistic = torch.mean if (autocast or model.dtype).itemsize < 4 else torch.max
     off = difference(beside, torch.cat(alone), statistic=statistic)
@@ -165,8 +165,7 @@ def reach_of_gradients(model: PreTrainedModel, backend: str, exhibits: Exhibits)
 
 def _row(model: PreTrainedModel, exhibits: Exhibits) -> tuple[list[Document], np.ndarray]:
     """Return the documents of the row, and the tokens of all of them with their replacements: int64 [2, T]. -1: other pixels."""
-    text = np.random.default_rng(0).integers(0, vocabulary_size(model), (2, _TEXT))
-    text[np.isin(text, exhibits.sight.tokens)] = 0
+    text = exhibits.sight.as_text(np.random.default_rng(0).integers(0, vocabulary_size(model), (2, _TEXT)))
     middle = Document(text[0], np.zeros(_TEXT, dtype=bool))
     documents = [exhibits.first, middle, exhibits.last]
     own = [document.input_ids.astype(np.int64) for document in documents]
@@ -194,8 +193,9 @@ def _as_one(batch: ModelInputs) -> ModelInputs:
 
 def _alone(model: PreTrainedModel, sight: Sight, document: Document) -> torch.Tensor:
     """Return float32 [length, ids] of a document alone. The model makes its positions itself."""
-    batch = collate_padded([document], 0, sight)
-    return _logits(model, {name: value for name, value in batch.items() if name != "position_ids"})[0]
+    batch = collate_padded([document], sight.text, sight)
+    found = _logits(model, {name: value for name, value in batch.items() if name != "position_ids"})
+    return found[0, : len(document.input_ids)]  # a blank picture beside it may be longer
 
 
 def _logits(model: PreTrainedModel, batch: ModelInputs) -> torch.Tensor:

@@ -221,6 +221,7 @@ def answer_held_out(
     from packtrain.data.pictures.processor import PictureProcessor
     from packtrain.data.prepare import prepare
     from packtrain.data.tokens.chat_template import give_template
+    from packtrain.model.load import base_model
     from packtrain.packing.pictures import Sight
     from packtrain.train.questions import generate
 
@@ -228,7 +229,7 @@ def answer_held_out(
     sight = None
     if has_pictures_in(documents):
         processor = PictureProcessor(run.model, run.data.max_picture_tokens)
-        sight = Sight.of(model, PictureReader(processor), processor.tokens)
+        sight = Sight.of(base_model(model), PictureReader(processor), processor.tokens)
     if run.data.chat_template:
         give_template(tokenizer, run.data.chat_template)
     answers = []

@@ -207,6 +207,10 @@ def settle_split(run: Prepared) -> str:
     base = base_model(run.model)
     if parts == 1:
         return ""
+    if run.sight is not None:  # a tower would need a part of a picture's tokens
+        what = "documents are split over processes, and the data has pictures"
+        fix = f"Set it to 1, and data.max_length to at most {limit}."
+        raise UserError(what, where=SPLIT_KEY, fix=fix, code="split-pictures")
     backend = run.backend.backend.name if run.backend else ""
     if why := why_not_split(base, backend):
         fix = f"set data.max_length to at most {limit}, and {SPLIT_KEY}=1"

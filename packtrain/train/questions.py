@@ -88,6 +88,7 @@ def show(prompt: Document, tokenizer: PreTrainedTokenizerBase) -> str:
     if tokenizer.chat_template:
         turn = [{"role": "user", "content": "\0"}]
         frame = str(tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)).split("\0")
+        frame, text = [part.strip() for part in frame], text.strip()  # a picture's first token may hold a line's end
         text = text.removeprefix(frame[0]).removesuffix(frame[-1]) if text.startswith(frame[0]) else text
     return re.sub("|".join(map(re.escape, tokenizer.all_special_tokens)), "", text).strip()
 

@@ -82,8 +82,7 @@ def exhibits_of(run: Prepared) -> Exhibits | None:
     if run.sight is None:
         return None
     ids: Any = np.random.default_rng(0).integers(0, vocabulary_size(base_model(run.model)), (2, _TEXT))
-    ids[np.isin(ids, run.sight.tokens)] = 0
-    texts = (Document(own, np.zeros(_TEXT, bool)) for own in ids)
+    texts = (Document(own, np.zeros(_TEXT, bool)) for own in run.sight.as_text(ids))
     return Exhibits(
         run.sight, *(in_text(picture, text) for picture, text in zip(drawn_pictures(run), texts, strict=True))
     )
@@ -94,5 +93,5 @@ def picture_batch(run: Prepared) -> Batch | None:
     exhibits = exhibits_of(run) if run.config.model.towers == "trained" else None
     if exhibits is None:
         return None
-    batch = collate_padded([exhibits.first], 0, exhibits.sight)
+    batch = collate_padded([exhibits.first], exhibits.sight.text, exhibits.sight)
     return {name: value for name, value in batch.items() if name != "shift_labels"}

@@ -65,6 +65,8 @@ class _FSDP2Placement(Placement):
         if embedding is not None:
             cast(Any, embedding).set_unshard_in_backward(False)
         base._is_fsdp_managed_module = True  # makes transformers generate on all processes together
+        # makes it run towers within the forward, where weights are gathered
+        base._supports_mm_encoder_outputs = lambda: False
         if base is not model:  # peft calls its model's forward by name, past the hooks that gather the weights
             cast(Any, model).base_model.forward = lambda *args, **kwargs: base(*args, **kwargs)
 

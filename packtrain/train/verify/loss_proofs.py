@@ -242,7 +242,7 @@ class RandomExamples(list[Any]):
 
         def tokens(count: int) -> np.ndarray:
             drawn = random.integers(0, vocabulary, count, dtype=np.int32)
-            return drawn if sight is None else np.where(np.isin(drawn, sight.tokens), 0, drawn).astype(np.int32)
+            return drawn if sight is None else sight.as_text(drawn).astype(np.int32)
 
         def seeing(document: Document, number: int, places: Mapping[int, int]) -> Document:
             return in_text(pictures[places[number]], document) if pictures and number in places else document
