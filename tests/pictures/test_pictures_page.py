@@ -41,9 +41,9 @@ def test_each_form_of_a_row_gives_one_picture_of_the_prompt(number: int, model: 
 
 def test_the_settings_of_the_page_are_keys(tmp_path: Path) -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
-        base = {"model": {"path": "m/m"}, "data": {"train": "o/d"}}
+        base = {"model": {"path": "m/m"}, "data": {"train": "o/d", "eval": "o/e"}}
         given = yaml.safe_load(block)
         merged = {**base, **{group: {**base.get(group, {}), **values} for group, values in given.items()}}
         (tmp_path / "ours.yaml").write_text(yaml.safe_dump(merged))
