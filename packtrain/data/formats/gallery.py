@@ -43,7 +43,7 @@ def place_pictures(row: Row, messages: Messages) -> Messages:
 
 
 def _read_column(row: Row) -> list[PictureSource]:
-    """Return the pictures of the row's column, which may hold one, a list, or a list as JSON."""
+    """Return the pictures of the row's column: one, a list, or a list as JSON."""
     value, where = row.optional("images"), row.name("images")
     if value is None or value == "":
         return []

@@ -1,6 +1,7 @@
-"""Processor files of a model that is made from model.config, as a hub would have them beside its weights.
+"""Processor files for a model made from model.config.
 
-Only sizes are taken from the config: patches, how many of them make a token, and the size of models with pictures of one size.
+They are like those of a published model. The config sets only sizes: of patches, the number of patches per token, and of
+pictures, for models with pictures of one size.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class PictureProcessor:
         return len(self._loaded.tokenizer(self._text_of(height, width), add_special_tokens=False)["input_ids"])
 
     def scale(self, height: int, width: int) -> Size:
-        """Return the size for at most `max_tokens` tokens; the picture's own if it has no more."""
+        """Scale a picture's size down to at most `max_tokens` tokens."""
         if self.max_tokens is None:
             return height, width
         if (scaled := self._scaled.get((height, width))) is None:
@@ -272,7 +272,7 @@ def _import_pixtral() -> Any:
 def _load(
     path: str | None, tokenizer: str | None, revision: str | None, trust_remote_code: bool, config: str
 ) -> ProcessorMixin | BadRow:
-    """Load a processor once in this process, or return the error: the cache keeps it, too.
+    """Load a processor once in this process. Return the error if it fails.
 
     `config`: model.config as JSON for a model without path, else "".
     """
