@@ -1,8 +1,8 @@
 """Pictures in the padded calls that `attach` packs.
 
 The row takes the pixels unchanged, since documents keep their order. The marks of picture tokens move with the tokens.
-Positions in time, height and width are the model's own for the padded batch. `attach` does not know which pixels belong to which
-document: so a backend that runs each document alone cannot serve these calls.
+Positions in time, height and width are the model's own for the padded batch. `attach` does not know the pixels of each document,
+so a backend that runs documents one by one cannot serve these calls.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ model's own shift is not used. `shift_labels[t]` is the token that position t ha
 
 Answers also come with the places of their targets in the batch, answer by answer. Pairs have all chosen answers first, then all
 rejected ones. A pair with a shared prompt is three segments: the prompt without its last token, then for each answer that last token
-(which predicts the answer's first) and the answer. A `sight` adds the arguments by which the model sees the documents' pictures.
+(which predicts the answer's first) and the answer. A `sight` adds the model's arguments for the documents' pictures.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def two_way_of(model: PreTrainedModel) -> TwoWay | None:
 
 
 def _both_ways(model: PreTrainedModel) -> object:
-    """Return which tokens see those after them, as the config says: "vision", "all", True, or None."""
+    """Return the config's word for tokens that see ahead: "vision", "all", True, or None."""
     config: Any = model.config
     return getattr(config.get_text_config(), "use_bidirectional_attention", None)
 
@@ -87,7 +87,7 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Maker of the arguments by which a model sees pictures. It can be pickled.
+    """Maker of a model's arguments for pictures. It can be pickled.
 
     `takes`: names of the arguments of the model's forward. `tokens`: ids that stand for pictures. `two_way`: see
     `two_way_of`. `rotary`: class and config of the model's `rotary_part`, None without one. `blank`: document with a picture.

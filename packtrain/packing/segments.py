@@ -33,10 +33,10 @@ class PlacedPicture(NamedTuple):
 
 
 class TwoWay(NamedTuple):
-    """Rule by which tokens of a picture also see later tokens of it.
+    """Layers where the tokens of a picture see each other both ways.
 
-    In layers with a window they always do. Of the earlier tokens they see those within the window there, or with
-    `beyond_window` all of the picture's. `in_global_layers`: they also see later tokens in layers without a window.
+    These are the layers with a window; `in_global_layers`: also those without one. `beyond_window`: a token sees the whole
+    picture there, else only the picture's tokens within its window.
     """
 
     in_global_layers: bool

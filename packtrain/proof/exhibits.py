@@ -1,8 +1,8 @@
 """Proof that documents in a packed row cannot see each other's pictures. Measured on the loaded model.
 
 Three documents share a row: two with a picture each, and text between them. Each is changed in turn: the middle one gets other
-tokens, the outer ones other pixels. As in isolation.py, the outputs of the others must not move, and each document must have the
-same outputs as alone. The control has two parts: the row declared as one document must differ, and a changed picture must move
+tokens, the outer ones other pixels. Like in isolation.py, the outputs of the others must not move, and each document must have the
+outputs that it has alone. The control has two parts: the row declared as one document must differ, and a changed picture must move
 the outputs after it in its own document.
 """
 
@@ -183,7 +183,7 @@ def two_texts(model: PreTrainedModel, sight: Sight, length: int) -> np.ndarray:
 
 
 def _row(model: PreTrainedModel, exhibits: Exhibits) -> tuple[list[Document], np.ndarray]:
-    """Return the documents of the row, and their tokens with replacements or _OTHER_PIXELS: int64 [2, T]."""
+    """Return the documents of the row, and int64 [2, T]: their tokens, and the replacements or _OTHER_PIXELS."""
     text = two_texts(model, exhibits.sight, _TEXT_TOKENS)
     middle = Document(text[0], np.zeros(_TEXT_TOKENS, dtype=bool))
     documents = [exhibits.first, middle, exhibits.last]
@@ -214,5 +214,5 @@ def _split_logits(model: PreTrainedModel, row: ModelInputs, lengths: tuple[int, 
 
 
 def _after_picture(document: Document, outputs: torch.Tensor) -> torch.Tensor:
-    """Return the outputs from the last token of the document's picture on: they depend on all of its pixels."""
+    """Return the outputs from the picture's last token on: they depend on all its pixels."""
     return outputs[document.pictures[0].end - 1 :]

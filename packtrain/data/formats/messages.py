@@ -217,7 +217,7 @@ def texts_of(message: Json) -> list[str]:
 
 
 def _read_picture_parts(message: Json, where: str, folder: str) -> list[Json]:
-    """Return the message's texts and pictures, in their order, as parts of type text and image."""
+    """Return the message's parts in order, each of type text or image."""
     parts = list[Json]()
     for index, part in enumerate(message["content"]):
         place, kind = f"{where}[{index}]", part.get("type") if is_object(part) else None

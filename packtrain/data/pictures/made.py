@@ -1,7 +1,7 @@
 """Processor files for a model made from model.config.
 
-They are like those of a published model. The config sets only sizes: of patches, the number of patches per token, and of
-pictures, for models with pictures of one size.
+A published model has the same files beside its weights. From the config we take the size of patches, the number of patches in a
+token, and the size of pictures if the model has only one.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def _read_csv(path: Path | RemoteFile, separator: str | None) -> Iterator[tuple[
 
 
 def _rows_per_chunk(rows: int, size: int) -> int:
-    """Return how many rows make a chunk of a table of `rows` rows and `size` bytes.
+    """Return how many rows of a table make a chunk. The table has `rows` rows and `size` bytes.
 
     It is CHUNK_ROWS, or fewer for large rows, mostly with pictures.
     """
