@@ -103,4 +103,4 @@ def _put_first(messages: Messages, pictures: list[PictureSource], where: str) ->
             shown = [{"type": "image", "image": picture} for picture in pictures]
             text = [{"type": "text", "text": message["content"]}] if message["content"] else []
             return [*messages[:index], {**message, "content": [*shown, *text]}, *messages[index + 1 :]]
-    raise BadRow(_MISPLACED, "there is no user turn to put the pictures into", where)
+    raise BadRow(_MISPLACED, "there is no user's turn to put the pictures into", where)
