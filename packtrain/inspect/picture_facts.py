@@ -48,7 +48,7 @@ MEANT = ("pictures_scaled_down", "shared_pictures")
 
 
 def find_picture_faults(corpus: Corpus, stray: np.ndarray) -> Iterator[tuple[str, np.ndarray, list[int]]]:
-    """Yield each fault of PICTURE_FAULTS: name, rows of data.train, and the earlier rows with the same picture.
+    """Yield each fault of PICTURE_FAULTS: name, rows of data.train, and earlier rows repeated there.
 
     `stray`: bool[documents], True with a picture's token outside of all pictures.
     """

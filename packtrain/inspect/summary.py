@@ -292,7 +292,7 @@ def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> Show
 
 
 def _show_spans(corpus: Corpus, document: Document, first: int, end: int) -> list[Shown]:
-    """Return the text of the tokens `first` to `end` - 1 in spans of one style.
+    """Return the text of tokens `first` to before `end`, in spans of one style.
 
     Each turn begins a line, and a picture is one span.
     """

@@ -110,9 +110,8 @@ class Sight:
         if _both_ways(model) in (True, "all"):
             what = f"{type(model).__name__} sees the text before an answer both ways, which training with pictures does not support"
             raise UserError(what, where="model.path", fix="take another model", code="text-both-ways")
-        ids = tuple(tokens) or tuple(
-            getattr(model.config, name) for name in _PLACEHOLDERS if hasattr(model.config, name)
-        )
+        config = model.config
+        ids = tuple(tokens) or tuple(getattr(config, name) for name in _PLACEHOLDERS if hasattr(config, name))
         takes = frozenset(inspect.signature(type(model).forward).parameters)
         if unknown := [name for name in takes if name.endswith("token_type_ids") and name not in TYPES]:
             what = f"{type(model).__name__} wants {unknown[0]} with pictures, which packtrain does not make"

@@ -423,7 +423,7 @@ def _activations(config: RunConfig, model: ModelSize, batch: FullestBatch | None
 
 
 def _pictures(config: RunConfig, model: ModelSize, batch: FullestBatch, text: int) -> int:
-    """Return the bytes of pixels and towers, at most (vision.py), beyond those of text.
+    """Return an upper bound of the bytes that pixels and towers add (vision.py).
 
     `text`: bytes of the language part's activations.
     """

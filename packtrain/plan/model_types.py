@@ -60,7 +60,7 @@ PACKAGES = {"fast_vlm": "timm", "gemma3n": "timm", "inkling_mm_model": "scipy", 
 
 
 def check_type(config: Json, where: str, *, scores: bool) -> None:
-    """Raise UserError if the model type in `config` does not train, or its package is missing.
+    """Raise UserError if the model type does not train, or lacks a package.
 
     `scores`: for a reward model. A model with code of its own (`auto_map`) is not checked here: loading it shows whether it trains.
     """

@@ -183,7 +183,7 @@ def two_texts(model: PreTrainedModel, sight: Sight, length: int) -> np.ndarray:
 
 
 def _row(model: PreTrainedModel, exhibits: Exhibits) -> tuple[list[Document], np.ndarray]:
-    """Return the documents of the row, and int64 [2, T]: their tokens, and the replacements or _OTHER_PIXELS."""
+    """Return the row's documents, and int64 [2, T]: their tokens, and replacements or _OTHER_PIXELS."""
     text = two_texts(model, exhibits.sight, _TEXT_TOKENS)
     middle = Document(text[0], np.zeros(_TEXT_TOKENS, dtype=bool))
     documents = [exhibits.first, middle, exhibits.last]

@@ -1,4 +1,4 @@
-"""Sight of a run: the arguments by which its model sees pictures, and drawn pictures for proofs."""
+"""Sight of a run, and drawn pictures for its proofs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TEXT_TOKENS = 13
 
 
 def take_sight(run: Prepared) -> None:
-    """Set `run.sight`, by which the loaded model sees the pictures of the data. It stays None for data without pictures.
+    """Set `run.sight`, which shows pictures to the model. It stays None for data without pictures.
 
     A stream may bring pictures later, and `packtrain verify` has no data: there, any model with an image processor gets a sight.
     Raises UserError for data with pictures if the model takes none, and for trained towers if no picture can come.
