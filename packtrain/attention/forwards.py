@@ -25,7 +25,7 @@ _CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 def language_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the part of `model` that reads text: all of it, if it has no towers."""
+    """Return the language part of `model`; the whole model if it has no towers."""
     decoder = model if model.config.get_text_config() is model.config else model.get_decoder()
     return decoder if isinstance(decoder, PreTrainedModel) else model
 

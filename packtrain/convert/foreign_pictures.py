@@ -68,7 +68,7 @@ def towers(part: str, value: Value, theirs: Theirs) -> Outcome:
 
 
 def _scale(part: _Part, theirs: Theirs) -> float:
-    """Return a part's learning rate as a multiple of the run's; 0 if it is frozen."""
+    """Return a part's share of the run's learning rate, 0 if it is frozen."""
     given = theirs.get(*part.switches)
     if part.is_frozen if given is None else is_on(given):
         return 0
@@ -76,7 +76,7 @@ def _scale(part: _Part, theirs: Theirs) -> float:
 
 
 def picture_tokens(value: Value, theirs: Theirs) -> Outcome:
-    """Convert the most pixels of a picture to tokens, if a token is a square of pixels."""
+    """Convert a limit of pixels to tokens, for models with square tokens."""
     model = theirs.get("model", "model_name_or_path")
     config = theirs.file.settings_of(f"{model}/preprocessor_config.json")
     named = f"{model} {theirs.get('template')}"

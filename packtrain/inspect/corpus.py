@@ -104,7 +104,7 @@ class Corpus:
 
     @cached_property
     def picture_ids(self) -> list[int]:
-        """Tokens that stand for pictures, by the model's config; empty if it is unknown, or takes none."""
+        """Return the picture tokens that the model's config names; none if the config is unknown."""
         sizes = known_sizes(self.config.model)
         found = (sizes.get(name) for name in ("image_token_id", "image_token_index"))
         return [token for token in found if isinstance(token, int)]

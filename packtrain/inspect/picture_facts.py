@@ -1,4 +1,4 @@
-"""Pictures as examples show them, and what the audit says of them."""
+"""Pictures of shown examples, and the audit's checks of pictures."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from packtrain.inspect.rendering import Shown
 from packtrain.wording import counted
 
 THUMBNAILS = 60
-"""Most thumbnails of a page; each takes a few kB."""
+"""Most thumbnails on a page; each takes a few kB."""
 PICTURE_FAULTS = {
     "pictures_without_tokens": (
         "these rows have more or fewer pictures than places for them, so they are left out",
         "Write one place (a part of type image, or <image>) for each picture.",
     ),
     "tokens_without_pictures": (
-        "the tokens have the one that stands for a picture ({token}), and there is no picture for it",
+        "the tokens contain the model's token for a picture ({token}), but no picture belongs to it",
         "Take it out of the texts or tokens, or give the pictures: parts of type image, or a column images.",
     ),
     "pictures_cut_off": (
@@ -43,14 +43,15 @@ PICTURE_FAULTS = {
         "Several questions on one picture are usual. Else take them out: the answers belong to another picture.",
     ),
 }
-"""Faults of pictures: problem and fix. The last two may be meant."""
+"""Faults of pictures: problem and fix."""
 MEANT = ("pictures_scaled_down", "shared_pictures")
+"""Faults that may be intended."""
 
 
 def find_picture_faults(corpus: Corpus, stray: np.ndarray) -> Iterator[tuple[str, np.ndarray, list[int]]]:
-    """Yield each fault of PICTURE_FAULTS: its name, its rows of data.train, and the earlier rows that these repeat.
+    """Yield each fault of PICTURE_FAULTS: name, rows of data.train, and earlier rows repeated there.
 
-    `stray`: bool[documents] with a picture's token outside of all pictures.
+    `stray`: bool[documents], True with a picture's token outside of all pictures.
     """
     yield "pictures_without_tokens", _trained(corpus, corpus.dropped_for(MISPLACED)), []
     rows = np.union1d(corpus.row_of[corpus.in_train & stray], _trained(corpus, corpus.dropped_for(STRAY)))
@@ -74,7 +75,7 @@ def _trained(corpus: Corpus, rows: np.ndarray) -> np.ndarray:
 
 
 def _are_scaled(corpus: Corpus, table: np.ndarray) -> np.ndarray:
-    """Return which pictures are scaled down, bool[n]. Their sizes are asked for once each."""
+    """Return which pictures are scaled down, bool[n]. The processor is asked once for each size."""
     most = corpus.config.data.max_picture_tokens
     if most is None or not len(table):
         return np.zeros(len(table), bool)
@@ -93,7 +94,7 @@ def show_picture(picture: Picture) -> Shown:
 
 
 def add_thumbnails(examples: Iterable[Shown]) -> None:
-    """Add `image`, a data URL, to the pictures of shown examples. Those that cannot be read any more stay words."""
+    """Add `image`, a data URL, to the pictures of shown examples. Pictures that are gone stay words."""
     parts = (part for example in examples for part in example["parts"])
     pictures: list[dict] = [span["picture"] for part in parts for span in part["spans"] if "picture" in span]
     for shown in pictures[:THUMBNAILS]:

@@ -129,7 +129,7 @@ def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes
 
 
 def _choose_typical(corpus: Corpus) -> list[int]:
-    """Choose examples of usual length from the start of the data, by their first documents. Those with pictures come first."""
+    """Choose examples of usual length from the start of the data, by their first documents. Examples with pictures come first."""
     together = corpus.spec.documents
     first = corpus.train.rows[: _CANDIDATES * together : together]
     lengths = corpus.documents.lengths[first]
@@ -292,7 +292,10 @@ def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> Show
 
 
 def _show_spans(corpus: Corpus, document: Document, first: int, end: int) -> list[Shown]:
-    """Return the text of the tokens from `first` to before `end`, in spans of one style. Each turn begins a line, a picture is a span."""
+    """Return the text of tokens `first` to before `end`, in spans of one style.
+
+    Each turn begins a line, and a picture is one span.
+    """
     ids, mask = document.input_ids[:end], document.loss_mask
     pictures = {picture.start: picture for picture in document.pictures}
     shown = -1

@@ -1,7 +1,8 @@
 """Pictures in the padded calls that `attach` packs.
 
-Pixels go to the row as they are: documents keep their order. Marks of picture tokens move with the tokens. Positions in time, height and width are
-those that the model itself gives the padded batch. Models that do without pixels of single documents serve them (not `per_document`).
+The row takes the pixels unchanged, since documents keep their order. The marks of picture tokens move with the tokens.
+Positions in time, height and width are the model's own for the padded batch. `attach` does not know the pixels of each document,
+so a backend that runs documents one by one cannot serve these calls.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from packtrain.packing.collate import row_arguments, to_device
-from packtrain.packing.pictures import TYPES, two_way_of
+from packtrain.packing.pictures import TYPES, rotary_part, runs_of, two_way_of
 from packtrain.packing.segments import Segments
 
-_PICTURES = ("pixel", "image", "spatial_shapes")
+_PARTS_OF_NAMES = ("pixel", "image", "spatial_shapes")
+"""Arguments with pictures have one of these in their names."""
 
 
 def picture_arguments(call: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -29,7 +30,7 @@ def picture_arguments(call: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     found = {
         name: value
         for name, value in call.items()
-        if isinstance(value, torch.Tensor) and (name in TYPES or any(word in name for word in _PICTURES))
+        if isinstance(value, torch.Tensor) and (name in TYPES or any(part in name for part in _PARTS_OF_NAMES))
     }
     return found if any("pixel" in name for name in found) else {}
 
@@ -37,7 +38,7 @@ def picture_arguments(call: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def row_with_pictures(
     model: PreTrainedModel, call: Mapping[str, Any], segments: Segments, places: np.ndarray
 ) -> dict[str, Any]:
-    """Return the arguments of the row of a padded call with pictures.
+    """Return the arguments of the row for a padded call with pictures.
 
     `places`, int64 [T]: where the row's tokens are in the flattened batch.
     """
@@ -45,18 +46,14 @@ def row_with_pictures(
     at = to_device(torch.from_numpy(places), call["input_ids"].device)
     types = {name: given.pop(name).flatten()[at][None] for name in TYPES if name in given}
     if types and (two_way := two_way_of(model)):
-        marked = np.concatenate([[0], (next(iter(types.values()))[0] == 1).cpu().numpy().astype(np.int8), [0]])
-        borders = np.flatnonzero(np.diff(marked)).reshape(-1, 2).tolist()
-        cuts = [[start, *(cut for cut in segments.starts if start < cut < end), end] for start, end in borders]
-        blocks = tuple(pair for cut in cuts for pair in pairwise(cut))
-        segments = replace(segments, blocks=blocks, two_way=two_way)
+        marks = (next(iter(types.values()))[0] == 1).cpu().numpy()
+        # a run of marks may go on in the next document, if one ends and the other begins with a picture
+        cuts = [[start, *(cut for cut in segments.starts if start < cut < end), end] for start, end in runs_of(marks)]
+        segments = replace(segments, blocks=tuple(block for cut in cuts for block in pairwise(cut)), two_way=two_way)
     arguments = {**row_arguments(segments), **types, **given}
-    if (seer := next((part for part in model.modules() if hasattr(part, "get_rope_index")), None)) is not None:
-        arguments["position_ids"] = _positions(seer, call).flatten(1)[:, at][:, None]
+    part: Any = rotary_part(model)
+    if part is not None:
+        takes = inspect.signature(part.get_rope_index).parameters
+        positions = part.get_rope_index(**{name: call[name] for name in call if name in takes})[0]  # [axes, B, L]
+        arguments["position_ids"] = positions.flatten(1)[:, at][:, None]
     return arguments
-
-
-def _positions(seer: nn.Module, call: Mapping[str, Any]) -> torch.Tensor:
-    """Return the positions of the padded batch, int64 [axes, B, L]."""
-    takes = inspect.signature(seer.get_rope_index).parameters  # type: ignore[arg-type]
-    return seer.get_rope_index(**{name: value for name, value in call.items() if name in takes})[0]  # type: ignore[operator]

@@ -103,7 +103,7 @@ def joint_tensors(weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def fit_to_layers(model: PreTrainedModel, peft: Peft) -> Peft:
-    """Leave layers that cannot have adapters, and towers, out of an all-linear `peft`, and return it.
+    """Leave towers and layers without adapters out of an all-linear `peft`, and return it.
 
     Raises UserError if another choice names such layers, and for a name that no module has: PEFT would train the others without a word.
     """

@@ -129,7 +129,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def language_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that every token passes through: not those of vision and audio towers."""
+    """Return the layers of the language part. Layers of vision and audio towers are left out."""
     inside = {id(module) for module in language_model(base_model(model)).modules()}
     return [layer for layer in layers_of(model) if id(layer) in inside]
 

@@ -3,9 +3,9 @@
 The arguments hold padded rows or one flattened row. Labels are shifted here, document by document: no label crosses a border and the
 model's own shift is not used. `shift_labels[t]` is the token that position t has to predict, or IGNORE. A target is a token to predict.
 
-Answers also come with the places of their targets in the batch, answer by answer; of pairs, all chosen answers come first, then all
+Answers also come with the places of their targets in the batch, answer by answer. Pairs have all chosen answers first, then all
 rejected ones. A pair with a shared prompt is three segments: the prompt without its last token, then for each answer that last token
-(which predicts the answer's first) and the answer. With a `sight` the batch also shows the model the pictures of its documents.
+(which predicts the answer's first) and the answer. A `sight` adds the model's arguments for the documents' pictures.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def collate_flat(documents: Sequence[Document], sight: Sight | None = None) -> M
     return {
         "input_ids": torch.as_tensor(np.concatenate([d.input_ids for d in documents]).astype(np.int64))[None],
         "shift_labels": torch.cat([shifted_labels(document) for document in documents])[None],
-        **_seeing(documents, segments, places, sight),
+        **_arguments(documents, segments, places, sight),
     }
 
 
@@ -100,17 +100,18 @@ def _collate_row(
         labels[at[labelled]] = document.input_ids[labelled + 1]
         trained.append(at[labelled])
     row = {"input_ids": torch.as_tensor(ids)[None], "shift_labels": torch.as_tensor(labels)[None]}
-    return {**row, **_seeing(documents, segments, places, sight)}, trained[:given]
+    return {**row, **_arguments(documents, segments, places, sight)}, trained[:given]
 
 
 def _with_blank(documents: Sequence[Document], sight: Sight | None) -> Sequence[Document]:
+    """Add the document with a picture that trained or sharded towers need in every micro-batch."""
     return documents if sight is None else sight.with_blank(documents)
 
 
-def _seeing(
+def _arguments(
     documents: Sequence[Document], segments: Segments, places: Sequence[np.ndarray], sight: Sight | None
 ) -> ModelInputs:
-    """Return the `row_arguments`, and the arguments for pictures. Their positions replace the usual ones."""
+    """Return the `row_arguments` and the arguments for pictures, whose positions replace the usual ones."""
     if sight is None or not any(document.pictures for document in documents):
         return row_arguments(segments)
     seen = sight.see(documents, places, 1, segments.tokens)
@@ -156,21 +157,23 @@ def collate_answers(
     documents: Sequence[Document],
     pad_token_id: int,
     rows: RowLayout,
-    pairs: Sequence[int] = (),
+    prompts: Sequence[int] = (),
     sight: Sight | None = None,
 ) -> ModelInputs:
     """Collate answers, each a document with its prompt.
 
-    `pairs`: for pairs, the number of tokens of each prompt; `documents` has all chosen ones first. Returns the arguments of `collate_padded` or
-    `collate_flat` and: `label_places`; `target_places` int64 [targets], the places of targets in the flattened batch, answer by answer;
-    `target_counts` int64 [answers]. A token that both answers of a pair train is two targets.
+    `prompts`: for pairs, the number of tokens of each prompt. `documents` then has all chosen ones first, then all rejected ones.
+
+    Returns the arguments of `collate_padded` or `collate_flat` and: `label_places`; `target_places` int64 [targets], the places of
+    targets in the flattened batch, answer by answer; `target_counts` int64 [answers]. A token that both answers of a pair train is
+    two targets.
     """
     if rows == "padding":
         batch = collate_padded(documents, pad_token_id, sight)
         longest = batch["input_ids"].shape[1]
         targets = [at * longest + np.flatnonzero(document.loss_mask[1:]) for at, document in enumerate(documents)]
     else:
-        batch, targets = _collate_row(documents, *_lay_out(documents, pairs, shared=rows == "shared"), sight)
+        batch, targets = _collate_row(documents, *_lay_out(documents, prompts, shared=rows == "shared"), sight)
     return {
         **batch,
         "label_places": label_positions(batch["shift_labels"]),
@@ -203,8 +206,8 @@ def collate_scored(
 ) -> ModelInputs:
     """Collate B pairs for a reward model, all chosen documents first: `input_ids`, `margin` float32 [B].
 
-    A padded batch has an `attention_mask`. A row has the `row_arguments` and `ends` int64 [2B]: the place of the token of each document
-    that is scored: the last one that is not the padding token, as in transformers' models.
+    A padded batch has an `attention_mask`. A row has the `row_arguments` and `ends` int64 [2B], the place of each document's scored
+    token: its last token that is not padding, as in transformers' models.
     """
     pairs, margins = (pairs, margins) if len(pairs) else ([FILLER_PAIR], [0.0])
     documents, margin = _list_documents(pairs), torch.tensor(margins, dtype=torch.float32)
@@ -222,36 +225,39 @@ def _list_documents(pairs: Sequence[Preference]) -> list[Document]:
     return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
 
 
-def _lay_out(documents: Sequence[Document], pairs: Sequence[int], *, shared: bool) -> tuple[Segments, list[np.ndarray]]:
+def _lay_out(
+    documents: Sequence[Document], prompts: Sequence[int], *, shared: bool
+) -> tuple[Segments, list[np.ndarray]]:
     """Lay out documents as a row of T tokens. The two documents of a pair become neighbours.
 
-    `pairs` as in `collate_answers`. If `shared`, a prompt of two tokens or more stands in the row once, without its last token and up to
+    `prompts` as in `collate_answers`. If `shared`, the row has a prompt of two tokens or more once, without its last token and up to
     the first picture that differs. Returns the row's segments, and for each document the places of its tokens in the row.
     """
-    groups = [(number, number + len(pairs)) for number in range(len(pairs))] or [(at,) for at in range(len(documents))]
+    pairs, alone = len(prompts), [(number,) for number in range(len(documents))]
+    groups = [(number, number + pairs) for number in range(pairs)] or alone
     places: list[np.ndarray] = [np.zeros(0, np.int64)] * len(documents)
     lengths, prefixes, end = list[int](), list[int | None](), 0
-    for group, prompt in zip(groups, pairs or [0] * len(groups), strict=True):
-        once = _shareable([documents[number] for number in group], prompt) if shared else 0
-        before, prefix = np.arange(end, end + once), None
-        if len(before):
+    for group, prompt in zip(groups, prompts or [0] * len(groups), strict=True):
+        common = _count_shareable([documents[number] for number in group], prompt) if shared else 0
+        beginning, prefix = np.arange(end, end + common), None
+        if common:
             prefix = len(lengths)
-            lengths.append(len(before))
+            lengths.append(common)
             prefixes.append(None)
-        end += len(before)
+        end += common
         for number in group:
-            lengths.append(len(documents[number].input_ids) - len(before))
+            lengths.append(len(documents[number].input_ids) - common)
             prefixes.append(prefix)
-            places[number] = np.append(before, np.arange(end, end + lengths[-1]))
+            places[number] = np.append(beginning, np.arange(end, end + lengths[-1]))
             end += lengths[-1]
     sharing = any(prefix is not None for prefix in prefixes)
     return Segments(tuple(lengths), tuple(prefixes) if sharing else ()), places
 
 
-def _shareable(documents: Sequence[Document], prompt: int) -> int:
-    """Return how many tokens of the prompt the documents can share."""
-    alike = zip_longest(*(document.pictures for document in documents))
-    differ = [min(one.start for one in each if one) for each in alike if len({*each}) > 1]
+def _count_shareable(documents: Sequence[Document], prompt: int) -> int:
+    """Return how many tokens at the beginning of the prompt the documents can share."""
+    by_number = zip_longest(*(document.pictures for document in documents))
+    differ = [min(picture.start for picture in each if picture) for each in by_number if len({*each}) > 1]
     return outside_pictures(documents[0], min([prompt - 1, *differ]))
 
 

@@ -271,7 +271,7 @@ def index_prefixes(documents: IndexedDocuments) -> PrefixIndex:
 
 
 def outside_pictures(document: Document, end: int) -> int:
-    """Return the largest place up to `end`, at least 0, where the document can be cut: not within a picture."""
+    """Return the last place up to `end`, at least 0, that cuts no picture."""
     return next((picture.start for picture in document.pictures if picture.start < end < picture.end), max(end, 0))
 
 

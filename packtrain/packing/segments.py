@@ -4,7 +4,8 @@ A segment is a document, or a piece that continues the end of an earlier piece. 
 and to everything before them on the path to the root: a row holds the prompt of several answers once. The lengths are
 plain Python integers: no backend waits for the device to read them.
 
-A row may hold pictures. The row knows which rows of the model's picture arguments belong to each, and whether its tokens see each other both ways.
+A row may hold pictures. Its Segments say which part of the model's picture arguments belongs to each picture, and which
+tokens see each other both ways.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ import torch
 
 
 class PlacedPicture(NamedTuple):
-    """Picture of a row. `start`: place of its first token. `rows`: its number of rows in each argument of the model."""
+    """Picture in a row of tokens.
+
+    `start`: place of its first token. `rows`: its entries along the first axis of each picture argument of the model.
+    """
 
     start: int
     rows: dict[str, int]
 
 
 class TwoWay(NamedTuple):
-    """Where the tokens of a picture also see those after them.
+    """Layers where the tokens of a picture see each other both ways.
 
-    They do in layers with a window: earlier tokens of the picture only within the window, or, `beyond_window`, all of them. `in_global_layers`: in
-    layers without a window, too.
+    These are the layers with a window; `in_global_layers`: also those without one. `beyond_window`: a token sees the whole
+    picture there, else only the picture's tokens within its window.
     """
 
     in_global_layers: bool
@@ -49,8 +53,8 @@ class Segments:
     `prefixes[i]` is None or the number of an earlier segment that segment i continues. This prefix may have a prefix in turn: the
     tokens of i see all segments on this path in full, and their positions count on along it. `()`: no segment has a prefix.
 
-    `pictures` are in the order of their tokens. `blocks`: places (start, end) of tokens that see each other both ways, as `two_way` says. A block
-    lies in one segment.
+    `pictures` are in the order of their tokens. `blocks`: (start, end) of tokens that see each other both ways, in the layers
+    that `two_way` names. A block lies in one segment.
 
     >>> from packtrain import Segments
     >>> row = Segments((4, 2, 3, 5), (None, 0, 0, None))  # a prompt, its two answers, and another document
@@ -167,7 +171,8 @@ class Segments:
     def visible(self, window: int | None = None) -> torch.Tensor:
         """Return bool [T, T], True where the query (row) may see the key (column). Backends are tested against this definition.
 
-        With `window` a query sees only keys less than `window` positions before it. Blocks are as in a layer where they count.
+        With `window` a query sees only keys less than `window` positions before it. Blocks are two-way, as in a layer that
+        `two_way` names.
         """
         ids, positions = self.segment_ids()[0], self.position_ids()[0]
         on_path = torch.zeros(len(self.lengths), len(self.lengths), dtype=torch.bool)

@@ -119,9 +119,9 @@ class ReferenceChoice:
 
 
 def check_model_config(model: Model, *, scores: bool = False) -> None:
-    """Raise UserError with all values of model.config that no model can have, and for a model type that does not train.
+    """Raise UserError if model.config cannot be trained.
 
-    `scores`: for a reward model.
+    It names all values that no model can have, or a model type that does not train. `scores`: for a reward model.
     """
     problems = []
     for name, value in model.config.items():
@@ -213,13 +213,16 @@ def untrainable(method: str, *, takes_adapters: bool) -> UserError:
 
 
 def language_sizes(sizes: Sizes) -> Sizes:
-    """Return the values of the language part of a model that sees or hears; else all values."""
+    """Return the values of a multimodal model's language part; for other models all values."""
     own = sizes.get("text_config")
     return {**sizes, **own} if isinstance(own, Mapping) else sizes
 
 
 def read_layers(sizes: Sizes) -> Layers:
-    """Return the layers of a llama, mistral, qwen2 or qwen3 model, or of such a language part. Raises UserError with the sizes that are missing."""
+    """Return the layers of a llama, mistral, qwen2 or qwen3 model, or language part.
+
+    Raises UserError with the missing sizes.
+    """
     sizes = language_sizes(sizes)
     kind = sizes.get("model_type")
     kind = _KIN_THAT_SEE.get(kind, kind) if isinstance(kind, str) else kind

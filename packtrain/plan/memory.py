@@ -423,7 +423,10 @@ def _activations(config: RunConfig, model: ModelSize, batch: FullestBatch | None
 
 
 def _pictures(config: RunConfig, model: ModelSize, batch: FullestBatch, text: int) -> int:
-    """Return the bytes that pixels and towers add to `text`, the activations of the language part. An upper bound (vision.py)."""
+    """Return an upper bound of the bytes that pixels and towers add (vision.py).
+
+    `text`: bytes of the language part's activations.
+    """
     if (tower := read_tower(model.sizes)) is None:
         return 0
     every = period(config.trainer.gradient_checkpointing)

@@ -1,7 +1,7 @@
-"""Which of transformers' model types train, from a type's name alone.
+"""Check the name of a model type before anything is loaded.
 
-The tables of types are read from the library's source: importing them takes torch, and seconds. A type that stands in no table of language
-models is refused before anything is loaded. So are the types in UNTRAINABLE: they are registered as language models, and do not run on text.
+transformers has tables of model types by task. We read them from the library's source, since an import takes torch and seconds. A type
+in no table of language models is refused. The types in UNTRAINABLE are refused, too: they are in one of these tables, but do not train on text.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ UNTRAINABLE = {
     "vision-encoder-decoder": _TWO_PARTS,
     "voxtral_realtime": _SOUND,
 }
-"""Types that transformers registers as language models and that do not train on text, and why."""
+"""Language models of transformers that do not train on text, and why."""
 PACKAGES = {"fast_vlm": "timm", "gemma3n": "timm", "inkling_mm_model": "scipy", "perception_lm": "timm"}
-"""Packages that a type's towers need."""
+"""Package for the towers of a type."""
 
 
 def check_type(config: Json, where: str, *, scores: bool) -> None:
-    """Raise UserError if the type in a model's `config` does not train, or needs a package that is missing.
+    """Raise UserError if the model type does not train, or lacks a package.
 
-    `scores`: for a reward model. A type with code of its own (`auto_map`) is checked when it is loaded.
+    `scores`: for a reward model. A model with code of its own (`auto_map`) is not checked here: loading it shows whether it trains.
     """
     kind = str(config.get("model_type", ""))
     if not kind or config.get("auto_map"):
@@ -86,7 +86,7 @@ def check_type(config: Json, where: str, *, scores: bool) -> None:
 
 @cache
 def _tables() -> dict[str, set[str]]:
-    """Return the registered model types by table, such as CAUSAL_LM. MODEL has all that have a class."""
+    """Return the registered model types by table, for example CAUSAL_LM. MODEL has all types with a class."""
     folder = cast(list[str], cast(ModuleSpec, find_spec("transformers")).submodule_search_locations)[0]
     tables = dict[str, set[str]]()
     for statement in ast.parse(Path(folder, "models", "auto", "modeling_auto.py").read_text(encoding="utf-8")).body:

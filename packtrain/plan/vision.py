@@ -64,9 +64,10 @@ def read_tower(sizes: Sizes) -> Tower | None:
 
 
 def count_tower(tower: Tower, tokens: int, width: int, every: int) -> tuple[int, int, int]:
-    """Return the bytes of the pixels of `tokens`, of all that trained layers keep, and of one layer at work.
+    """Return three numbers of bytes for pictures of `tokens` tokens.
 
-    Numbers take `width` bytes, pixels 4. With `every` above 0 each such layer keeps its input alone (trainer.gradient_checkpointing).
+    They are for the pixels, for all activations that trained layers keep, and for one layer at work. Activations take `width` bytes, pixels 4.
+    With `every` above 0 each `every`-th layer keeps only its input (trainer.gradient_checkpointing).
     """
     patches = round(tokens * tower.patches)
     again = -(-tower.number // every) if every else 0

@@ -1,8 +1,9 @@
 """Proof that documents in a packed row cannot see each other's pictures. Measured on the loaded model.
 
-Three documents share a row: two with a picture each, and text between them. Each is changed in turn: of the outer ones only the
-pixels of the picture. As in isolation.py, outputs of the others must not move, and each document has its outputs when alone. The control has two
-parts: the row declared as one document must differ, and a changed picture must move the outputs after it in its own document.
+Three documents share a row: two with a picture each, and text between them. Each is changed in turn: the middle one gets other
+tokens, the outer ones other pixels. Like in isolation.py, the outputs of the others must not move, and each document must have the
+outputs that it has alone. The control has two parts: the row declared as one document must differ, and a changed picture must move
+the outputs after it in its own document.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ from packtrain.packing.segments import Segments
 from packtrain.proof.comparison import difference, evaluating, tolerance_of
 from packtrain.proof.isolation import Proof, logits_of, measure, vocabulary_size
 
-_TEXT = 11
-"""Tokens of the document without a picture."""
-_MOST = 4096
-"""Ids of the vocabulary whose logits are compared."""
+_TEXT_TOKENS = 11
+"""Length of the document without a picture."""
+_WITH_PICTURE = (0, 2)
+"""Numbers of the documents with a picture."""
+_OTHER_PIXELS = -1
+"""In place of a document's other tokens: it keeps its tokens, and gets other pixels."""
+_COMPARED_IDS = 4096
+"""Number of ids of the vocabulary whose logits are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exhibits:
-    """Two documents with a picture each, and the sight of the model that is to see them."""
+    """Two documents with a picture each, and the sight of the model under proof."""
 
     sight: Sight
     first: Document
@@ -40,23 +45,31 @@ class Exhibits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Changed:
-    """Reader that replaces the pixels of some pictures, by their number in the row, with noise."""
+class _NoiseReader:
+    """Reader of a row that puts noise in place of some pictures. `numbers`: their numbers in the row."""
 
     reader: PixelSource
     numbers: frozenset[int]
 
     def read(self, pictures: Sequence[Picture]) -> list[dict[str, torch.Tensor]]:
-        draw = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         return [
-            {key: _noise(key, value, draw) for key, value in tensors.items()} if number in self.numbers else tensors
+            {key: _noise(key, value, generator) for key, value in tensors.items()}
+            if number in self.numbers
+            else tensors
             for number, tensors in enumerate(self.reader.read(pictures))
         ]
 
 
-def _noise(name: str, values: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    is_pixels = "pixel" in name and values.is_floating_point()
-    return torch.rand(values.shape, generator=draw).to(values.dtype) if is_pixels else values
+def _is_pixels(name: str, values: torch.Tensor) -> bool:
+    return "pixel" in name and values.is_floating_point()
+
+
+def _noise(name: str, values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return noise of the shape of `values`. Arguments that hold no pixels stay."""
+    if not _is_pixels(name, values):
+        return values
+    return torch.rand(values.shape, generator=generator).to(values.dtype)
 
 
 @torch.no_grad()
@@ -65,28 +78,31 @@ def prove_pictures(
 ) -> Proof:
     """Run the proof on `model` with this backend. Leaves mode, attention and random state unchanged.
 
-    Costs ten calls. Raises CheckFailed if the model cannot run this row at all.
+    It calls the model about ten times. Raises CheckFailed if the model cannot run this row at all.
     """
     documents, ids = _row(model, exhibits)
     lengths = tuple(len(document.input_ids) for document in documents)
     outputs: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
     def run(parts: list[np.ndarray]) -> list[torch.Tensor]:
-        changed = tuple(number for number, part in enumerate(parts) if part[0] < 0)
-        batch = collate_flat(_with_tokens(documents, parts), _changing(exhibits.sight, changed))
-        found = list(_logits(model, batch)[0].split(lengths))
-        outputs.setdefault(changed, found)
+        changed = tuple(number for number, part in enumerate(parts) if part[0] == _OTHER_PIXELS)
+        reader = _NoiseReader(exhibits.sight.reader, frozenset(map(_WITH_PICTURE.index, changed)))
+        row = [
+            document if number in changed else replace(document, input_ids=parts[number])
+            for number, document in enumerate(documents)
+        ]
+        found = _split_logits(model, collate_flat(row, replace(exhibits.sight, reader=reader)), lengths)
+        outputs.setdefault(changed, found)  # the first of () is the row without any change
         return found
 
     with evaluating(model, autocast) as computed_in:
         alone = [_alone(model, exhibits.sight, document) for document in documents]
         with attending_by(model, backend):
-            control = list(_logits(model, _as_one(collate_flat(documents, exhibits.sight)))[0].split(lengths))
+            control = _split_logits(model, _as_one(collate_flat(documents, exhibits.sight)), lengths)
             proof = measure(model, run, ids, Segments(lengths), alone, control, computed_in())
-    ends = [documents[number].pictures[0].end - 1 for number in (0, 2)]
     seen = [
-        difference(outputs[number,][number][end:], outputs[()][number][end:])
-        for number, end in zip((0, 2), ends, strict=True)
+        difference(*(_after_picture(documents[number], found[number]) for found in (outputs[number,], outputs[()])))
+        for number in _WITH_PICTURE
     ]
     return replace(proof, backend=backend, control=min(proof.control, *seen))
 
@@ -95,9 +111,10 @@ def prove_pictures(
 def check_pictures(
     model: PreTrainedModel, exhibits: Exhibits, *, padding: bool, autocast: torch.dtype | None = None
 ) -> None:
-    """Raise CheckFailed if a later token of a document with a picture changes earlier outputs, or, with `padding`, if padding does.
+    """Raise CheckFailed if a later token changes earlier outputs in a document with a picture.
 
-    Some models see the whole prompt both ways once it has a picture. Call it with the model's own attention in place.
+    With `padding` also if padding changes outputs. Some models see the whole prompt both ways once it has a picture. Call it with the
+    model's own attention in place.
     """
     documents, (ids, _) = _row(model, exhibits)
     name, tolerance = type(model).__name__, tolerance_of(autocast or model.dtype).outputs
@@ -132,57 +149,45 @@ def check_pictures(
 
 
 def reach_of_gradients(model: PreTrainedModel, backend: str, exhibits: Exhibits) -> tuple[float, float]:
-    """Return how much of the gradients of a document's outputs reaches the pixels of others, and, as a control, its own.
+    """Measure how far gradients of a document's outputs reach the pixels of the other document.
 
-    They are the largest gradient of others' pixels relative to the largest of its own, and the largest of its own. The towers' gradients are sums over
-    pixels: a document that does not reach others' pixels gives them no gradients for these.
+    Return the largest gradient at the other's pixels, relative to the largest at its own, and, as a control, the largest at its own.
+    A tower's gradient is a sum over pixels. So a document whose gradients do not reach the other's pixels adds nothing for them.
     """
     documents, _ = _row(model, exhibits)
     lengths = tuple(len(document.input_ids) for document in documents)
     with evaluating(model), attending_by(model, backend), torch.enable_grad():
         batch = on_device(collate_flat(documents, exhibits.sight), model.device)
-        pixels = {
-            name: batch[name].requires_grad_() for name in batch if "pixel" in name and batch[name].is_floating_point()
-        }
-        outputs = _logits(model, {**batch, **pixels})[0].split(lengths)
-        others, own = 0.0, float("inf")
-        for number, document in enumerate((0, 2)):
-            end = documents[document].pictures[0].end - 1
-            gradients = torch.autograd.grad(
-                outputs[document][end:].square().sum(), [*pixels.values()], retain_graph=True
-            )
-            parts = [
-                [
-                    part.abs().max().item()
-                    for part in gradient.split([one.rows[name] for one in batch["segments"].pictures])
-                ]
+        pixels = {name: batch[name].requires_grad_() for name in batch if _is_pixels(name, batch[name])}
+        outputs = _split_logits(model, {**batch, **pixels}, lengths)
+        others, own, pictures = 0.0, float("inf"), batch["segments"].pictures
+        for picture, number in enumerate(_WITH_PICTURE):
+            total = _after_picture(documents[number], outputs[number]).square().sum()
+            gradients = torch.autograd.grad(total, [*pixels.values()], retain_graph=True)
+            by_picture = [
+                gradient.split([picture.rows[name] for picture in pictures])
                 for name, gradient in zip(pixels, gradients, strict=True)
             ]
-            mine, theirs = (max(part[which] for part in parts) for which in (number, 1 - number))
+            mine, theirs = (
+                max(parts[which].abs().max().item() for parts in by_picture) for which in (picture, 1 - picture)
+            )
             others, own = max(others, theirs / max(mine, 1e-30)), min(own, mine)
     return others, own
 
 
+def two_texts(model: PreTrainedModel, sight: Sight, length: int) -> np.ndarray:
+    """Return two texts of random tokens that stand for no pictures: int64 [2, length]."""
+    return sight.as_text(np.random.default_rng(0).integers(0, vocabulary_size(model), (2, length)))
+
+
 def _row(model: PreTrainedModel, exhibits: Exhibits) -> tuple[list[Document], np.ndarray]:
-    """Return the documents of the row, and the tokens of all of them with their replacements: int64 [2, T]. -1: other pixels."""
-    text = exhibits.sight.as_text(np.random.default_rng(0).integers(0, vocabulary_size(model), (2, _TEXT)))
-    middle = Document(text[0], np.zeros(_TEXT, dtype=bool))
+    """Return the row's documents, and int64 [2, T]: their tokens, and replacements or _OTHER_PIXELS."""
+    text = two_texts(model, exhibits.sight, _TEXT_TOKENS)
+    middle = Document(text[0], np.zeros(_TEXT_TOKENS, dtype=bool))
     documents = [exhibits.first, middle, exhibits.last]
     own = [document.input_ids.astype(np.int64) for document in documents]
-    other = [np.full_like(own[0], -1), text[1], np.full_like(own[2], -1)]
+    other = [np.full_like(own[0], _OTHER_PIXELS), text[1], np.full_like(own[2], _OTHER_PIXELS)]
     return documents, np.stack([np.concatenate(own), np.concatenate(other)])
-
-
-def _with_tokens(documents: Sequence[Document], parts: Sequence[np.ndarray]) -> list[Document]:
-    return [
-        document if part[0] < 0 else replace(document, input_ids=part)
-        for document, part in zip(documents, parts, strict=True)
-    ]
-
-
-def _changing(sight: Sight, documents: Sequence[int]) -> Sight:
-    """Return the sight with other pixels in these documents: the outer ones hold picture 0 and 1."""
-    return replace(sight, reader=_Changed(sight.reader, frozenset(number // 2 for number in documents)))
 
 
 def _as_one(batch: ModelInputs) -> ModelInputs:
@@ -192,11 +197,21 @@ def _as_one(batch: ModelInputs) -> ModelInputs:
 
 
 def _alone(model: PreTrainedModel, sight: Sight, document: Document) -> torch.Tensor:
-    """Return float32 [length, ids] of a document alone. The model makes its positions itself."""
+    """Return the logits of a document alone, float32 [length, ids]. The model makes the positions itself."""
     batch = collate_padded([document], sight.text, sight)
     found = _logits(model, {name: value for name, value in batch.items() if name != "position_ids"})
     return found[0, : len(document.input_ids)]  # a blank picture beside it may be longer
 
 
 def _logits(model: PreTrainedModel, batch: ModelInputs) -> torch.Tensor:
-    return logits_of(model, batch, _MOST)
+    return logits_of(model, batch, _COMPARED_IDS)
+
+
+def _split_logits(model: PreTrainedModel, row: ModelInputs, lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return the logits of each document of a row."""
+    return list(_logits(model, row)[0].split(lengths))
+
+
+def _after_picture(document: Document, outputs: torch.Tensor) -> torch.Tensor:
+    """Return the outputs from the picture's last token on: they depend on all its pixels."""
+    return outputs[document.pictures[0].end - 1 :]

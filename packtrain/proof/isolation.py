@@ -325,7 +325,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
 def logits_of(model: PreTrainedModel, batch: Mapping[str, object], most: int | None = None) -> torch.Tensor:
     """Return float32 [rows, T, vocabulary] of a collated batch. A model without a head gives hidden states [rows, T, d].
 
-    Of a large vocabulary the first `most` ids are returned. Raises CheckFailed if the model cannot run the batch.
+    With `most` only the first ids of a large vocabulary are returned. Raises CheckFailed if the model cannot run the batch.
     """
     batch = on_device({name: value for name, value in batch.items() if name != "shift_labels"}, model.device)
     flat = "segments" in batch

@@ -249,13 +249,13 @@ def answer_held_out(
 
 def _questions(documents: Any, rows: int) -> Iterator[tuple[Document, np.ndarray]]:
     """Yield prompt and answer ids of the first documents. Labelled answers give only the desirable ones."""
-    from packtrain.train.questions import split
+    from packtrain.train.questions import split_example
 
     labels = getattr(documents, "labels", None)
     for index in range(len(documents)):
         if rows == 0 or not (labels is None or labels[index]):
             continue  # enough rows, or a bad answer
-        if found := split(documents[index]):
+        if found := split_example(documents[index]):
             rows -= 1
             yield found
 

@@ -131,7 +131,7 @@ class Steps(ByStep):
     feed: Any = field(default=None, kw_only=True)
     """The Feed (packing/feed.py) of a stream: these steps cover its first rows. None: train on these steps themselves."""
     sight: Sight | None = field(default=None, kw_only=True)
-    """What the model needs to see pictures; None if the data has none."""
+    """Sight of the model; None if the data has no pictures."""
 
     def at(self, step: int) -> tuple[Steps, int]:
         """Return the Steps that contain a running step, and its number in them."""

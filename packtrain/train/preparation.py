@@ -66,7 +66,7 @@ class Prepared:
     compiled: int = 0
     """Number of compiled layers."""
     sight: Sight | None = None
-    """What the model needs to see pictures; None if the data has none."""
+    """Sight of the model; None if the data has no pictures."""
     close_proofs: Callable[[], None] = lambda: None
     """Call it when the proofs on the spread model are done."""
 

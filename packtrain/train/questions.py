@@ -1,4 +1,7 @@
-"""Questions to the model, with their pictures, and its answers: trainer.samples, and `packtrain eval --generate`."""
+"""Questions to the model with their pictures, and its answers.
+
+trainer.samples and `packtrain eval --generate` ask them.
+"""
 
 from __future__ import annotations
 
@@ -20,28 +23,31 @@ from packtrain.packing.pictures import Sight
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt: its tokens with their pictures, and its text as shown. `expected`: the answer in the data, "" if there is none."""
+    """Prompt of the model: its `text` as shown, and its tokens with pictures.
+
+    `expected`: the answer in the data, "" if there is none.
+    """
 
     text: str
     document: Document
     expected: str = ""
 
 
-def ask(
+def make_questions(
     samples: Sequence[int | str], tokenizer: PreTrainedTokenizerBase, system: str | None, held_out: Any
 ) -> list[Question]:
-    """Return the questions of trainer.samples: texts, and numbers of examples of `held_out` (data.eval).
+    """Make the questions of trainer.samples: texts, and numbers of examples of `held_out` (data.eval).
 
     A text is a user turn (after `system`, data.system) if the tokenizer has a chat template, else plain text to continue. Raises
     UserError for a number without an example, and for an example without a prompt.
     """
     return [
-        _ask_text(sample, tokenizer, system) if isinstance(sample, str) else _ask_example(sample, tokenizer, held_out)
+        _of_text(sample, tokenizer, system) if isinstance(sample, str) else _of_example(sample, tokenizer, held_out)
         for sample in samples
     ]
 
 
-def _ask_text(text: str, tokenizer: PreTrainedTokenizerBase, system: str | None) -> Question:
+def _of_text(text: str, tokenizer: PreTrainedTokenizerBase, system: str | None) -> Question:
     rendered = text
     if chat := bool(tokenizer.chat_template):
         turns = [{"role": "system", "content": system}] if system else []
@@ -51,24 +57,24 @@ def _ask_text(text: str, tokenizer: PreTrainedTokenizerBase, system: str | None)
     return Question(text, Document(ids, np.zeros(len(ids), bool)))
 
 
-def _ask_example(number: int, tokenizer: PreTrainedTokenizerBase, held_out: Any) -> Question:
+def _of_example(number: int, tokenizer: PreTrainedTokenizerBase, held_out: Any) -> Question:
     where = "trainer.samples"
     if number >= len(held_out):
         fix = f"The first is 0, the last {len(held_out) - 1}."
         raise UserError(f"data.eval has no example {number}", where=where, fix=fix, code="no-such-example")
-    if (found := split(held_out[number])) is None:
+    if (found := split_example(held_out[number])) is None:
         fix = "Name an example with a question and an answer."
         raise UserError(f"example {number} of data.eval has no prompt", where=where, fix=fix, code="no-such-example")
     prompt, answer = found
     expected = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
     labels = getattr(held_out, "labels", None)
-    return Question(show(prompt, tokenizer), prompt, expected if labels is None or labels[number] else "")
+    return Question(_show(prompt, tokenizer), prompt, expected if labels is None or labels[number] else "")
 
 
-def split(example: Any) -> tuple[Document, np.ndarray] | None:
-    """Split an example into its prompt, which is all before its last answer, and the ids of this answer. None without a prompt.
+def split_example(example: Any) -> tuple[Document, np.ndarray] | None:
+    """Split an example into its prompt and the ids of its last answer. None without a prompt.
 
-    Pairs give the chosen answer.
+    The prompt is everything before this answer. A pair gives the chosen answer.
     """
     document: Document = getattr(example, "chosen", example)
     last = int(np.flatnonzero(document.loss_mask)[-1]) + 1
@@ -78,8 +84,11 @@ def split(example: Any) -> tuple[Document, np.ndarray] | None:
     return (prompt, document.input_ids[begin:last]) if begin else None
 
 
-def show(prompt: Document, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the prompt as text, with [picture WIDTH×HEIGHT] for pictures. A single user turn is shown without its frame."""
+def _show(prompt: Document, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the prompt as text, with [picture WIDTH×HEIGHT] for pictures.
+
+    A single user turn is shown without the template's text around it.
+    """
     text, at = "", 0
     for picture in prompt.pictures:
         text += str(tokenizer.decode(prompt.input_ids[at : picture.start]))
@@ -101,10 +110,13 @@ def answer(
     attention: str,
     sight: Sight | None = None,
 ) -> list[str]:
-    """Return greedy answers of at most 64 tokens. `attention`: the model's original implementation. `sight`: for prompts with pictures."""
+    """Return greedy answers of at most 64 tokens.
+
+    `attention`: the model's original implementation. `sight`: for prompts with pictures.
+    """
     answers, training = [], model.training
     model.eval()
-    # layers compiled by trainer.torch_compile would be compiled again for every length of a cache
+    # trainer.torch_compile would compile layers again for every length of the cache
     with attention_of(model, attention), torch.compiler.set_stance("force_eager"):
         for question in questions:
             progress()
@@ -124,7 +136,7 @@ def generate(
     """Return the greedy answer to a prompt, in at most `tokens` tokens. `sight`: for prompts with pictures."""
     ids = torch.tensor(prompt.input_ids[None].astype(np.int64), device=model.device)
     seen = sight.see([prompt], [np.arange(ids.shape[1])], *ids.shape).arguments if sight and prompt.pictures else {}
-    seen.pop("position_ids", None)  # the model makes them, also for the tokens of the answer
+    seen.pop("position_ids", None)  # the model makes its own, which go on in the answer
     output = cast(Any, model).generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

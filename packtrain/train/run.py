@@ -60,7 +60,7 @@ from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.weight_groups import freeze_unreached, reduce_unreached
 from packtrain.train.preflight import make_changes
 from packtrain.train.preparation import Prepared
-from packtrain.train.questions import Question, answer, ask
+from packtrain.train.questions import Question, answer, make_questions
 from packtrain.train.run_state import Listener, LoopSettings, RunState, StopRequest
 from packtrain.train.sight import exhibits_of, picture_batch, take_sight
 from packtrain.train.spikes import SpikeRules
@@ -224,7 +224,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     trainer = _make_trainer(run, checkpoint)
     if not log.evaluates:
         _try_saving(run, ends)
-    run.questions = ask(config.trainer.samples, tokenizer, config.data.system, data.eval)
+    run.questions = make_questions(config.trainer.samples, tokenizer, config.data.system, data.eval)
     run.before = _answers(run)
     begins = f"resuming from {checkpoint.name}" if checkpoint else "evaluating" if log.evaluates else "training"
     with suppress(OSError):  # a later write reports the disk's error

@@ -24,7 +24,7 @@ _PATHS = {
     "mixers": "packed rows are flattened, the modules that mix tokens get their documents as a batch",
     "per_document": "packed rows are planned and counted as any other, the model runs once per document",
     "padding only": "packed rows are refused, `packing.mode=padding` trains",
-    "refused": "does not train as it is: the run ends before step 1, and names the package that is missing, the key of `model.config` to look at, or that another model has to be taken",
+    "refused": "does not train: the run ends before step 1, and names the missing package, the key of `model.config` to change, or says to take another model",
 }
 _ATTACHMENTS = {
     SHARED: "padded calls run as rows, which compute common beginnings once",
@@ -39,7 +39,7 @@ This page says how packtrain runs every language model that transformers registe
 is no GPU. (On a GPU, `flash` comes before `segmented`.) Models that see or hear have a table of their own: they are loaded whole, with
 their towers, and trained on text. Each line is measured on a tiny random model: its losses and gradients
 in `padding`, `padding_free` and `packed` equal every document alone, to 1e-5 and 1e-4, or the type is refused.
-There is no list of what trains: the same proof runs on the loaded model before step 1. So a model that is not in this table, also
+packtrain has no list of models that train: the same proof runs on the loaded model before step 1. So a model that is not in this table, also
 from remote code, is treated by its behaviour.
 
 The third column names the modules that a row runs once per document under `mixers`; they were found by measurement. If it does not
@@ -70,12 +70,12 @@ def page(outcomes: Sequence[Outcome], attachments: Sequence[Attachment]) -> str:
     attached = [Counter(attachment.path for _, attachment in kind) for kind in (text, towers)]
     lines = [
         _INTRODUCTION.format(made_with=MADE_WITH, optional=", ".join(_OPTIONAL)),
-        "| path | types | of text | with towers | what it means |",
+        "| path | types | of text | with towers | meaning |",
         "|---|---|---|---|---|",
     ]
     lines += [row(path, [count[path] for count in paths], meaning) for path, meaning in _PATHS.items()]
     lines += [row("all", [len(text), len(towers)], ""), ""]
-    lines += ["| `attach` | types | of text | with towers | what it means |", "|---|---|---|---|---|"]
+    lines += ["| `attach` | types | of text | with towers | meaning |", "|---|---|---|---|---|"]
     lines += [row(way, [count[way] for count in attached], meaning) for way, meaning in _ATTACHMENTS.items()]
     for title, kind in (("Models of text", text), ("Models that see or hear, on text", towers)):
         lines += ["", f"## {title}", ""]

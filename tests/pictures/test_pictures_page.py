@@ -39,6 +39,17 @@ def test_each_form_of_a_row_gives_one_picture_of_the_prompt(number: int, model: 
         assert not document.loss_mask[: shown.end].any() and document.loss_mask[shown.end :].any()
 
 
+def test_all_forms_but_the_pair_have_the_same_tokens(model: Model, tmp_path: Path) -> None:
+    (tmp_path / "cat.png").write_bytes(encoded(picture(40, 60)))
+    rows = [json.loads(json.dumps(row).replace("https://example.com", tmp_path.as_uri())) for row in ROWS[:5]]
+    made = []
+    for number, row in enumerate(rows):
+        data = Data(train=write(tmp_path / f"{number}.jsonl", row), cache_dir=str(tmp_path))
+        [found] = prepare(data, load_tokenizer(model), "sft", seed=0, model=model).train
+        made.append((found.input_ids.tolist(), found.loss_mask.tolist()))
+    assert all(one == made[0] for one in made)
+
+
 def test_the_settings_of_the_page_are_keys(tmp_path: Path) -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     assert len(blocks) == 3

@@ -179,14 +179,6 @@ def test_tables_with_large_pictures_come_in_chunks_of_few_rows(folder: Path, mon
             ]
 
 
-def test_the_rows_of_the_page_are_the_same_row(models: dict[str, Model], folder: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in page if line.startswith('{"') and "image" in line]
-    data = see(folder, models["qwen2_vl"], *rows).train
-    assert len(rows) == 2 and data[0].input_ids.tolist() == data[1].input_ids.tolist()
-    assert [data[at].pictures[0].file for at in range(2)] == [str(folder / "cat.png")] * 2
-
-
 def test_pictures_without_a_place_stand_before_the_first_question(models: dict[str, Model], folder: Path) -> None:
     turns = [{"role": "system", "content": "Look."}, {"role": "user", "content": "What?"}, said()]
     rows = [{"messages": turns, "image": "cat.png"}, {"messages": [turns[0], shown("cat.png", text="What?"), said()]}]

@@ -22,7 +22,7 @@ from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
 from packtrain.packing.collate import IGNORE, shifted_labels
 from packtrain.train import loader
-from packtrain.train.questions import answer, ask
+from packtrain.train.questions import answer, make_questions
 from tests.train import forked
 
 
@@ -103,7 +103,9 @@ def test_samples_are_asked_with_the_system_prompt_of_the_config() -> None:
     said = {}
     for template, system in ((turns, None), (turns, "Be brief."), (f"system: Be brief.\n{turns}", None)):
         tokenizer.chat_template = template
-        said[template, system] = answer(model, tokenizer, ask(["river"], tokenizer, system, None), attention="sdpa")
+        said[template, system] = answer(
+            model, tokenizer, make_questions(["river"], tokenizer, system, None), attention="sdpa"
+        )
     without, with_prompt, by_hand = said.values()
     assert with_prompt == by_hand != without
 

@@ -1,7 +1,7 @@
 """Put the pictures of a row's column `images` into its messages.
 
-Their places are parts of type image without a picture (TRL's form), else the words <image> in the texts (LLaMA-Factory, ms-swift,
-axolotl). Without any place the pictures stand in front of the first user's words, as in TRL and ms-swift.
+A place for a picture is a part of type image without a picture (TRL), else the word <image> in a text (LLaMA-Factory, ms-swift,
+axolotl). Without any place all pictures go before the words of the first user turn, as in TRL and ms-swift.
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ from packtrain.data.pictures.source import KEYS, PictureSource, read_source
 from packtrain.data.sources.chunks import BadRow, Json
 
 PLACE = "<image>"
+_MISPLACED = "pictures misplaced"
 
 
 def place_pictures(row: Row, messages: Messages) -> Messages:
-    """Return the messages with all pictures of the row. Raises BadRow unless each place has a picture, and each picture a place."""
+    """Return the messages with all pictures of the row.
+
+    Raises BadRow unless each place has a picture, and each picture a place.
+    """
     given, where = _read_column(row), row.name("images")
-    parts = [part for message in messages if has_pictures(message) for part in message["content"]]
-    holes = sum(part["type"] == "image" and part["image"] is None for part in parts)
+    kind, places = "parts of type image without a picture", _count_places(messages)
     if not given:
-        if holes:
-            what = f"{holes} × {{'type': 'image'}} without a picture, and there is no column 'images'"
+        if places:
+            what = f"{places} × {{'type': 'image'}} without a picture, and there is no column 'images'"
             raise BadRow("no picture", what, "messages", f"Give them one under a key of {', '.join(KEYS)}.")
         return messages
-    if holes:
-        places, kind = holes, "parts of type image without a picture"
-    else:
+    if not places:
         messages = [_split_at_places(message) for message in messages]
-        places = sum(part.get("image", part) is None for message in messages for part in _parts(message))
-        kind = PLACE
+        kind, places = PLACE, _count_places(messages)
     if not places:
         return _put_first(messages, given, where)
     if places != len(given):
         what = f"{places} × {kind} for {len(given)} pictures of the column {where!r}"
-        raise BadRow("pictures misplaced", what, where, "Write one place for each picture.")
+        raise BadRow(_MISPLACED, what, where, "Write one place for each picture.")
     sources = iter(given)
     return [_fill(message, sources) for message in messages]
 
 
 def _read_column(row: Row) -> list[PictureSource]:
+    """Return the pictures of the row's column: one, a list, or a list as JSON."""
     value, where = row.optional("images"), row.name("images")
     if value is None or value == "":
         return []
@@ -57,14 +58,18 @@ def _read_column(row: Row) -> list[PictureSource]:
     return found
 
 
-def _parts(message: Json) -> list[Json]:
-    return message["content"] if is_list(message["content"]) else []
+def _count_places(messages: Messages) -> int:
+    return sum(_is_place(part) for message in messages if is_list(message["content"]) for part in message["content"])
+
+
+def _is_place(part: Json) -> bool:
+    return part["type"] == "image" and part["image"] is None
 
 
 def _split_at_places(message: Json) -> Json:
-    """Return the message with each PLACE in its text as a part of its own."""
-    whole = {"type": "text", "text": message["content"]}
-    given = message["content"] if is_list(message["content"]) else [whole]
+    """Make each PLACE in the message's texts a part of type image without a picture."""
+    content = message["content"]
+    given = content if is_list(content) else [{"type": "text", "text": content}]
     if not any(PLACE in (part.get("text") or "") for part in given):
         return message
     if message["role"] == "assistant":
@@ -81,22 +86,21 @@ def _split_at_places(message: Json) -> Json:
 
 
 def _fill(message: Json, sources: Iterator[PictureSource]) -> Json:
+    """Put the next pictures into the places of the message."""
     if not is_list(message["content"]):
         return message
-    parts = [
-        {"type": "image", "image": next(sources)} if part.get("image", part) is None else part
-        for part in message["content"]
-    ]
+    parts = [{"type": "image", "image": next(sources)} if _is_place(part) else part for part in message["content"]]
     return {**message, "content": parts}
 
 
 def _put_first(messages: Messages, pictures: list[PictureSource], where: str) -> Messages:
+    """Put all pictures before the words of the first user turn."""
     if any(map(has_pictures, messages)):
         what = "the messages have pictures already, and no place for these"
-        raise BadRow("pictures misplaced", what, where, f"Write {PLACE} where each belongs.")
+        raise BadRow(_MISPLACED, what, where, f"Write {PLACE} where each belongs.")
     for index, message in enumerate(messages):
         if message["role"] == "user":
             shown = [{"type": "image", "image": picture} for picture in pictures]
             text = [{"type": "text", "text": message["content"]}] if message["content"] else []
             return [*messages[:index], {**message, "content": [*shown, *text]}, *messages[index + 1 :]]
-    raise BadRow("pictures misplaced", "there is no user's turn to put the pictures into", where)
+    raise BadRow(_MISPLACED, "there is no user's turn to put the pictures into", where)

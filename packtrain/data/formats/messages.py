@@ -204,20 +204,20 @@ def _set_thought(message: Json, where: str) -> None:
 
 
 def has_pictures(message: Json) -> bool:
-    """Return whether the content of a parsed message is a list of parts, with a picture among them."""
+    """Return whether the content of a parsed message has parts with a picture."""
     return is_list(message["content"]) and any(
         is_object(part) and part["type"] == "image" for part in message["content"]
     )
 
 
 def texts_of(message: Json) -> list[str]:
-    """Return the texts of a parsed message: its content, or the text parts of a content with pictures."""
+    """Return the texts of a parsed message: its content or its text parts."""
     content = message["content"] or ""
     return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
 def _read_picture_parts(message: Json, where: str, folder: str) -> list[Json]:
-    """Return texts and pictures in their order."""
+    """Return the message's parts in order, each of type text or image."""
     parts = list[Json]()
     for index, part in enumerate(message["content"]):
         place, kind = f"{where}[{index}]", part.get("type") if is_object(part) else None

@@ -1,4 +1,4 @@
-"""Pictures of a token store on disk: references, and the encoded bytes of pictures that no file of their own has.
+"""Pictures of a token store on disk: references to files, and encoded bytes.
 
 pictures.npy   PICTURES[n]  the pictures of all documents, in the order of their tokens
 pictures.txt   UTF-8        names of files, end to end

@@ -1,7 +1,7 @@
 """Encoded pictures: their size without decoding, the checks before training, and the decoding itself.
 
-Pixels are those of transformers' `load_image`, as TRL has them: turned by EXIF, then `convert("RGB")`, which drops alpha.
-A file that lost its end is found by the end marker of its format. Only without the marker is it decoded, to be sure.
+Decoding gives the same pixels as transformers' `load_image`, which TRL uses: turned by EXIF, then `convert("RGB")`, which drops
+alpha. A truncated file lacks the end marker of its format. Only a file without the marker is decoded before training, to be sure.
 """
 
 from __future__ import annotations
@@ -26,14 +26,21 @@ MAX_PIXELS = 1 << 27
 _TURNED = (5, 6, 7, 8)
 """Values of EXIF's orientation that swap height and width."""
 _MORE_BITS = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
+"""PIL's modes with more than 8 bits. `convert("RGB")` would clip them."""
 _PNG_EXIF = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
+"""Marks of a PNG that may have EXIF's orientation."""
 _TAIL = 4096
+"""Last bytes of a file that are searched for the end marker: some writers add bytes after it."""
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
+"""End markers by format."""
 
 
 @dataclass(frozen=True, slots=True)
 class PictureHeader:
-    """Height and width of a picture as a viewer shows it, and a 64-bit hash of its encoded bytes."""
+    """Size and hash of an encoded picture.
+
+    `size`: height and width as a viewer shows it. `hash`: 64 bits, of the encoded bytes.
+    """
 
     size: tuple[int, int]
     hash: int
@@ -42,7 +49,7 @@ class PictureHeader:
 @contextmanager
 def _open(content: bytes) -> Iterator[Image.Image]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of large pictures, and of odd metadata
+        warnings.simplefilter("ignore")  # PIL warns of large pictures and of odd metadata
         with Image.open(io.BytesIO(content)) as image:
             yield image
 
@@ -60,16 +67,16 @@ def inspect_bytes(content: bytes, name: str, field: str) -> PictureHeader:
                 fix = "Scale it down: models see far fewer pixels."
                 raise refuse("huge picture", f"has {width}×{height} pixels, more than {MAX_PIXELS:,}", fix)
             if getattr(image, "is_animated", False) and image.format != "MPO":
-                fix = "Save the frame that is meant as a picture of its own."
+                fix = "Save the frame that you mean as a picture of its own."
                 raise refuse("animated picture", f"is animated ({image.format}, several frames)", fix)
             if image.mode in _MORE_BITS:
                 fix = "Convert it to 8 bits for each channel."
                 raise refuse("picture of many bits", f"has grey values of more than 8 bits (mode {image.mode})", fix)
             if not _has_end(content, image.format or ""):
                 image.load()
-            elif image.format == "PNG" and not any(mark in content for mark in _PNG_EXIF):
-                return PictureHeader((height, width), _hash(content))  # getexif would decode it
-            turned = image.getexif().get(0x0112) in _TURNED
+            # getexif decodes a PNG: skip it for one that has no EXIF
+            may_turn = image.format != "PNG" or any(mark in content for mark in _PNG_EXIF)
+            turned = may_turn and image.getexif().get(0x0112) in _TURNED
     except BadRow:
         raise
     except Image.DecompressionBombError as error:
@@ -81,6 +88,7 @@ def inspect_bytes(content: bytes, name: str, field: str) -> PictureHeader:
 
 
 def _has_end(content: bytes, format: str) -> bool:
+    """Return whether the file has the end that its format wants. False for formats without an end marker."""
     if format == "WEBP":
         return len(content) >= int.from_bytes(content[4:8], "little") + 8
     if format == "GIF":
@@ -109,7 +117,7 @@ def read_bytes(picture: Picture) -> bytes:
 
 
 def decode(picture: Picture) -> Image.Image:
-    """Return the picture in RGB. Raises UserError if it is broken, or has another size than when it was tokenised."""
+    """Return the picture in RGB. Raises UserError if it is broken, or changed since it was tokenised."""
     content = read_bytes(picture)
     try:
         with _open(content) as image:

@@ -1,6 +1,7 @@
-"""Processor files of a model that is made from model.config, as a hub would have them beside its weights.
+"""Processor files for a model made from model.config.
 
-Only sizes are taken from the config: patches, how many of them make a token, and the size of models with pictures of one size.
+A published model has the same files beside its weights. From the config we take the size of patches, the number of patches in a
+token, and the size of pictures if the model has only one.
 """
 
 from __future__ import annotations

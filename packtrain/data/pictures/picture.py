@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 class Picture:
     """A picture between the tokens of a document.
 
-    `file` holds its encoded bytes (png, jpeg, …): `size` bytes from `offset`, or all of the file if `size` is 0. Its tokens are the
-    document's tokens from `start` to before `end`, with line breaks and borders of tiles between them. `height` and `width` in pixels, as a
-    viewer shows it (turned by EXIF). `hash` is a 64-bit hash of the encoded bytes: pictures that look alike have one. `content` has the
-    bytes themselves while no file has them, as in a stream.
+    `file` holds its encoded bytes (png, jpeg, …): `size` bytes from `offset`, or the whole file if `size` is 0. `content` has the bytes
+    if no file has them, as in a stream. `hash` is a 64-bit hash of these bytes, 0 if unknown. `start` and `end`: its tokens in the
+    document; line breaks and borders of tiles may be among them. `height` and `width` in pixels, as a viewer shows it (turned by EXIF).
     """
 
     file: str
@@ -27,6 +26,6 @@ class Picture:
 
     @property
     def name(self) -> str:
-        """The picture's place, for messages."""
+        """Return the picture's file or place, for messages."""
         inside = f", {self.size:,} bytes from byte {self.offset:,}" if self.size and self.file else ""
         return f"{self.file or 'a picture of the stream'}{inside}"

@@ -1,8 +1,10 @@
-"""The model's own processor: which text stands for a picture, and its pixels.
+"""The model's own processor: the text in place of a picture, and its pixels.
 
-transformers' processors put a text in place of each placeholder that the chat template writes; its length depends on the picture's size
-alone. We ask them once for each size, with a black picture that is never resized (8 times faster at 12 megapixels). A process loads the processor when it meets its first picture. Pixels are made
-by the PIL variants of the image processors, so that they are equal on all machines; parts for films and sounds are left out.
+The chat template writes a placeholder for each picture. transformers' processors replace it by a text, whose length depends on the
+picture's size alone. We ask them once for each size, with a black picture that is not resized: 8 times faster at 12 megapixels.
+
+A process loads the processor at its first picture. The PIL variants of the image processors make the pixels, so that they are
+equal on all machines. Parts for films and sounds are left out.
 """
 
 from __future__ import annotations
@@ -39,20 +41,24 @@ from packtrain.wording import first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+Size = tuple[int, int]
+"""Height and width in pixels."""
 Span = tuple[int, int]
+"""Characters of a text: the first, and the one after the last."""
 MISPLACED = "pictures misplaced"
 """Reason for dropping rows whose pictures and places differ in number."""
 _SHRINK = 0.97
+"""Each try of a smaller size is smaller at least by this factor."""
 _PIXTRAL = "PixtralProcessor"
-_TRIED = ((48, 64), (300, 100), (700, 900))
-"""Heights and widths for which a processor shows that it counts tokens without pixels."""
-_alone = threading.Lock()
-"""Held while resizing is left out, and by all who need it."""
+_TRIED_SIZES: tuple[Size, ...] = ((48, 64), (300, 100), (700, 900))
+"""Sizes that show whether a processor gives the same texts without resizing."""
+_resizing = threading.Lock()
+"""Held while transformers' resize is replaced, and by calls that need it."""
 
 
 @dataclass(frozen=True)
 class PictureProcessor:
-    """Processor of a model's pictures. It pickles as the model's place, and loads in each process at the first picture.
+    """Processor of a model's pictures. It can be pickled: each process loads its own at the first picture.
 
     `max_tokens`: data.max_picture_tokens. Larger pictures are scaled down first.
     """
@@ -65,15 +71,15 @@ class PictureProcessor:
 
     @cached_property
     def content(self) -> str:
-        """Return a hash of the processor's settings; "" for a model without one."""
+        """Return a hash of the processor's files and of `max_tokens`. "" for a model without a processor."""
         files = [*files_of(self.model).values()]
         return hashlib.blake2b(repr((files, self.max_tokens)).encode(), digest_size=16).hexdigest() if files else ""
 
     @cached_property
     def _loaded(self) -> ProcessorMixin:
         model = below_adapters(self.model)
-        sizes = json.dumps(self.model.config) if model.path is None else ""
-        loaded = _load(model.path, self.model.tokenizer, model.revision, model.trust_remote_code, sizes)
+        config = json.dumps(self.model.config) if model.path is None else ""
+        loaded = _load(model.path, self.model.tokenizer, model.revision, model.trust_remote_code, config)
         if isinstance(loaded, BadRow):
             raise loaded
         return loaded
@@ -85,11 +91,11 @@ class PictureProcessor:
         return loaded._merge_kwargs(tokenizer_init_kwargs=loaded.tokenizer.init_kwargs)["images_kwargs"]
 
     @cached_property
-    def _texts(self) -> dict[tuple[int, int], str]:
+    def _texts(self) -> dict[Size, str]:
         return {}
 
     @cached_property
-    def _scaled(self) -> dict[tuple[int, int], tuple[int, int]]:
+    def _scaled(self) -> dict[Size, Size]:
         return {}
 
     def text_of(self, height: int, width: int) -> str:
@@ -109,35 +115,35 @@ class PictureProcessor:
         return text
 
     def _ask(self, height: int, width: int, *, quick: bool) -> str:
-        """Ask the processor for the text of a black picture; `quick` without resizing pixels."""
+        """Ask the processor for the text of a black picture. With `quick` no pixel is resized."""
         from transformers import image_processing_backends
 
         arguments = {**self._arguments, "do_rescale": False, "do_normalize": False}
         if not quick:
             return self._loaded._process_images([Image.new("RGB", (width, height))], **arguments)[1][0]
         black = np.broadcast_to(np.uint8(0), (height, width, 3))
-        with _alone, holding(image_processing_backends, np_resize=_without_pixels):
+        with _resizing, holding(image_processing_backends, np_resize=_without_pixels):
             return self._loaded._process_images([black], **arguments, input_data_format="channels_last")[1][0]
 
     @cached_property
     def _counts_without_pixels(self) -> bool:
-        """Return whether this processor's texts depend on sizes alone, as tried."""
+        """Return whether this processor gives the same texts without resizing, for the tried sizes."""
         try:
-            return all(self._ask(*size, quick=True) == self._ask(*size, quick=False) for size in _TRIED)
-        except Exception:  # an image processor of another make
+            return all(self._ask(*size, quick=True) == self._ask(*size, quick=False) for size in _TRIED_SIZES)
+        except Exception:  # an image processor with a resize of its own may raise anything
             return False
 
     def count(self, height: int, width: int) -> int:
         """Return the number of tokens of a picture of this size, without scaling."""
         return len(self._loaded.tokenizer(self._text_of(height, width), add_special_tokens=False)["input_ids"])
 
-    def scale(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width that a picture is scaled down to, its own if it has few enough tokens."""
+    def scale(self, height: int, width: int) -> Size:
+        """Scale a picture's size down to at most `max_tokens` tokens."""
         if self.max_tokens is None:
             return height, width
         if (scaled := self._scaled.get((height, width))) is None:
-            factor, tokens = 1.0, (most := self.count(height, width))
-            scaled = height, width
+            scaled, factor = (height, width), 1.0
+            tokens = most = self.count(height, width)
             while tokens > self.max_tokens:
                 factor *= min(math.sqrt(self.max_tokens / tokens), _SHRINK)
                 if factor * max(height, width) < 1:
@@ -180,21 +186,21 @@ class PictureProcessor:
         return tuple(cast(Any, self._loaded).image_token_ids)
 
     def document(self, height: int, width: int) -> Document:
-        """Return a document that is a drawn picture of this size, without targets."""
+        """Return a document of one picture of noise in this size, without targets."""
         ids = self._loaded.tokenizer(self.text_of(height, width), add_special_tokens=False)["input_ids"]
-        colours = np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8)
-        Image.fromarray(colours).save(drawn := io.BytesIO(), "png")
-        content, inside = drawn.getvalue(), np.flatnonzero(np.isin(ids, self.tokens))
+        noise = np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(file := io.BytesIO(), "png")
+        content, inside = file.getvalue(), np.flatnonzero(np.isin(ids, self.tokens))
         picture = Picture("", 0, len(content), height, width, int(inside[0]), int(inside[-1]) + 1, content=content)
         return Document(np.array(ids, np.int32), np.zeros(len(ids), bool), (picture,))
 
     def pixels(self, image: Image.Image) -> dict[str, Any]:
-        """Return the image processor's tensors for one picture in RGB, as the model takes them."""
+        """Return the image processor's tensors for one picture in RGB."""
         loaded = self._loaded
         height, width = self.scale(image.height, image.width)
         if (width, height) != image.size:
             image = image.resize((width, height), Image.Resampling.BICUBIC)
-        with _alone:
+        with _resizing:
             made, _ = loaded._process_images([image], **{**self._arguments, "return_tensors": "pt"})
         kept = {*loaded.image_processor.model_input_names} - {*loaded.unused_input_names}
         return {name: value for name, value in made.items() if name in kept}
@@ -206,7 +212,7 @@ def _without_pixels(image: np.ndarray, size: tuple[int, int], **_: object) -> np
 
 
 def files_of(model: Model) -> dict[str, bytes]:
-    """Return the content of those of FILES that the model has, or that are made for one without a folder."""
+    """Return the contents of the model's processor files by name. They are made for a model without a path."""
     model = below_adapters(model)
     if model.path is None:
         return make_files(model.config)
@@ -214,21 +220,25 @@ def files_of(model: Model) -> dict[str, bytes]:
 
 
 def load_processor(model: Model, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    """Load the model's processor around `tokenizer`. Parts for films and sounds are None: they need packages of their own."""
+    """Load the model's processor with this tokenizer and a PIL image processor.
+
+    Parts for films and sounds are None, since they need packages of their own. transformers has no setting for this: so we replace
+    its table of parts while it loads.
+    """
     from transformers import AutoImageProcessor, AutoProcessor, processing_utils
     from transformers.models.auto import processing_auto
 
     model = below_adapters(model)
 
-    def pictures(*given: Any, **how: Any) -> Any:
-        return AutoImageProcessor.from_pretrained(*given, **{**how, "backend": "pil"})
+    def load_by_pil(*given: Any, **options: Any) -> Any:
+        return AutoImageProcessor.from_pretrained(*given, **{**options, "backend": "pil"})
 
-    def maker(make: Any) -> SimpleNamespace:
-        return SimpleNamespace(from_pretrained=make, __name__="")
+    def loader(load: Any) -> SimpleNamespace:
+        return SimpleNamespace(from_pretrained=load, __name__="")
 
-    none = maker(lambda *_, **__: None)
+    none = loader(lambda *_, **__: None)
     parts = dict.fromkeys(("video_processor", "feature_extractor", "audio_processor"), none)
-    parts |= {"tokenizer": maker(lambda *_, **__: tokenizer), "image_processor": maker(pictures)}
+    parts |= {"tokenizer": loader(lambda *_, **__: tokenizer), "image_processor": loader(load_by_pil)}
     base, find = processing_utils.ProcessorMixin, processing_auto.processor_class_from_name
 
     def find_class(name: str) -> Any:
@@ -245,7 +255,10 @@ def load_processor(model: Model, tokenizer: PreTrainedTokenizerBase) -> Processo
 
 
 def _import_pixtral() -> Any:
-    """Import the processor of Mistral's models without torchvision, which it imports for a function that its PIL variant has, too."""
+    """Import the processor of Mistral's models without torchvision.
+
+    It needs torchvision for one function. The PIL variant of its image processor has the same function, and takes the module's place.
+    """
     family = "transformers.models.pixtral"
     name = f"{family}.image_processing_pixtral"
     sys.modules[name] = import_module(f"{family}.image_processing_pil_pixtral")
@@ -257,13 +270,16 @@ def _import_pixtral() -> Any:
 
 @lru_cache(4)
 def _load(
-    path: str | None, tokenizer: str | None, revision: str | None, trust_remote_code: bool, sizes: str
+    path: str | None, tokenizer: str | None, revision: str | None, trust_remote_code: bool, config: str
 ) -> ProcessorMixin | BadRow:
-    """Load a processor once in this process; return the reason if the model has none. `sizes`: model.config as JSON, of a model without path."""
+    """Load a processor once in this process. Return the error if it fails.
+
+    `config`: model.config as JSON for a model without path, else "".
+    """
     from transformers import ProcessorMixin
 
-    config: Json = json.loads(sizes or "{}")
-    model = Model(path=path, tokenizer=tokenizer, revision=revision, trust_remote_code=trust_remote_code, config=config)
+    read: Json = json.loads(config or "{}")
+    model = Model(path=path, tokenizer=tokenizer, revision=revision, trust_remote_code=trust_remote_code, config=read)
     reason, fix = "no image processor", "Train a model that takes pictures, or take them out of the data."
     if not (files := files_of(model)):
         what = f"{path or 'the model'} takes no pictures: it has no {FILES[0]}"
@@ -273,7 +289,7 @@ def _load(
             for name, content in files.items() if path is None else ():
                 Path(folder, name).write_bytes(content)
             loaded = load_processor(replace(model, path=path or folder), load_tokenizer(model))
-    except Exception as error:  # of transformers, or of the model's own code
+    except Exception as error:  # transformers, or the model's own code, may raise anything
         what = f"the processor of {path} cannot be loaded: {first_line(error)}"
         return BadRow(reason, what, fix="Install what it names; or take the pictures out.")
     base = ProcessorMixin.replace_image_token

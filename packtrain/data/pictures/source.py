@@ -1,4 +1,4 @@
-"""Pictures of rows before tokenising: a path, a URL or encoded bytes, in all forms that data sets use."""
+"""Pictures of rows before tokenising: paths, URLs and encoded bytes."""
 
 from __future__ import annotations
 

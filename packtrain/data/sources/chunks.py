@@ -60,7 +60,7 @@ class Chunk:
 
     @property
     def folder(self) -> str:
-        """The folder of the file, from which relative paths of pictures start."""
+        """Return the file's folder. Relative paths of pictures start there."""
         if "://" in self.origin:
             return self.origin.rpartition("/")[0]
         return os.path.dirname(self.origin) if os.path.isfile(self.origin) else ""

@@ -217,7 +217,10 @@ def _read_csv(path: Path | RemoteFile, separator: str | None) -> Iterator[tuple[
 
 
 def _rows_per_chunk(rows: int, size: int) -> int:
-    """Return the rows of a chunk of a table with this many rows and bytes: CHUNK_ROWS, fewer if they hold pictures."""
+    """Return how many rows of a table make a chunk. The table has `rows` rows and `size` bytes.
+
+    It is CHUNK_ROWS, or fewer for large rows, mostly with pictures.
+    """
     return max(1, min(CHUNK_ROWS, _TABLE_CHUNK_BYTES * rows // max(size, 1)))
 
 

@@ -109,7 +109,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def train_tokenizer(texts: list[str], vocabulary: int, marks: list[str], chat_template: str) -> PreTrainedTokenizerFast:
-    """Train a tokenizer of at most `vocabulary` tokens on `texts`. `marks`: special tokens beside those of ChatML."""
+    """Train a tokenizer of at most `vocabulary` tokens on `texts`. `marks`: special tokens besides ChatML's."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,6 +1,6 @@
-"""Built-in pictures: coloured shapes, and questions about them, for a first run of a model that sees.
+"""Built-in pictures of coloured shapes, with questions, for a first run with pictures.
 
-A picture has 2 to 4 columns and 2 or 3 rows of places, 28 pixels wide and high, and at most one shape in each. A hash of the
+A picture has 2 to 4 columns and 2 or 3 rows of places. A place is 28 pixels wide and high, and has at most one shape. A hash of the
 shapes decides the split of a picture, so no picture of `eval` is in `train`.
 """
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 COUNTS = {"train": 4_000, "eval": 200}
 PLACE = 28
-"""Pixels of a place: a vision tower with patches of 14 pixels, merged 2 × 2, makes one token of it."""
+"""Width of a place in pixels: a vision tower with patches of 14 pixels, merged 2 × 2, makes one token of it."""
 COLOURS = {"red": (214, 48, 49), "green": (46, 160, 67), "blue": (40, 90, 220), "yellow": (240, 190, 20)}
 GREY = (122, 116, 104)
-"""Of the background: the mean of all pictures by which image processors centre pixels, so that an empty place is zero."""
+"""Background: the mean colour that image processors subtract. So the pixels of an empty place are zero."""
 SHAPES = ("circle", "square", "triangle")
 KINDS = [(colour, shape) for colour in COLOURS for shape in SHAPES]
 TEMPLATE = (
@@ -44,7 +44,7 @@ TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-"""ChatML in which a picture may be part of a message."""
+"""ChatML with pictures as parts of messages."""
 
 Shape = tuple[str, str]
 """Colour and shape."""
@@ -54,9 +54,9 @@ Turn = tuple[str, str]
 
 
 def conversations(split: Split, seed: int = 0, count: int | None = None) -> list[Json]:
-    """Make `count` rows of a picture with questions and answers: two to four in train, one in eval. Default: 4,000 for train, 200 for eval.
+    """Make `count` rows of a picture with questions and answers, by default COUNTS.
 
-    The first rows do not depend on `count`.
+    A row of train has two to four questions, a row of eval one. The first rows do not depend on `count`.
     """
     rng = random.Random(f"pictures-{split}-{seed}")
     return [_row(split, rng) for _ in range(COUNTS[split] if count is None else count)]
@@ -64,7 +64,7 @@ def conversations(split: Split, seed: int = 0, count: int | None = None) -> list
 
 @lru_cache(maxsize=1)
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Train the tokenizer on the questions and answers; pictures have the special tokens that Qwen's models know."""
+    """Train the tokenizer on the questions and answers. Special tokens of pictures are Qwen's."""
     rng = random.Random("tokenizer")
     texts = [text for _ in range(500) for turn in _turns(_scene("train", rng), rng, 3) for text in turn]
     marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]

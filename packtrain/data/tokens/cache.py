@@ -64,9 +64,9 @@ class Document:
 
     @property
     def keys(self) -> np.ndarray:
-        """Return int32[n], equal for equal tokens of equal pictures: the ids, but negative hashes for pictures' tokens.
+        """Return the ids, with negative hashes in place of pictures' tokens: int32[n].
 
-        Documents with different pictures differ from the first token of the picture on.
+        So documents with different pictures differ from the first token of the picture on.
         """
         if not self.pictures:
             return self.input_ids
@@ -114,7 +114,7 @@ class EncodedChunk:
     """Documents of a chunk end to end, with the fate of each row.
 
     ids int32[T], mask bool[T], lengths int32[n]. Any `problems` must stop the run. `unread` has the columns from `Row.unread`.
-    `pictures` has those of each document, or is empty if no document has one.
+    `pictures`: the pictures of each document, `()` if no document has one.
     """
 
     ids: np.ndarray
@@ -229,7 +229,7 @@ class Store:
 class MemoryStore(Store):
     """Store in memory. Documents have ids int32[T], mask bool[T] and lengths int32[n]; their rows have FATES.
 
-    `pictures` has those of each document, or is empty.
+    `pictures`: the pictures of each document, `()` if no document has one.
     """
 
     def __init__(

@@ -196,7 +196,10 @@ class Encoder:
         return faults
 
     def _refuse_placeholders(self, texts: Sequence[str]) -> None:
-        """Raise BadRow if a text has the model's token for a picture: the model would look for the picture."""
+        """Raise BadRow if a text has the model's token for a picture.
+
+        The model would look for a picture there.
+        """
         token = ""
         if self.pictures is not None and self.pictures.content:
             with suppress(BadRow):  # the processor cannot be loaded

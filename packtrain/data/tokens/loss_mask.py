@@ -58,7 +58,7 @@ _CALLING = [{"role": "user", "content": "question"}, {"role": "assistant", "cont
 
 
 class Rendered(NamedTuple):
-    """Text of a conversation, with spans of characters: between generation `marks`, and of each of the `pictures`."""
+    """Text of a conversation, with the characters between generation `marks`, and of each picture."""
 
     text: str
     marks: list[Span]

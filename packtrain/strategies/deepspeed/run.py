@@ -155,7 +155,10 @@ def _partition(model: PreTrainedModel, ranks: Ranks) -> None:
 def _give_pixels_gradients(
     towers: Sequence[nn.Module], model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
-    """Let pixels require gradients if towers are trained: their first layers would keep their weights after the backward pass."""
+    """Let pixels require gradients if towers are trained.
+
+    DeepSpeed would not release the weights of a tower's first layer after a backward pass without a gradient of its input.
+    """
     pixels = [value for name, value in named.items() if "pixel" in name and value.is_floating_point()]
     if pixels and torch.is_grad_enabled() and any(one.requires_grad for part in towers for one in part.parameters()):
         for value in pixels:

@@ -207,7 +207,7 @@ def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | 
 
 
 def log_pictures(log: Log, run: Prepared) -> None:
-    """Log the pictures of the data, whether towers are trained, and the figures of the proof with pictures. Nothing without pictures."""
+    """Log the data's pictures, the towers' training, and the proof; nothing without pictures."""
     if run.sight is None:
         return
     report, towers = run.data.train.report, run.config.model.towers

@@ -118,9 +118,9 @@ def _group_of(name: str, groups: Sequence[WeightGroup]) -> WeightGroup | None:
 def freeze_unreached(
     model: PreTrainedModel, longest: int, autocast: torch.dtype | None, seen: Batch | None = None
 ) -> tuple[str, bool]:
-    """Freeze trained weights that no document of up to `longest` tokens reaches, nor `seen`, a batch with a picture.
+    """Freeze trained weights without a gradient from any document of up to `longest` tokens.
 
-    All ranks find the same weights. Return the frozen ones in words, and whether others get a gradient in some batches only. Raises UserError
+    `seen`: a batch with a picture, which may reach more of them. All ranks find the same weights. Return the frozen ones in words, and whether others get a gradient in some batches only. Raises UserError
     if no weight is left.
     """
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -164,7 +164,10 @@ def reduce_unreached(model: PreTrainedModel, ranks: Ranks, at_times: bool) -> No
 def _reached(
     base: PreTrainedModel, weights: dict[str, nn.Parameter], given: int | Batch, autocast: torch.dtype | None
 ) -> set[str]:
-    """Return the names of the `weights` that the outputs of a batch depend on: a document of `given` tokens, or the batch `given`."""
+    """Return the names of `weights` with a gradient from a batch.
+
+    `given`: the batch, or the length of a random document.
+    """
     found = set[int]()
     if isinstance(given, int):
         ids = torch.from_numpy(random_ids(base, Segments((given,)))[:1])

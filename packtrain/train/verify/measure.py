@@ -255,7 +255,7 @@ def _findings(
     if isolation.problem:
         yield _verdict(isolation.proof), isolation.problem.what, isolation.problem.fix
     if reach is not None and isolation.pictures is not None and not reach[0] <= isolation.pictures.tolerance:
-        what = f"gradients of a document reach pictures of others ({reach[0]:.2g} of what reaches its own)"
+        what = f"gradients of a document reach pictures of others ({reach[0]:.2g} times the gradients at its own)"
         yield "leaks", what, f"set model.towers=frozen, and {_REPORT}"
     if reach is not None and not reach[1] > 0:
         yield "unsupported", "no gradient reaches a picture, so the proof of gradients shows nothing", _REPORT
