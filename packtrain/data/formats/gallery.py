@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from packtrain.config import is_list
 from packtrain.data.formats.columns import Row, list_of
-from packtrain.data.formats.messages import Messages, has_pictures
+from packtrain.data.formats.messages import Messages, has_pictures, texts_of
 from packtrain.data.pictures.source import KEYS, PictureSource, read_source
 from packtrain.data.sources.chunks import BadRow, Json
 
@@ -29,6 +29,8 @@ def place_pictures(row: Row, messages: Messages) -> Messages:
         if places:
             what = f"{places} × {{'type': 'image'}} without a picture, and there is no column 'images'"
             raise BadRow("no picture", what, "messages", f"Give them one under a key of {', '.join(KEYS)}.")
+        if row.has("images") and any(PLACE in text for message in messages for text in texts_of(message)):
+            raise BadRow(_MISPLACED, f"{PLACE} in a text, and no picture in the column", where, "Give it its picture.")
         return messages
     if not places:
         messages = [_split_at_places(message) for message in messages]

@@ -164,7 +164,7 @@ class PictureProcessor:
         between = text.split(token)
         if len(between) - 1 != len(pictures):
             what = f"the rendered conversation has {len(between) - 1} × {token} for {len(pictures)} pictures"
-            fix = f"Take {token} out of the texts; or set data.chat_template to the model's own, which places pictures."
+            fix = f"Take {token} out of the texts; or put pictures into user turns (some templates leave others out)."
             raise BadRow(MISPLACED, what, "messages", fix)
         made, before, after, at = between[0], list[Span](), list[Span](), len(between[0])
         for picture, rest in zip(pictures, between[1:], strict=True):

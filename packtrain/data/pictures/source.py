@@ -58,7 +58,9 @@ def read_source(value: object, where: str, folder: str) -> PictureSource | None:
 
 def _decode(text: str, where: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        if content := base64.b64decode("".join(text.split()), validate=True):
+            return content
+        raise ValueError("it is empty")
     except (binascii.Error, ValueError) as error:
         raise BadRow("broken picture", f"expected base64: {error}", where) from None
 
@@ -69,7 +71,7 @@ def look(source: PictureSource) -> Picture:
     content, name = source.content, source.path or "the picture"
     if not content:
         try:
-            content = _fetch(source.path) if "://" in source.path else Path(source.path).read_bytes()
+            content = _fetch(source.path) if "://" in source.path else _read(Path(source.path))
         except Exception as error:  # libraries of buckets may raise anything
             why = getattr(error, "strerror", None) or first_line(error)
             raise BadRow("no picture", f"cannot read {name}: {why}", source.field) from error
@@ -77,6 +79,12 @@ def look(source: PictureSource) -> Picture:
     if source.path and "://" not in source.path:
         return Picture(source.path, 0, 0, *seen.size, 0, 0, seen.hash)
     return Picture("", 0, len(content), *seen.size, 0, 0, seen.hash, content)
+
+
+def _read(path: Path) -> bytes:
+    if path.exists() and not path.is_file():  # a device may have no end
+        raise OSError(None, "it is no file")
+    return path.read_bytes()
 
 
 def _fetch(url: str) -> bytes:

@@ -196,15 +196,15 @@ class Encoder:
         return faults
 
     def _refuse_placeholders(self, texts: Sequence[str]) -> None:
-        """Raise BadRow if a text has the model's token for a picture.
+        """Raise BadRow if a text has one of the model's tokens for pictures.
 
         The model would look for a picture there.
         """
-        token = ""
+        tokens = set[str]()
         if self.pictures is not None and self.pictures.content:
             with suppress(BadRow):  # the processor cannot be loaded
-                token = self.pictures.placeholder
-        if token and any(token in text for text in texts):
+                tokens = {self.pictures.placeholder, *map(self.tokenizer.text_of, self.pictures.tokens)}
+        if token := next((token for token in sorted(tokens) if any(token in text for text in texts)), ""):
             fix = f"Give the row its pictures (a column images, with <image> in the texts), or take {token} out."
             raise BadRow(STRAY, f"a text has {token}, the model's token for a picture", fix=fix)
 
