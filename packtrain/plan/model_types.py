@@ -19,7 +19,7 @@ from packtrain.errors import Json, UserError
 
 _TRAINED = {
     False: ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"),
-    True: ("SEQUENCE_CLASSIFICATION", "IMAGE_TEXT_TO_TEXT"),
+    True: ("SEQUENCE_CLASSIFICATION",),
 }
 """Tables of types that train, by whether a model gives scores instead of answers."""
 _TABLE = re.compile(r"MODEL_FOR_(\w+?)(_MAPPING)?_NAMES|(MODEL)_MAPPING_NAMES")
@@ -78,7 +78,8 @@ def check_type(config: Json, where: str, *, scores: bool) -> None:
         why = f"transformers has it for {', '.join(tasks)}" if tasks else "it is a part of other models"
     if why:
         fix = "Take a causal language model: docs/architectures.md lists what trains."
-        raise UserError(f"a {kind} model does not train: {why}", where=where, fix=fix, code="type-not-trained")
+        task = " to give scores" if scores else ""
+        raise UserError(f"a {kind} model does not train{task}: {why}", where=where, fix=fix, code="type-not-trained")
     if (package := PACKAGES.get(kind)) and find_spec(package) is None:
         what, fix = f"a {kind} model needs the package {package}", f"pip install {package}"
         raise UserError(what, where=where, fix=fix, code="package-missing")
