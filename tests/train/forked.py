@@ -47,9 +47,14 @@ SHARED = "PACKTRAIN_TESTS_SERVER"
 """Variable with the address of the server that all workers of pytest share."""
 if SHARED in os.environ:
     _server = forkserver._forkserver
-    _server._forkserver_address = os.environ[SHARED]
-    _server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # the server ends with the process that started it
+    _alive = os.open(os.devnull, os.O_WRONLY)  # the server ends with the process that started it
     _server.ensure_running = lambda: None
+
+
+def use_shared_server() -> None:
+    """Tokenising in the process of a test starts a server of its own, whose processes block signals."""
+    if SHARED in os.environ:
+        _server._forkserver_address, _server._forkserver_alive_fd = os.environ[SHARED], _alive
 
 
 def serve() -> None:
@@ -137,6 +142,7 @@ def start(
 
 def begun(work: Callable[..., None], *arguments: Any) -> BaseProcess:
     """A process that does `work`, forked from the one that has imported everything."""
+    use_shared_server()
     process = _CONTEXT.Process(target=work, args=arguments)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # which the server reads once, while it imports torch
