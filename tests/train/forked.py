@@ -55,6 +55,7 @@ def use_shared_server() -> None:
     """Tokenising in the process of a test starts a server of its own, whose processes block signals."""
     if SHARED in os.environ:
         _server._forkserver_address, _server._forkserver_alive_fd = os.environ[SHARED], _alive
+        _server._forkserver_pid = None  # the next one that tokenises starts another
 
 
 def serve() -> None:

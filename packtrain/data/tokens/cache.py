@@ -194,7 +194,7 @@ class Store:
             self.unread: dict[str, str] = manifest["unread"]
             self.lengths, self.trained = (np.load(folder / f"{name}.npy") for name in ("lengths", "trained"))
             self.fates: np.ndarray = np.load(folder / "fates.npy", mmap_mode="r")
-            self.pictures: Sequence[tuple[Picture, ...]] = Album(folder, len(self.lengths))
+            self.pictures: Sequence[tuple[Picture, ...]] = Album(folder, len(self.lengths)) or ()
         except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedStore(f"{type(error).__name__}: {error}") from error
         self._ids = np.asarray(np.memmap(folder / TOKENS, np.int32, "r"))
