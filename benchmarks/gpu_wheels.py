@@ -32,6 +32,7 @@ NOT_NEEDED = {
     "click": "typer and huggingface-hub bring or import their own",
     "markdown-it-py": "rich's Markdown alone, which nothing here prints",
     "mdurl": "markdown-it-py alone",
+    "pillow": "pictures alone",
     "requests": "gguf, and fsspec's http alone",
     "charset-normalizer": "requests alone",
     "urllib3": "requests alone",

@@ -13,13 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from PIL import Image, ImageOps
+from typing import TYPE_CHECKING
 
 from packtrain.data.pictures.picture import Picture
 from packtrain.data.sources.chunks import BadRow
 from packtrain.errors import UserError
 from packtrain.wording import first_line
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 MAX_PIXELS = 1 << 27
 """Most pixels of a picture (400 MB when decoded). Larger ones are mostly decompression bombs."""
@@ -48,6 +50,8 @@ class PictureHeader:
 
 @contextmanager
 def _open(content: bytes) -> Iterator[Image.Image]:
+    from PIL import Image
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PIL warns of large pictures and of odd metadata
         with Image.open(io.BytesIO(content)) as image:
@@ -56,6 +60,7 @@ def _open(content: bytes) -> Iterator[Image.Image]:
 
 def inspect_bytes(content: bytes, name: str, field: str) -> PictureHeader:
     """Read the header of an encoded picture. Raises BadRow for a picture that cannot be trained on."""
+    from PIL import Image
 
     def refuse(reason: str, what: str, fix: str = "") -> BadRow:
         return BadRow(reason, f"{name} {what}", field, fix)
@@ -118,6 +123,8 @@ def read_bytes(picture: Picture) -> bytes:
 
 def decode(picture: Picture) -> Image.Image:
     """Return the picture in RGB. Raises UserError if it is broken, or changed since it was tokenised."""
+    from PIL import ImageOps
+
     content = read_bytes(picture)
     try:
         with _open(content) as image:

@@ -25,7 +25,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from PIL import Image
 
 from packtrain.config.schema import Model
 from packtrain.data.pictures.made import FILES, make_files
@@ -39,6 +38,7 @@ from packtrain.system import holding
 from packtrain.wording import first_line
 
 if TYPE_CHECKING:
+    from PIL import Image
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 Size = tuple[int, int]
@@ -47,6 +47,7 @@ Span = tuple[int, int]
 """Characters of a text: the first, and the one after the last."""
 MISPLACED = "pictures misplaced"
 """Reason for dropping rows whose pictures and places differ in number."""
+_BICUBIC = 3  # PIL's Image.Resampling.BICUBIC
 _SHRINK = 0.97
 """Each try of a smaller size is smaller at least by this factor."""
 _PIXTRAL = "PixtralProcessor"
@@ -116,6 +117,7 @@ class PictureProcessor:
 
     def _ask(self, height: int, width: int, *, quick: bool) -> str:
         """Ask the processor for the text of a black picture. With `quick` no pixel is resized."""
+        from PIL import Image
         from transformers import image_processing_backends
 
         arguments = {**self._arguments, "do_rescale": False, "do_normalize": False}
@@ -187,6 +189,8 @@ class PictureProcessor:
 
     def document(self, height: int, width: int) -> Document:
         """Return a document of one picture of noise in this size, without targets."""
+        from PIL import Image
+
         ids = self._loaded.tokenizer(self.text_of(height, width), add_special_tokens=False)["input_ids"]
         noise = np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8)
         Image.fromarray(noise).save(file := io.BytesIO(), "png")
@@ -199,7 +203,7 @@ class PictureProcessor:
         loaded = self._loaded
         height, width = self.scale(image.height, image.width)
         if (width, height) != image.size:
-            image = image.resize((width, height), Image.Resampling.BICUBIC)
+            image = image.resize((width, height), _BICUBIC)
         with _resizing:
             made, _ = loaded._process_images([image], **{**self._arguments, "return_tensors": "pt"})
         kept = {*loaded.image_processor.model_input_names} - {*loaded.unused_input_names}
