@@ -193,7 +193,7 @@ def sources(value: object, role: Split = "train") -> list[DataSource]:
     """
     if is_mapping(value):
         return [source for item in value.values() for source in sources(item, role)]
-    splits = dict.fromkeys(BUILT_IN, role)
+    splits: dict[str, str] = dict.fromkeys(BUILT_IN, role)
     named = [
         DataSource(path=item, split=splits.get(item, "train")) if isinstance(item, str) else item
         for item in (value if is_list(value) else [value])

@@ -490,7 +490,7 @@ class _PackedModel:
         slots, tokens = layout.slots, layout.tokens
         alone = padded.flatten(0, 1)[to_device(torch.from_numpy(np.flatnonzero(slots < tokens)), padded.device)]
         order = to_device(torch.from_numpy(slots[slots < tokens]), padded.device)
-        found = row.last_hidden_state[0].index_select(0, order)
+        found = row["last_hidden_state"][0].index_select(0, order)
         dtype = torch.get_autocast_dtype(padded.device.type) if torch.is_autocast_enabled(padded.device.type) else None
         tolerance = tolerance_of(dtype or self.model.dtype).outputs
         off = difference(found, alone, statistic=torch.mean if (dtype or self.model.dtype).itemsize < 4 else torch.max)

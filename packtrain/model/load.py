@@ -170,7 +170,7 @@ def _auto_class(config: PreTrainedConfig, *, scores: bool) -> type[_BaseAutoMode
     if scores:
         return AutoModelForSequenceClassification
     kind, named, own_code = type(config), config.architectures or [], getattr(config, "auto_map", None) or {}
-    of_text = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    of_text: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
     whole = kind in MODEL_FOR_MULTIMODAL_LM_MAPPING and not (of_text and of_text.__name__ in named)
     whole_code = "AutoModelForCausalLM" not in own_code and "AutoModelForImageTextToText" in own_code
     return AutoModelForMultimodalLM if whole else AutoModelForImageTextToText if whole_code else AutoModelForCausalLM

@@ -227,7 +227,7 @@ def answer_held_out(
 
     documents = prepare(run.data, tokenizer, run.objective.kind, seed=run.trainer.seed, model=run.model).eval
     sight = None
-    if has_pictures_in(documents):
+    if documents is not None and has_pictures_in(documents):
         processor = PictureProcessor(run.model, run.data.max_picture_tokens)
         sight = Sight.of(base_model(model), PictureReader(processor), processor.tokens)
     if run.data.chat_template:

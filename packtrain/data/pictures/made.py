@@ -26,10 +26,11 @@ def make_files(settings: Mapping[str, object]) -> dict[str, bytes]:
     named, images = PROCESSOR_MAPPING_NAMES.get(kind), IMAGE_PROCESSOR_MAPPING_NAMES.get(kind, {})
     if not (named and images.get("pil")):
         return {}
-    config: Any = CONFIG_MAPPING[kind](**{name: value for name, value in settings.items() if name != "model_type"})
+    make: Any = CONFIG_MAPPING[kind]
+    config: Any = make(**{name: value for name, value in settings.items() if name != "model_type"})
     vision = getattr(config, "vision_config", config)
     image_processor, takes = (
-        getattr(transformers, images["pil"]),
+        getattr(transformers, str(images["pil"])),
         inspect.signature(getattr(transformers, named).__init__),
     )
     merged = getattr(vision, "spatial_merge_size", getattr(config, "spatial_merge_size", None))
