@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
+from packtrain.data.pictures.encoded import thumbnail
 from packtrain.data.pictures.picture import Picture
-from packtrain.data.pictures.processor import MISPLACED, PictureProcessor
-from packtrain.data.pictures.thumbnail import thumbnail
+from packtrain.data.pictures.processor import PictureProcessor
+from packtrain.data.pictures.source import MISPLACED
 from packtrain.data.tokens.encode import STRAY
 from packtrain.errors import UserError
 from packtrain.inspect.corpus import Corpus

@@ -217,8 +217,7 @@ def answer_held_out(
 ) -> Json:
     """Answer the first `rows` documents of data.eval, in up to `tokens` tokens each. Return the share of right answers, and the answers."""
     from packtrain.data.dataset import has_pictures_in
-    from packtrain.data.pictures.pixels import PictureReader
-    from packtrain.data.pictures.processor import PictureProcessor
+    from packtrain.data.pictures.processor import PictureProcessor, PictureReader
     from packtrain.data.prepare import prepare
     from packtrain.data.tokens.chat_template import give_template
     from packtrain.model.load import base_model

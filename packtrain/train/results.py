@@ -25,7 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from packtrain.config.schema import Model, Peft
-from packtrain.data.pictures.thumbnail import thumbnail
+from packtrain.data.pictures.encoded import thumbnail
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import Json, UserError
 from packtrain.model.adapters import untie_if_adapted

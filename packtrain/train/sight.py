@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from packtrain.data.dataset import Document, has_pictures_in
-from packtrain.data.pictures.pixels import PictureReader
-from packtrain.data.pictures.processor import PictureProcessor
+from packtrain.data.pictures.processor import PictureProcessor, PictureReader
 from packtrain.data.sources.chunks import BadRow
 from packtrain.errors import UserError
 from packtrain.model.forward import Batch

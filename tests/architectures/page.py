@@ -55,8 +55,8 @@ from remote code, is treated by its behaviour.
 The third column names the modules that a row runs once per document under `mixers`; they were found by measurement. If it does not
 say "attention by segments", the model's own attention is among them, or there is none.
 
-Of models that see, the column "with pictures" names the path that is proved exact for rows of documents with pictures: one document's picture is
-changed, and no output of another moves. It is measured for {seeing} types, whose losses and gradients with pictures equal each document alone, too
+The column "with pictures" names the path of rows with pictures. It is proved exact: one document's picture is changed, and no output of another
+document moves. It is measured for {seeing} types. Their losses and gradients with pictures equal each document alone, too
 (tests/pictures). An empty cell: not measured here; the proof runs before step 1 of any run with pictures.
 
 The last column says how `packtrain.attach` runs padded calls of the type. It is measured with a call of GRPO: prompts padded on the
@@ -117,7 +117,7 @@ def line(outcome: Outcome, attachment: Attachment) -> str:
 
 @cache
 def path_with_pictures(model_type: str) -> str:
-    """The path that is proved exact for documents with pictures; "" if it is not measured here."""
+    """The exact path of documents with pictures, by proof; "" if it is not measured here."""
     if model_type not in SEEING:
         return ""
     model, sight, documents = seeing(model_type)

@@ -148,7 +148,7 @@ def is_causal(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def fails_in_training(model: PreTrainedModel) -> str:
-    """Why text alone is refused by a model in training mode, "" if it is not."""
+    """Why a model in training mode refuses text alone, "" if it does not."""
     ids = torch.arange(3, 43)[None]
     try:
         model.train()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)

@@ -1,4 +1,4 @@
-"""A multimodal checkpoint that was trained on text is the published one but for what was trained."""
+"""A multimodal checkpoint trained on text keeps all that was not trained."""
 
 from __future__ import annotations
 

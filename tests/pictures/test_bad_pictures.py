@@ -16,8 +16,7 @@ from PIL import Image
 from prepared import TOKENIZER, ready, write
 
 from packtrain.config.schema import Model
-from packtrain.data.pictures.pixels import PictureReader
-from packtrain.data.pictures.processor import PictureProcessor
+from packtrain.data.pictures.processor import PictureProcessor, PictureReader
 from packtrain.errors import UserError
 
 WHOLE = {kind: encoded(picture(64, 96), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")}

@@ -21,8 +21,7 @@ from transformers.image_utils import load_image
 
 from packtrain.config.schema import Data, Model
 from packtrain.data.formats.columns import REQUIRED
-from packtrain.data.pictures.pixels import PictureReader
-from packtrain.data.pictures.processor import PictureProcessor, load_processor
+from packtrain.data.pictures.processor import PictureProcessor, PictureReader, load_processor
 from packtrain.data.sources.files import read_file
 from packtrain.data.streaming import open_stream
 from packtrain.data.tokens.pretrained import load_tokenizer

@@ -18,8 +18,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from packtrain import attach
 from packtrain.attention.backends import attending_by
 from packtrain.config.schema import Data, Model
-from packtrain.data.pictures.pixels import PictureReader
-from packtrain.data.pictures.processor import PictureProcessor, load_processor
+from packtrain.data.pictures.processor import PictureProcessor, PictureReader, load_processor
 from packtrain.data.prepare import prepare
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.model.forward import add_loss_sum

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from packtrain.config import is_list
 from packtrain.data.formats.columns import Row, list_of
 from packtrain.data.formats.messages import Messages, has_pictures, texts_of
-from packtrain.data.pictures.source import KEYS, PictureSource, read_source
+from packtrain.data.pictures.source import KEYS, MISPLACED, PictureSource, read_source
 from packtrain.data.sources.chunks import BadRow, Json
 
 PLACE = "<image>"
-_MISPLACED = "pictures misplaced"
 
 
 def place_pictures(row: Row, messages: Messages) -> Messages:
@@ -30,7 +29,7 @@ def place_pictures(row: Row, messages: Messages) -> Messages:
             what = f"{places} × {{'type': 'image'}} without a picture, and there is no column 'images'"
             raise BadRow("no picture", what, "messages", f"Give them one under a key of {', '.join(KEYS)}.")
         if row.has("images") and any(PLACE in text for message in messages for text in texts_of(message)):
-            raise BadRow(_MISPLACED, f"{PLACE} in a text, and no picture in the column", where, "Give it its picture.")
+            raise BadRow(MISPLACED, f"{PLACE} in a text, and no picture in the column", where, "Give it its picture.")
         return messages
     if not places:
         messages = [_split_at_places(message) for message in messages]
@@ -39,7 +38,7 @@ def place_pictures(row: Row, messages: Messages) -> Messages:
         return _put_first(messages, given, where)
     if places != len(given):
         what = f"{places} × {kind} for {len(given)} pictures of the column {where!r}"
-        raise BadRow(_MISPLACED, what, where, "Write one place for each picture.")
+        raise BadRow(MISPLACED, what, where, "Write one place for each picture.")
     sources = iter(given)
     return [_fill(message, sources) for message in messages]
 
@@ -99,10 +98,10 @@ def _put_first(messages: Messages, pictures: list[PictureSource], where: str) ->
     """Put all pictures before the words of the first user turn."""
     if any(map(has_pictures, messages)):
         what = "the messages have pictures already, and no place for these"
-        raise BadRow(_MISPLACED, what, where, f"Write {PLACE} where each belongs.")
+        raise BadRow(MISPLACED, what, where, f"Write {PLACE} where each belongs.")
     for index, message in enumerate(messages):
         if message["role"] == "user":
             shown = [{"type": "image", "image": picture} for picture in pictures]
             text = [{"type": "text", "text": message["content"]}] if message["content"] else []
             return [*messages[:index], {**message, "content": [*shown, *text]}, *messages[index + 1 :]]
-    raise BadRow(_MISPLACED, "there is no user's turn to put the pictures into", where)
+    raise BadRow(MISPLACED, "there is no user's turn to put the pictures into", where)

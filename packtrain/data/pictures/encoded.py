@@ -6,6 +6,7 @@ alpha. A truncated file lacks the end marker of its format. Only a file without 
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import warnings
@@ -23,6 +24,7 @@ from packtrain.wording import first_line
 if TYPE_CHECKING:
     from PIL import Image
 
+_SIDE = 192  # pixels of a thumbnail's longer side at most
 MAX_PIXELS = 1 << 27
 """Most pixels of a picture (400 MB when decoded). Larger ones are mostly decompression bombs."""
 _TURNED = (5, 6, 7, 8)
@@ -137,3 +139,11 @@ def decode(picture: Picture) -> Image.Image:
         fix = "Put the old one back, or set data.cache_dir to another folder, which tokenises the data anew."
         raise UserError(what, where=picture.name, fix=fix, code="picture-changed")
     return made
+
+
+def thumbnail(picture: Picture) -> str:
+    """Return a small copy of the picture as a data URL. Raises UserError if the picture is broken."""
+    image, file = decode(picture), io.BytesIO()
+    image.thumbnail((_SIDE, _SIDE))
+    image.save(file, "jpeg", quality=90, subsampling=0)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -27,8 +27,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from packtrain.config.schema import Model
+from packtrain.data.pictures.encoded import decode
 from packtrain.data.pictures.made import FILES, make_files
 from packtrain.data.pictures.picture import Picture
+from packtrain.data.pictures.source import MISPLACED
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens.cache import Document
 from packtrain.data.tokens.pretrained import find_files, hub, load_tokenizer, location
@@ -38,6 +40,7 @@ from packtrain.system import holding
 from packtrain.wording import first_line
 
 if TYPE_CHECKING:
+    import torch
     from PIL import Image
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
@@ -45,8 +48,6 @@ Size = tuple[int, int]
 """Height and width in pixels."""
 Span = tuple[int, int]
 """Characters of a text: the first, and the one after the last."""
-MISPLACED = "pictures misplaced"
-"""Reason for dropping rows whose pictures and places differ in number."""
 _BICUBIC = 3  # PIL's Image.Resampling.BICUBIC
 _SHRINK = 0.97
 """Each try of a smaller size is smaller at least by this factor."""
@@ -208,6 +209,24 @@ class PictureProcessor:
             made, _ = loaded._process_images([image], **{**self._arguments, "return_tensors": "pt"})
         kept = {*loaded.image_processor.model_input_names} - {*loaded.unused_input_names}
         return {name: value for name, value in made.items() if name in kept}
+
+
+@dataclass(frozen=True)
+class PictureReader:
+    """Reader of pictures. It pickles, and loads its processor at the first picture."""
+
+    processor: PictureProcessor
+
+    def read(self, pictures: Sequence[Picture]) -> list[dict[str, torch.Tensor]]:
+        """Decode pictures; return the image processor's tensors for each alone. Raises UserError naming the file."""
+        return [self._read(picture) for picture in pictures]
+
+    def _read(self, picture: Picture) -> dict[str, torch.Tensor]:
+        image = decode(picture)
+        try:
+            return self.processor.pixels(image)
+        except BadRow as bad:
+            raise UserError(bad.what, where=picture.name, fix=bad.fix, code="picture-refused") from bad
 
 
 def _without_pixels(image: np.ndarray, size: tuple[int, int], **_: object) -> np.ndarray:

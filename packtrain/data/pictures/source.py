@@ -19,6 +19,8 @@ KEYS = ("bytes", "base64", "image", "image_url", "url", "path")
 """Keys of a picture in a part, or in Hugging Face's Image feature. Bytes go before a path, which may be a mere name."""
 KINDS = ("image", "image_url")
 """Types of parts that are pictures."""
+MISPLACED = "pictures misplaced"
+"""Reason for dropping rows whose pictures and places differ in number."""
 _TIMEOUT_S = 30.0
 
 
