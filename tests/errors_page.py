@@ -163,8 +163,18 @@ class Values:
             ):
                 return
         if not found:
-            for statement in self._tree.body:
+            for statement in (*self._tree.body, *_imported(self._tree, name)):
                 yield from _values_for(name, statement)
+
+
+def _imported(tree: ast.Module, name: str) -> list[ast.stmt]:
+    """Return the statements of the module of ours that `name` comes from."""
+    for one in tree.body:
+        ours = isinstance(one, ast.ImportFrom) and (one.module or "").startswith(f"{PACKAGE.name}.")
+        if ours and any(alias.name == name for alias in one.names):
+            file = PACKAGE.parent / f"{(one.module or '').replace('.', '/')}.py"
+            return ast.parse(file.read_text()).body if file.exists() else []
+    return []
 
 
 def _blocks(function: ast.AST) -> Iterator[tuple[list[ast.stmt], set[ast.AST]]]:

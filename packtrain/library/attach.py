@@ -32,7 +32,7 @@ from packtrain.attention.backends import attention_by
 from packtrain.attention.forwards import replace_forward
 from packtrain.attention.spec import BACKENDS, tried_by_auto
 from packtrain.errors import CheckFailed, UserError
-from packtrain.library.seeing import picture_arguments, row_with_pictures
+from packtrain.library.seeing import check_row_with_pictures, picture_arguments, row_with_pictures
 from packtrain.model.forward import name_backbone
 from packtrain.model.load import base_model
 from packtrain.packing.collate import IGNORE, on_device, row_arguments, to_device
@@ -310,7 +310,7 @@ class _PackedModel:
         """Choose the attention by its proof, and pack from now on. All processes choose the same. `engine` is DeepSpeed's. Raises
         CheckFailed if none is exact, or if processes would have to gather weights a different number of times."""
         choice = self._agreed()
-        sharded = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in self.model.parameters())
+        sharded = self._is_sharded()
         attention = attention_by(choice.backend.name)
         attention.run_alike(self._backbone, self._subject)  # rows run the backbone
         uneven = choice.backend.by_document or attention.gathers_unevenly(self._backbone)
@@ -384,6 +384,10 @@ class _PackedModel:
             return False
         alone, behind = hidden[0], hidden[1][:, _PADDED_BY:]
         return difference(behind, alone) <= tolerance_of(dtype()).outputs
+
+    def _is_sharded(self) -> bool:
+        """Return whether no process has all weights."""
+        return any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in self.model.parameters())
 
     def _packs(self) -> bool:
         """Return whether to pack calls now: attached, and not inside a call that runs unpacked."""
@@ -482,21 +486,15 @@ class _PackedModel:
 
     @torch.no_grad()
     def _prove_pictures(self, inner: Forward, call: Call, row: ModelOutput, layout: Layout) -> None:
-        """Compare the first row with pictures with the padded call. Raises CheckFailed if it differs, unless the model draws noise."""
+        """Compare the first row with pictures with the padded call. Raises CheckFailed if it differs.
+
+        Not if the model draws noise, nor with sharded weights: a process without pictures would make one call fewer.
+        """
         self._proved_pictures = True
-        if any(map(_has_dropout, self.model.modules())):
+        if any(map(_has_dropout, self.model.modules())) or self._is_sharded():
             return
         padded = inner(**{**call, "use_cache": False, "return_dict": True}).last_hidden_state
-        slots, tokens = layout.slots, layout.tokens
-        alone = padded.flatten(0, 1)[to_device(torch.from_numpy(np.flatnonzero(slots < tokens)), padded.device)]
-        order = to_device(torch.from_numpy(slots[slots < tokens]), padded.device)
-        found = row["last_hidden_state"][0].index_select(0, order)
-        dtype = torch.get_autocast_dtype(padded.device.type) if torch.is_autocast_enabled(padded.device.type) else None
-        tolerance = tolerance_of(dtype or self.model.dtype).outputs
-        off = difference(found, alone, statistic=torch.mean if (dtype or self.model.dtype).itemsize < 4 else torch.max)
-        if not off <= tolerance:
-            what = f"{type(self.model).__name__}: a row with pictures differs from the padded call by {off:.2g} (tolerance {tolerance:.1g})"
-            raise CheckFailed(what, fix="do not attach it to batches with pictures", code="attached-pictures-differ")
+        check_row_with_pictures(self.model, row["last_hidden_state"][0], padded.flatten(0, 1), layout.slots)
 
 
 def _backbone_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from packtrain.errors import CheckFailed
 from packtrain.packing.collate import row_arguments, to_device
 from packtrain.packing.pictures import TYPES, rotary_part, runs_of, two_way_of
 from packtrain.packing.segments import Segments
+from packtrain.proof.comparison import difference, tolerance_of
 
 _PARTS_OF_NAMES = ("pixel", "image", "spatial_shapes")
 """Arguments with pictures have one of these in their names."""
@@ -57,3 +59,19 @@ def row_with_pictures(
         positions = part.get_rope_index(**{name: call[name] for name in call if name in takes})[0]  # [axes, B, L]
         arguments["position_ids"] = positions.flatten(1)[:, at][:, None]
     return arguments
+
+
+def check_row_with_pictures(model: PreTrainedModel, row: torch.Tensor, padded: torch.Tensor, slots: np.ndarray) -> None:
+    """Raise CheckFailed if hidden states of a row [T, d] differ from those of the padded call [B · L, d].
+
+    `slots`, int64 [B · L]: the place of each padded token in the row, T for padding.
+    """
+    real, device = np.flatnonzero(slots < len(row)), row.device
+    alone = padded[to_device(torch.from_numpy(real), device)]
+    found = row[to_device(torch.from_numpy(slots[real]), device)]
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
+    off = difference(found, alone, statistic=torch.mean if dtype.itemsize < 4 else torch.max)
+    if not off <= (tolerance := tolerance_of(dtype).outputs):
+        name = type(model).__name__
+        what = f"{name}: a row with pictures differs from the padded call by {off:.2g} (tolerance {tolerance:.1g})"
+        raise CheckFailed(what, fix="do not attach it to batches with pictures", code="attached-pictures-differ")

@@ -21,6 +21,8 @@ from packtrain.config.schema import Data, Model
 from packtrain.data.pictures.processor import PictureProcessor, PictureReader, load_processor
 from packtrain.data.prepare import prepare
 from packtrain.data.tokens.pretrained import load_tokenizer
+from packtrain.errors import CheckFailed
+from packtrain.library.seeing import row_with_pictures
 from packtrain.model.forward import add_loss_sum
 from packtrain.packing.collate import IGNORE, collate_flat
 from packtrain.packing.pictures import Sight
@@ -114,3 +116,22 @@ def test_trls_vision_collator_on_the_same_rows(name: str, tmp_path: Path) -> Non
         ours.backward()
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
     assert (gradients(model) - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_attach_finds_pixels_out_of_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first row with pictures is compared with the padded call."""
+    model, given = seeing_checkpoint(tmp_path / "model", "qwen2_vl"), rows(tmp_path)
+    settings = Model(path=str(tmp_path / "model"))
+    collate = DataCollatorForVisionLanguageModeling(load_processor(settings, load_tokenizer(settings)))
+    batch: dict[str, Any] = dict(collate([{"messages": row["prompt"] + row["completion"], **row} for row in given]))
+    make = row_with_pictures
+
+    def turned_round(*of_call: Any) -> dict[str, Any]:
+        row = make(*of_call)
+        return {**row, "pixel_values": row["pixel_values"].flip(0)}
+
+    monkeypatch.setattr("packtrain.library.attach.row_with_pictures", turned_round)
+    handle = attach(model)
+    with pytest.raises(CheckFailed, match="differs from the padded call"):
+        model(**batch, use_cache=False)
+    handle.detach()
