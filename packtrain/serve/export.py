@@ -44,6 +44,8 @@ Target = Literal["hub", "gguf", "ollama", "merged"]
 _NAMED = ("_name_or_path", "name_or_path", "base_model_name_or_path")
 """Keys of libraries for the place that a model was loaded from."""
 _LOCAL = "(local)"
+TOWER = "mmproj.gguf"
+"""llama.cpp's file with the tower and the projector of a model that takes pictures."""
 _OF_A_PLACE = ("topology", "tracking")
 """Groups of the config about the place of the run."""
 _FOLDERS = ("output_dir", "cache_dir")
@@ -159,7 +161,10 @@ _SYSTEM, _USER, _ANSWER = "⟦system⟧", "⟦user⟧", "⟦answer⟧"
 
 
 def convert(program: list[str], model: Path, target: Path, outtype: str) -> Path:
-    """Write `target`/model.gguf, whole or not at all. A failure raises UserError with the converter's last words."""
+    """Write `target`/model.gguf, whole or not at all, and mmproj.gguf with the tower of a model that takes pictures.
+
+    A failure raises UserError with the converter's last words. If only the tower is refused, this is said.
+    """
     from packtrain.train.results import published, staging
 
     place = staging(target)
@@ -174,6 +179,13 @@ def convert(program: list[str], model: Path, target: Path, outtype: str) -> Path
         if not (place / "model.gguf").is_file():
             what = "the converter wrote nothing"
             raise UserError(what, where=shlex.join(command), fix="Run it by hand.", code="converter-failed")
+        if _has_tower(str(model)):
+            command = [*program, str(model), "--mmproj", "--outfile", str(place / TOWER), "--outtype", outtype]
+            try:
+                _run(command, "", "converter-failed")
+            except UserError as refused:
+                what = refused.problems[0].what
+                print(f"{TOWER} is not written, so pictures cannot be read: the converter {what}", file=sys.stderr)
     return target / "model.gguf"
 
 
@@ -190,7 +202,8 @@ def give_to_ollama(model: str, file: Path, name: str) -> list[str]:
     from transformers import AutoTokenizer
 
     template, modelfile = ollama_template(AutoTokenizer.from_pretrained(model)), file.parent / "Modelfile"
-    modelfile.write_text(f"FROM ./{file.name}\n{template}", "utf-8")
+    parts = [file.name, *([TOWER] if file.with_name(TOWER).is_file() else [])]
+    modelfile.write_text("".join(f"FROM ./{part}\n" for part in parts) + template, "utf-8")
     left = "the chat template cannot be written in Ollama's terms: Ollama goes by the one in the .gguf"
     command = ["ollama", "create", name, "-f", str(modelfile)]
     said = [str(file), str(modelfile), *([] if template else [left])]
@@ -270,6 +283,11 @@ def _files(folder: Path) -> Iterator[tuple[str, str | bytes]]:
         yield path.as_posix(), json.dumps(content, indent=2).encode() if local else str(file)
 
 
+def _has_tower(path: str) -> bool:
+    """Return whether a model takes pictures, by its config on this machine."""
+    return "vision_config" in known_sizes(Model(path=path))
+
+
 def is_public_name(path: str | None) -> bool:
     """Return whether it is a name on the hub, and nothing on this machine."""
     if path is None or path.lower().endswith(_FILES) or os.path.exists(os.path.expanduser(path)):
@@ -292,9 +310,10 @@ def model_card(trained: Trained) -> str:
     base = next((name for name in (trained.base, model.get("path")) if is_public_name(name)), None)
     train = data.get("train") if isinstance(data.get("train"), list) else [data.get("train")]
     paths = [str(source["path"] if isinstance(source, Mapping) else source) for source in train or () if source]
+    answers = "image-text-to-text" if _has_tower(trained.base or trained.path) else "text-generation"
     head = ModelCardData(
         library_name="transformers" if trained.base is None else "peft",
-        pipeline_tag="text-classification" if trained.scores else "text-generation",
+        pipeline_tag="text-classification" if trained.scores else answers,
         tags=["packtrain", kind],
         base_model=base,
         datasets=[path for path in paths if is_public_name(path)] or None,

@@ -7,13 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from eyes import make_processor, picture
 from tiny_seeing import FAMILIES
-from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+from trl_trainers import settings as of_trainer
 
 from packtrain import attach
 from packtrain.attention.backends import attending_by
@@ -29,7 +33,7 @@ from packtrain.packing.pictures import Sight
 
 SEEN = ([(56, 84)], [(112, 56), (40, 60)], [], [(84, 84)])
 """Heights and widths of the pictures of each row."""
-TOKENS = {"qwen2_vl": "<|image_pad|>", "llava": "<image>", "gemma3": "<image_soft_token>"}
+TOKENS = {"qwen2_vl": "<|image_pad|>", "qwen3_vl": "<|image_pad|>", "llava": "<image>", "gemma3": "<image_soft_token>"}
 
 
 def seeing_checkpoint(folder: Path, name: str) -> PreTrainedModel:
@@ -116,6 +120,25 @@ def test_trls_vision_collator_on_the_same_rows(name: str, tmp_path: Path) -> Non
         ours.backward()
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
     assert (gradients(model) - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.exhaustive)])
+def test_trls_trainer_logs_the_same_losses_attached(name: str, tmp_path: Path) -> None:
+    seeing_checkpoint(tmp_path / "model", name)
+    settings = Model(path=str(tmp_path / "model"))
+    processor = load_processor(settings, load_tokenizer(settings))
+    data = Dataset.from_list(rows(tmp_path) * 3)
+
+    def logged(attached: bool) -> list[list[float]]:
+        model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
+        args = SFTConfig(**of_trainer(tmp_path, per_device_train_batch_size=4, max_steps=3), max_length=None)
+        trainer = SFTTrainer(model, args, train_dataset=data, processing_class=processor)
+        handle = attach(trainer) if attached else None
+        trainer.train()
+        assert not handle or (handle.stats.calls == 3 and not handle.stats.unchanged)
+        return [[line["loss"], line["grad_norm"]] for line in trainer.state.log_history if "loss" in line]
+
+    assert np.array(logged(True)) == pytest.approx(np.array(logged(False)), rel=1e-5)
 
 
 def test_attach_finds_pixels_out_of_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
