@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from eyes import picture
 from here import loaded, train_here
 from matrix import ALONE, CHECKPOINT, ROWS, STRATEGIES, VARIANTS, Cell, Runs, assert_same_training, cut, parameters
 from running import Run, assert_same_bits, config_on, joined, packtrain, write_jsonl, written
+from test_cells import Move
 from test_trl_pictures import seeing_checkpoint
 
 SEEN = {"first": (56, 84), "second": (112, 40)}
@@ -37,9 +39,20 @@ CELLS = [
     for variant in (*TRAINED, "lora", "dora")
     for world in VARIANTS[variant].worlds
     for layout in ("packed", "padding_free", "padding")
-    if world != "zero3_offload" and (cell := Cell(objective, world, layout, variant)).exists
+    if (cell := Cell(objective, world, layout, variant)).exists
 ]
-SAMPLE = [Cell("sft", "fsdp2"), Cell("dpo", "zero3"), Cell("reward", ALONE)]
+SAMPLE = [
+    Cell("sft", "fsdp2"),
+    Cell("dpo", "zero3"),
+    Cell("reward", ALONE),
+    Cell("sft", "zero3_offload"),
+]
+MOVES = [
+    Move(Cell("sft", one), other)
+    for one in (ALONE, "ddp", "fsdp2")
+    for other in (ALONE, "ddp", "fsdp2")
+    if one != other
+]
 
 
 def seeing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -90,6 +103,15 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(runs: Runs, cell: Cell) -> N
     run = runs.run(cell, cut(expected, f"{cell}-resumed"))
     assert f"resuming from step-{CHECKPOINT:06d}" in run.log
     assert_same_bits(run, expected)
+
+
+@pytest.mark.parametrize("move", parameters(MOVES, [Move(Cell("sft", "fsdp2"), ALONE)]))
+def test_a_run_goes_on_on_another_number_of_processes(runs: Runs, move: Move) -> None:
+    begun, cell = runs.of(move.begun), replace(move.begun, world=move.world)
+    run = runs.run(cell, cut(begun, str(move)))
+    assert f"resuming from step-{CHECKPOINT:06d}" in run.log
+    assert run.losses == pytest.approx(begun.losses, rel=1e-6)
+    assert_same_training(run, begun)
 
 
 @pytest.mark.parametrize("cell", parameters([Cell("sft", "fsdp2"), Cell("sft", "zero3")], SAMPLE))
