@@ -20,8 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from packtrain.plan.known_model import TOWERS
 from packtrain.serve.export import merge
 
-MORE = ("gemma3", "gemma4", "glm4v", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "llama4", "llava", "mistral3", "molmo2", "ovis2", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "smolvlm", "voxtral")  # fmt: skip
-CASES = ["qwen3_vl", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in MORE)]
+MORE = ("gemma4", "glm4v", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "llama4", "mistral3", "molmo2", "ovis2", "qwen2_5_vl", "qwen2_vl", "smolvlm", "voxtral")  # fmt: skip
+CASES = ["qwen3_vl", "gemma3", "llava", "qwen3_5", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in MORE)]
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{{ eos_token }}{% endfor %}"
 

@@ -45,7 +45,6 @@ SAMPLE = [
     Cell("sft", "fsdp2"),
     Cell("dpo", "zero3"),
     Cell("reward", ALONE),
-    Cell("sft", "zero3_offload"),
 ]
 MOVES = [
     Move(Cell("sft", one), other)
