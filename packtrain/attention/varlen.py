@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import import_module
 from inspect import signature
@@ -182,17 +182,63 @@ def from_torch() -> Attend:
     """Return the operator under torch's `varlen_attn`. Its arguments have not changed since torch 2.10, unlike the function's."""
 
     def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
-        if scoring.softcap is not None or sinks is not None:
-            raise Lacks("no soft-cap and no attention sinks")
-        lengths = (borders.queries, borders.keys, borders.longest_queries, borders.longest_keys)
-        left = -1 if scoring.window is None else scoring.window - 1
-        causal = scoring.window is None  # else the window says so
-        operator = torch.ops.aten._flash_attention_forward
-        return operator(
-            *(q, k, v, *lengths, 0.0, causal, False), scale=scoring.scale, window_size_left=left, window_size_right=0
-        )[0]
+        if scoring.softcap is not None:
+            raise Lacks("no soft-cap")
+        if sinks is not None:
+            return WithSinks.apply(q, k, v, sinks, borders, scoring)
+        arguments, options = _for_torch(borders, scoring)
+        return torch.ops.aten._flash_attention_forward(q, k, v, *arguments, False, **options)[0]
 
     return attend
+
+
+def _for_torch(borders: Borders, scoring: Scoring) -> tuple[tuple[torch.Tensor | float, ...], dict[str, float]]:
+    """Return arguments and options of torch's operators."""
+    lengths = (borders.queries, borders.keys, borders.longest_queries, borders.longest_keys)
+    causal = scoring.window is None  # else the window says so
+    left = -1 if scoring.window is None else scoring.window - 1
+    return (*lengths, 0.0, causal), {"scale": scoring.scale, "window_size_left": left, "window_size_right": 0}
+
+
+class WithSinks(torch.autograd.Function):
+    """Attention with sinks by torch's operators, which have none. A sink is a key of score `sinks[head]` without a value.
+
+    The operator returns outputs o and log-sums l of the scores. With a sink s they are o' = o σ(l - s) and l' = log(exp l + exp s). The
+    operator's backward computes its weights again from l', so (o', l') give it the gradients of q, k and v. That of s
+    is -Σ σ(s - l) (do · o') over the queries.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor,
+        borders: Borders,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        # if no segment has more than one query, the kernel regroups heads, and its log-sums stand in another order
+        borders = replace(borders, longest_queries=max(2, borders.longest_queries))
+        arguments, options = _for_torch(borders, scoring)
+        operator = torch.ops.aten._flash_attention_forward
+        output, log_sums, *random = operator(q, k, v, *arguments, False, **options)  # log_sums: [heads, T]
+        sink = sinks.to(log_sums.dtype)[:, None]
+        output = (output * torch.sigmoid(log_sums - sink).T[..., None]).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, output, torch.logaddexp(log_sums, sink), *random[:2])
+        ctx.arguments, ctx.options = arguments, options
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks, output, log_sums, *random = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        share = torch.exp(sinks.to(log_sums.dtype)[:, None] - log_sums)  # of the sink, σ(s - l)
+        products = (gradient.to(log_sums.dtype) * output.to(log_sums.dtype)).sum(-1)
+        of_sinks = -(share * products.T).sum(1)
+        operator = torch.ops.aten._flash_attention_backward
+        found = operator(gradient, q, k, v, output, log_sums, *ctx.arguments, *random, **ctx.options)
+        return *found, of_sinks.to(sinks.dtype), None, None
 
 
 CANDIDATES: tuple[tuple[str, Callable[[], Attend]], ...] = (

@@ -36,7 +36,7 @@ NEEDS = {
     "latent attention": LayerFeatures(torch.bfloat16, 1, 192, 128),
 }
 TORCH = "torch's varlen_attn"
-TORCH_HAS_NOT = ("soft-cap", "soft-cap and window", "sinks", "sinks and window")
+TORCH_HAS_NOT = ("soft-cap", "soft-cap and window")
 
 
 @pytest.mark.parametrize("case", NEEDS)

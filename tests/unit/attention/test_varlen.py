@@ -16,7 +16,7 @@ from packtrain.attention import flash
 from packtrain.attention.backends import Service, deterministic, serve
 from packtrain.attention.kernel_choice import LayerFeatures, choose_kernel, dense_attention, forget_kernels
 from packtrain.attention.spec import BACKENDS
-from packtrain.attention.varlen import Kernel, Scoring, attend_by_segments
+from packtrain.attention.varlen import Kernel, Scoring, attend_by_segments, from_torch
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 from tests.stand_in_kernels import KERNELS, MODULES, attend, flash_attention_2, flash_attention_3
@@ -33,7 +33,31 @@ def torchs_operator(
 ):  # fmt: skip
     assert is_causal == (window_size_left == -1) and window_size_right == 0 and not dropout_p
     assert query.shape[-1] % 8 == 0 and query.shape[-1] == key.shape[-1] == value.shape[-1]
-    return attend(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, scale, window_size_left)
+    output, log_sums = attend(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, scale, window_size_left)
+    return output, log_sums, torch.zeros(2), torch.zeros(()), torch.empty(0)
+
+
+def torchs_backward(
+    gradient, query, key, value, output, log_sums, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, state, unused, *,
+    scale, window_size_left, window_size_right,
+):  # fmt: skip
+    """Of each segment from the output and the log-sums that are given, as the operator does."""
+    group = query.shape[1] // key.shape[1]
+    keys, values = (one.repeat_interleave(group, dim=1) for one in (key, value))
+    found = [torch.zeros_like(one) for one in (query, keys, values)]
+    for i in range(len(cum_seq_q) - 1):
+        rows, columns = slice(*cum_seq_q[i : i + 2].tolist()), slice(*cum_seq_k[i : i + 2].tolist())
+        behind = torch.arange(rows.stop - rows.start)[:, None] - torch.arange(columns.stop - columns.start)[None]
+        behind = behind + (columns.stop - columns.start) - (rows.stop - rows.start)
+        hidden = (behind < 0) | ((window_size_left >= 0) & (behind > window_size_left))
+        scores = torch.einsum("qhd,khd->hqk", query[rows], keys[columns]) * scale
+        weights = (scores.masked_fill(hidden, -torch.inf) - log_sums[:, rows, None]).exp()
+        mean = (gradient[rows] * output[rows]).sum(-1).T[..., None]
+        of_scores = weights * (torch.einsum("qhd,khd->hqk", gradient[rows], values[columns]) - mean) * scale
+        found[0][rows] += torch.einsum("hqk,khd->qhd", of_scores, keys[columns])
+        found[1][columns] += torch.einsum("hqk,qhd->khd", of_scores, query[rows])
+        found[2][columns] += torch.einsum("hqk,qhd->khd", weights, gradient[rows])
+    return found[0], *(one.unflatten(1, (-1, group)).sum(2) for one in found[1:])
 
 
 ALL = {**KERNELS, TORCH: torchs_operator}
@@ -49,6 +73,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any],
     def install(name: str, function: Any) -> None:
         if name == TORCH:
             monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", function)
+            monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", torchs_backward)
         else:
             monkeypatch.setitem(sys.modules, MODULES[name], SimpleNamespace(flash_attn_varlen_func=function))
 
@@ -93,7 +118,7 @@ def test_outputs_and_gradients_equal_the_dense_masked_reference(no_kernels: Call
     asked = {"heads": 2, "kv_heads": 2, "head_dim": 8, **CASES[case]}
     heads, kv_heads, width = (asked.pop(name) for name in ("heads", "kv_heads", "head_dim"))
     values, with_sinks = asked.pop("value_dim", width), asked.pop("sinks", False)
-    lacking = {"FlashAttention 3": ["sinks"], "FlashAttention 2": ["sinks"], TORCH: ["softcap", "sinks"]}
+    lacking = {"FlashAttention 3": ["sinks"], "FlashAttention 2": ["sinks"], TORCH: ["softcap"]}
     for segments in (PLAIN, SHARED, Segments((1,))):
         shapes = [(heads, width), (kv_heads, width), (kv_heads, values)]
         tensors = [torch.randn(segments.tokens, *shape, requires_grad=True) for shape in shapes]
@@ -111,6 +136,27 @@ def test_outputs_and_gradients_equal_the_dense_masked_reference(no_kernels: Call
         ours_back, exact_back = (torch.autograd.grad(output, leaves, gradient) for output in (ours, reference))
         for a, b in zip(ours_back, exact_back, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("segments", [PLAIN, SHARED, Segments((1, 1, 1))], ids=["plain", "shared", "single tokens"])
+def test_sinks_by_the_log_sums_of_a_kernel_without_any_are_exact(
+    no_kernels: Callable, segments: Segments, window: int | None
+) -> None:
+    """In float64; some sinks outweigh all keys, some nothing."""
+    no_kernels(TORCH, torchs_operator)
+    scoring = Scoring(0.4, window)
+    shapes = [(segments.tokens, 6, 8), (segments.tokens, 2, 8), (segments.tokens, 2, 8)]
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    leaves.append(torch.tensor([-30.0, -1, 0, 1, 3, 30], dtype=torch.float64, requires_grad=True))
+    q, k, v, sinks = leaves
+    ours = attend_by_segments(Kernel(TORCH, from_torch()), q, k, v, segments, scoring, sinks)
+    reference = dense_attention(q, k, v, sinks, segments, scoring)
+    gradient = torch.randn_like(reference)
+    torch.testing.assert_close(ours, reference, atol=1e-12, rtol=1e-12)
+    back = [torch.autograd.grad(output, leaves, gradient) for output in (ours, reference)]
+    for mine, exact in zip(*back, strict=True):
+        torch.testing.assert_close(mine, exact, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("width", "copies"), [(8, False), (5, True)])
