@@ -161,9 +161,10 @@ _SYSTEM, _USER, _ANSWER = "⟦system⟧", "⟦user⟧", "⟦answer⟧"
 
 
 def convert(program: list[str], model: Path, target: Path, outtype: str) -> Path:
-    """Write `target`/model.gguf, whole or not at all, and mmproj.gguf with the tower of a model that takes pictures.
+    """Write `target`/model.gguf, whole or not at all.
 
-    A failure raises UserError with the converter's last words. If only the tower is refused, this is said.
+    The tower of a model that takes pictures is written to mmproj.gguf beside it. A failure raises UserError with the converter's last words;
+    if only the tower is refused, this is said.
     """
     from packtrain.train.results import published, staging
 

@@ -1,4 +1,4 @@
-"""`packtrain export` of models that see: what is written has the architecture, names and towers of the first model."""
+"""`packtrain export` of models that see keeps architecture, names and towers."""
 
 from __future__ import annotations
 
