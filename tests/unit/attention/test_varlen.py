@@ -41,7 +41,7 @@ def torchs_backward(
     gradient, query, key, value, output, log_sums, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, state, unused, *,
     scale, window_size_left, window_size_right,
 ):  # fmt: skip
-    """Of each segment from the output and the log-sums that are given, as the operator does."""
+    """Backward pass of each segment, from the given output and log-sums."""
     group = query.shape[1] // key.shape[1]
     keys, values = (one.repeat_interleave(group, dim=1) for one in (key, value))
     found = [torch.zeros_like(one) for one in (query, keys, values)]
