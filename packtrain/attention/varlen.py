@@ -204,8 +204,8 @@ class WithSinks(torch.autograd.Function):
     """Attention with sinks by torch's operators, which have none. A sink is a key of score `sinks[head]` without a value.
 
     The operator returns outputs o and log-sums l of the scores. With a sink s they are o' = o σ(l - s) and l' = log(exp l + exp s). The
-    operator's backward computes its weights again from l', so (o', l') give it the gradients of q, k and v. That of s
-    is -Σ σ(s - l) (do · o') over the queries.
+    operator's backward computes its weights again from l', so (o', l') give it the gradients of q, k and v. The
+    gradient of s is -Σ σ(s - l) (do · o') over the queries.
     """
 
     @staticmethod
@@ -218,7 +218,7 @@ class WithSinks(torch.autograd.Function):
         borders: Borders,
         scoring: Scoring,
     ) -> torch.Tensor:
-        # if no segment has more than one query, the kernel regroups heads, and its log-sums stand in another order
+        # with one query a segment the kernel may regroup heads, and order its log-sums otherwise
         borders = replace(borders, longest_queries=max(2, borders.longest_queries))
         arguments, options = _for_torch(borders, scoring)
         operator = torch.ops.aten._flash_attention_forward

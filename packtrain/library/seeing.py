@@ -62,9 +62,9 @@ def row_with_pictures(
 
 
 def check_row_with_pictures(model: PreTrainedModel, row: torch.Tensor, padded: torch.Tensor, slots: np.ndarray) -> None:
-    """Raise CheckFailed if hidden states of a row [T, d] differ from those of the padded call [B · L, d].
+    """Raise CheckFailed if hidden states of a row differ from the padded call's.
 
-    `slots`, int64 [B · L]: the place of each padded token in the row, T for padding.
+    `row` [T, d], `padded` [B · L, d]. `slots`, int64 [B · L]: the place of each padded token in the row, T for padding.
     """
     real, device = np.flatnonzero(slots < len(row)), row.device
     alone = padded[to_device(torch.from_numpy(real), device)]

@@ -185,6 +185,7 @@ def convert(program: list[str], model: Path, target: Path, outtype: str) -> Path
             try:
                 _run(command, "", "converter-failed")
             except UserError as refused:
+                (place / TOWER).unlink(missing_ok=True)
                 what = refused.problems[0].what
                 print(f"{TOWER} is not written, so pictures cannot be read: the converter {what}", file=sys.stderr)
     return target / "model.gguf"

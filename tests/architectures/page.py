@@ -117,7 +117,7 @@ def line(outcome: Outcome, attachment: Attachment) -> str:
 
 @cache
 def path_with_pictures(model_type: str) -> str:
-    """The exact path of documents with pictures, by proof; "" if it is not measured here."""
+    """The exact path of documents with pictures, or "" if none is measured."""
     if model_type not in SEEING:
         return ""
     model, sight, documents = seeing(model_type)
