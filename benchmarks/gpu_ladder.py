@@ -41,7 +41,7 @@ from packtrain.model.forward import patch_forward
 from packtrain.model.layers import recompute
 from packtrain.model.load import base_model
 from packtrain.model.precision import settle_kernels
-from packtrain.objectives.spec import equal_weights
+from packtrain.objectives.spec import equal_weights, head_chunk
 from packtrain.packing.collate import collate_flat, collate_padded, label_positions, on_device
 from packtrain.plan.surroundings import lack_of_compiler
 from packtrain.run_folder import installed_version
@@ -224,6 +224,11 @@ def replaced(place: Any, name: str, value: Any) -> Iterator[None]:
         setattr(place, name, before)
 
 
+def head_by(chunk: int) -> Change:
+    """The head on this number of tokens at a time, whatever the memory."""
+    return replaced(packtrain.model.forward, "head_chunk", lambda *given: chunk)
+
+
 def using(kernel: Kernel) -> Change:
     return replaced(flash, "choose_kernel", lambda layer, device: KernelChoice(kernel, ()))
 
@@ -382,23 +387,22 @@ def head_by_chunk(note: Note, tiny: bool) -> None:
         spent = seconds_of(lambda: packtrain.model.forward.sum_losses(hidden, targets, head, equal_weights).backward())
         return {"ms": spent * 1e3, "peak_gib": peak_gib()}
 
+    chosen: dict[str, Any] = {}
+    if at.type == "cuda":
+        chosen["chunk"] = head_chunk(words, 2, torch.cuda.get_device_properties(at).total_memory)
+    attempt(note, "head, chunks by memory", lambda: {**work(), **chosen})
     for chunk in (64, 128) if tiny else (2048, 4096, 8192, 16_384):
-        with replaced(packtrain.model.forward, "HEAD_CHUNK", chunk):
+        with head_by(chunk):
             attempt(note, f"head, chunks of {chunk:,}", work)
 
 
 def full_middle(note: Note, tiny: bool) -> None:
     ladder = Ladder(note, "1.5B", tiny)
-    chunk = 128 if tiny else 8192
+    chunk = 64 if tiny else 2048
     ladder.measure("as it comes", ladder.own())
     ladder.measure("pads by nothing, as before", ladder.own(), pads())
     ladder.measure("Liger", ladder.own(), ladder.liger())
-    ladder.measure(
-        f"Liger, head by {chunk:,}",
-        ladder.own(),
-        ladder.liger(),
-        replaced(packtrain.model.forward, "HEAD_CHUNK", chunk),
-    )
+    ladder.measure(f"Liger, head by {chunk:,}", ladder.own(), ladder.liger(), head_by(chunk))
     for kernel in ladder.others():
         ladder.measure(f"Liger, {kernel.name}", using(kernel), ladder.liger())
 

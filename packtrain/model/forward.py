@@ -39,7 +39,7 @@ from packtrain.config.objective import Objective
 from packtrain.errors import CheckFailed
 from packtrain.model.load import SCORE_HEAD
 from packtrain.model.precision import compute_in
-from packtrain.objectives.spec import HEAD_CHUNK, TokenWeights, equal_weights
+from packtrain.objectives.spec import TokenWeights, equal_weights, head_chunk
 from packtrain.packing.collate import IGNORE, label_positions, to_device
 from packtrain.packing.segments import own_tokens
 from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of
@@ -280,7 +280,9 @@ class _SummedLoss(torch.autograd.Function):
         device, words, dtype = hidden.device, len(weight), _compute_dtype(hidden)
         rows, matrix = hidden.to(dtype), weight.to(dtype)
         needed = [trains and needs for needs in ctx.needs_input_grad[:3]]
-        chunk = _CPU_CHUNK if device.type == "cpu" else HEAD_CHUNK
+        chunk = _CPU_CHUNK
+        if device.type == "cuda":
+            chunk = head_chunk(words, dtype.itemsize, torch.cuda.get_device_properties(device).total_memory)
         buffer = rows.new_empty(min(len(rows), chunk), -(-words // _ALIGNED) * _ALIGNED)
         total = torch.zeros((), device=device)
         of_hidden = torch.empty_like(rows) if needed[0] else None

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from packtrain.config.schema import RunConfig
 
-HEAD_CHUNK = 2048
-"""Tokens of documents whose logits exist at once (model/forward.py)."""
+_CHUNKS = (8192, 4096, 2048)
+_LOGITS = 0.02  # most of a GPU's memory for the logits of a chunk
 COMPARED_PAIRS = 4
 CHECKED_LOGITS = 2**27
 """dpo and kto compare the answers of so many first pairs before step 1. CHECKED_LOGITS bounds their logits (train/verify/loss_proofs.py)."""
@@ -60,6 +60,15 @@ class Figure:
         """Return its change in words. A percentage shows only `last`: it starts at 0, as the model equals its reference."""
         note = f" ({self.note})" if self.note else ""
         return f"{self.words} {'' if self.unit == 'percent' else f'{self.written(first)} → '}{self.written(last)}{note}"
+
+
+def head_chunk(vocabulary: int, width: int, device_bytes: int) -> int:
+    """Return for how many tokens of documents logits of `width` bytes exist at once (model/forward.py) on a GPU of `device_bytes`.
+
+    The float32 gradient of the head is read and written once for each chunk.
+    """
+    fitting = (tokens for tokens in _CHUNKS if tokens * vocabulary * width <= _LOGITS * device_bytes)
+    return next(fitting, _CHUNKS[-1])
 
 
 TokenWeights = Callable[["Tensor"], "Tensor"]

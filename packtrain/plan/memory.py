@@ -20,7 +20,7 @@ from typing import cast
 from packtrain.config.rules import check_checkpointing, check_strategy
 from packtrain.config.schema import Checkpointing, Optim, RunConfig
 from packtrain.errors import UserError
-from packtrain.objectives.spec import CHECKED_LOGITS, COMPARED_PAIRS, HEAD_CHUNK
+from packtrain.objectives.spec import CHECKED_LOGITS, COMPARED_PAIRS, head_chunk
 from packtrain.optimizers import STEPPED
 from packtrain.plan.known_model import (
     SCORE,
@@ -285,7 +285,7 @@ def _choose_checkpointing(
     for policy in CHECKPOINTING:
         tried = replace(config, trainer=replace(config.trainer, gradient_checkpointing=cast(Checkpointing, policy)))
         if not any(check_checkpointing(tried)):
-            counts[policy] = _count(tried, model, *spread, gpu=device_bytes is not None)
+            counts[policy] = _count(tried, model, *spread, device_bytes)
             counts[policy] = replace(counts[policy], device=device_bytes, checkpointing=policy)
     asked, kept = config.trainer.gradient_checkpointing, counts["none"]
     if asked != "auto":
@@ -337,7 +337,7 @@ def _embedding(shapes: Shapes) -> int:
     return max(sizes, default=0) if any(name.endswith(("lm_head.weight", SCORE)) for name in shapes) else 0
 
 
-def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, *, gpu: bool) -> Memory:
+def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, device_bytes: int | None) -> Memory:
     spec, full, copied = config.strategy.spec, config.peft.kind == "none", config.strategy.shard_within == "machine"
     shards = processes // machines if copied else processes
     rounded = spec.keeps_masters and model.width == 2  # all weights, adapters too
@@ -360,8 +360,8 @@ def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, *
         split["gradients"] += math.ceil(4 * model.trained / processes)  # also in float32, for the optimizer
         host = max(host, sum(split.values()))
         split = dict.fromkeys(split, 0)
-    batch = fullest(config, model.width, gpu=gpu)
-    activations, moved, unknown = _activations(config, model, batch)
+    batch = fullest(config, model.width, gpu=device_bytes is not None)
+    activations, moved, unknown = _activations(config, model, batch, device_bytes or 0)
     pictures = 0 if activations is None or batch is None else _pictures(config, model, batch, activations)
     activations = None if activations is None else activations + pictures
     host = max(host, moved + (host if spec.offloads else 0))
@@ -408,7 +408,9 @@ def _stepping(config: RunConfig, model: ModelSize, width: int, stepped: int, ove
     return max(stepped * (overhead.widened + listed), overhead.reduced)
 
 
-def _activations(config: RunConfig, model: ModelSize, batch: FullestBatch | None) -> tuple[int | None, int, str]:
+def _activations(
+    config: RunConfig, model: ModelSize, batch: FullestBatch | None, device_bytes: int
+) -> tuple[int | None, int, str]:
     """Return bytes of activations at the peak, their bytes on the host, and "". Or None, 0, and why they are unknown."""
     try:
         layers = read_layers(model.sizes)
@@ -419,7 +421,7 @@ def _activations(config: RunConfig, model: ModelSize, batch: FullestBatch | None
     waiting, working = count_layers(config, layers, batch)
     inputs = layers.number * batch.tokens * layers.hidden * batch.stream  # of all layers
     moved = inputs if config.trainer.activation_offload else 0
-    return waiting + max(working, _head(config, layers, batch)), moved, ""
+    return waiting + max(working, _head(config, layers, batch, device_bytes)), moved, ""
 
 
 def _pictures(config: RunConfig, model: ModelSize, batch: FullestBatch, text: int) -> int:
@@ -436,7 +438,7 @@ def _pictures(config: RunConfig, model: ModelSize, batch: FullestBatch, text: in
     return pixels + working + (kept if trained else 0)
 
 
-def _head(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
+def _head(config: RunConfig, layers: Layers, batch: FullestBatch, device_bytes: int) -> int:
     """Return the output head's bytes while it makes gradients. They are its input, logits, and gradients of input and weight."""
     if config.objective.spec.scores:  # one number a token
         return batch.tokens * layers.hidden * (batch.compute + 4)
@@ -447,8 +449,9 @@ def _head(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
         tile = min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute
         return batch.tokens * layers.hidden * (batch.compute + 4) + tile + of_weight
     cast = batch.compute if batch.compute != batch.weight else 0  # the head's copies in the compute dtype
-    chunk = min(batch.tokens, HEAD_CHUNK) * layers.vocabulary * batch.compute
-    return batch.tokens * layers.hidden * (batch.weight + batch.compute + cast) + chunk + weight * cast + of_weight
+    tokens = min(batch.tokens, head_chunk(layers.vocabulary, batch.compute, device_bytes))
+    logits = tokens * layers.vocabulary * batch.compute
+    return batch.tokens * layers.hidden * (batch.weight + batch.compute + cast) + logits + weight * cast + of_weight
 
 
 def _first_check(config: RunConfig, model: ModelSize, batch: FullestBatch | None) -> int:

@@ -29,11 +29,13 @@ from packtrain.cli import main
 from packtrain.config.schema import RunConfig
 from packtrain.diagnose import env
 from packtrain.errors import CheckFailed, UserError
+from packtrain.model import forward
 from packtrain.model.forward import sum_losses
 from packtrain.model.layers import recompute
 from packtrain.model.spread import Ranks
-from packtrain.objectives.spec import equal_weights
+from packtrain.objectives.spec import equal_weights, head_chunk
 from packtrain.plan.memory import STASHED
+from packtrain.system import holding
 from packtrain.train.run import train
 from packtrain.train.sync import limit_collectives
 
@@ -266,10 +268,15 @@ def passes_tests() -> None:
 
 
 def sums_losses_on_the_gpu_as_on_the_cpu() -> None:
-    """In bfloat16 by autocast, with a vocabulary of no round number, and more than one chunk of tokens."""
+    """In bfloat16 by autocast, with a vocabulary of no round number. The size of chunks changes nothing but the number of sums."""
     generator = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(3000, 32, generator=generator), torch.nn.Linear(32, 101)
-    targets = torch.randint(101, (3000,), generator=generator)
+    targets, kernels = torch.randint(101, (3000,), generator=generator), forward._kernels()
+    add, sums = kernels._addmm_fp32, [0]
+
+    def counted(*given: torch.Tensor) -> None:
+        sums[0] += 1
+        add(*given)
 
     def made(device: Any) -> list[torch.Tensor]:
         rows, there = hidden.to(device).requires_grad_(), copy.deepcopy(head).to(device)
@@ -279,9 +286,16 @@ def sums_losses_on_the_gpu_as_on_the_cpu() -> None:
         gradients = [tensor.grad for tensor in (rows, *there.parameters())]
         return [tensor.cpu() for tensor in (total.detach(), *gradients) if tensor is not None]
 
-    for own, expected in zip(made(CUDA), made("cpu"), strict=True):
-        assert own.dtype == expected.dtype == torch.float32
+    with holding(kernels, _addmm_fp32=counted):
+        by_chosen = made(CUDA)
+        assert sums == [1]  # 80 GiB hold more logits than 3,000 tokens have
+        with holding(forward, head_chunk=lambda *given: head_chunk(*given[:2], 0)):
+            by_smallest = made(CUDA)
+    assert sums == [1 + 2]
+    for own, other, expected in zip(by_chosen, by_smallest, made("cpu"), strict=True):
+        assert own.dtype == other.dtype == expected.dtype == torch.float32
         assert (own - expected).norm() < 5e-3 * expected.norm()
+        assert (own - other).norm() <= 1e-6 * expected.norm()
 
 
 def refuses_products_in_8_bits_on_a_gpu_that_has_none() -> None:

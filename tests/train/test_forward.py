@@ -230,6 +230,17 @@ def test_losses_and_gradients_are_those_of_full_logits(
         torch.testing.assert_close(own, other.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_losses_and_gradients_are_the_same_by_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    hidden, targets, head = inputs(bias)
+    made = []
+    for chunk in (16, 64, len(hidden)):
+        monkeypatch.setattr(forward, "_CPU_CHUNK", chunk)
+        made.append(of_step(sum_losses(hidden, targets, head, equal_weights), hidden, head))
+    for own, *others in zip(*made, strict=True):
+        assert all((own - other).norm() <= 1e-6 * own.norm() for other in others)
+
+
 def test_it_makes_the_gradients_that_are_asked_for_and_no_others() -> None:
     hidden, targets, head = inputs()
     head.requires_grad_(False)  # as beside adapters

@@ -15,6 +15,7 @@ from tiny_models import SIZES
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Strategy
+from packtrain.objectives.spec import head_chunk
 from packtrain.plan.memory import CHECKPOINTING, GIB, NCCL, OUTSIDE, SPARE, Memory, estimate
 
 MADE = ["model.init=random", "model.tokenizer=quickstart", "data.train=owner/data", "batch.examples_per_step=4"]
@@ -401,8 +402,19 @@ def test_activations_grow_with_a_micro_batch_and_shrink_by_checkpointing() -> No
     assert (known(padded).activations or 0) > whole  # its mask, and keys for every head
 
 
+@pytest.mark.parametrize(("gib", "chunk"), [(None, 2048), (24, 2048), (80, 4096), (140, 8192)])
+def test_the_head_makes_logits_of_more_tokens_where_two_percent_of_a_gpu_hold_them(gib, chunk) -> None:
+    config = [*sized("qwen3", **QWEN3_8B), "model.dtype=bfloat16", "batch.examples_per_step=64", "data.max_length=8192"]
+    config += ["trainer.gradient_checkpointing=full", "batch.tokens_per_device=8192"]
+    smallest, found, words = known(config, device=GIB), known(config, device=gib and gib * GIB), QWEN3_8B["vocab_size"]
+    more = (chunk - 2048) * 2 * words
+    assert (found.activations or 0) - (smallest.activations or 0) == more <= 0.02 * (gib or 0) * GIB
+    assert head_chunk(words, 4, 2 * (gib or 0) * GIB) == chunk  # float32 logits take twice the memory
+
+
 def test_auto_computes_as_little_again_as_fits_with_a_tenth_to_spare() -> None:
     config = [*sized("qwen3", **QWEN3_8B), "model.dtype=bfloat16", "batch.examples_per_step=64"]
+    config += ["data.max_length=2048", "batch.tokens_per_device=2048"]  # one chunk of the head on any device
     asked = {
         policy: known([*config, f"trainer.gradient_checkpointing={policy}"], 8, GIB, "fsdp2")
         for policy in CHECKPOINTING
