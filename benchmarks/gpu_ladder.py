@@ -40,12 +40,11 @@ from packtrain.model.flops import training_flops
 from packtrain.model.forward import patch_forward
 from packtrain.model.layers import recompute
 from packtrain.model.load import base_model
-from packtrain.model.precision import settle_kernels
+from packtrain.model.precision import settle_kernels, weights_cast_once
 from packtrain.objectives.spec import equal_weights, head_chunk
 from packtrain.packing.collate import collate_flat, collate_padded, label_positions, on_device
 from packtrain.plan.surroundings import lack_of_compiler
 from packtrain.run_folder import installed_version
-from packtrain.train.engine import weights_cast_once
 
 ROOT = Path(__file__).resolve().parents[1]
 Note = Callable[..., None]

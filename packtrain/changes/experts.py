@@ -16,6 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from packtrain.changes.spec import NO_GRADIENTS, Change, Proposal, Situation
 from packtrain.model.layers import EXPERTS_KEY, LOOP, can_group
+from packtrain.model.precision import cast_weight
 
 GROUPED = "packtrain_grouped"
 """Its name in transformers' ExpertsInterface."""
@@ -47,7 +48,7 @@ class _InFormat:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.module, name)
-        return value.to(self.dtype) if isinstance(value, torch.Tensor) else value
+        return cast_weight(value, self.dtype) if isinstance(value, torch.Tensor) else value
 
 
 def _propose(situation: Situation) -> Proposal | None:

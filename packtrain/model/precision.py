@@ -6,6 +6,8 @@ import functools
 import os
 import time
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +86,36 @@ def settle_kernels() -> None:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+_COPIES: list[dict[torch.Tensor, torch.Tensor]] = []
+"""Copies of weights by `cast_weight`, for each `weights_cast_once` that is open. Backward passes on GPUs read it in threads of their own."""
+
+
+@contextmanager
+def weights_cast_once() -> Iterator[None]:
+    """Keep copies of trained weights in autocast's format in the block. Each is cast once a step, not once for each micro-batch.
+
+    Inside it nothing may change the weights, or run linear layers for training after a pass without gradients.
+    """
+    torch.autocast_increment_nesting()
+    _COPIES.append({})
+    try:
+        yield
+    finally:
+        _COPIES.pop()
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `weight` in `dtype`, for operators that autocast does not know: it keeps copies only for its own."""
+    trained = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf and weight.dtype != dtype
+    if not trained or not _COPIES:
+        return weight.to(dtype)
+    if weight not in _COPIES[-1]:
+        _COPIES[-1][weight] = weight.to(dtype)
+    return _COPIES[-1][weight]
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:

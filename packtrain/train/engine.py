@@ -9,8 +9,8 @@ are this run's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
@@ -26,6 +26,7 @@ from packtrain.config.schema import Optim
 from packtrain.errors import CheckFailed, boundary
 from packtrain.model.layers import recompute
 from packtrain.model.load import base_model
+from packtrain.model.precision import weights_cast_once
 from packtrain.model.save import gathered
 from packtrain.strategies.spec import STRATEGIES, StrategySpec
 from packtrain.train.checkpoint.writer import CheckpointWriter
@@ -247,20 +248,6 @@ class Engine:
                 own[MASTER] = _share(exact_weight(contents, names[weight]), weight)
             whole["state"][number] = own | {key: states[key] for key in (ROUNDINGS,) if key in states}
         optimizer.load_state_dict(whole)
-
-
-@contextmanager
-def weights_cast_once() -> Iterator[None]:
-    """Keep autocast's copies of trained weights in the block. Each is cast once a step, not once for each micro-batch.
-
-    Inside it nothing may change the weights, or run them for training after a pass without gradients.
-    """
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
 
 
 def put_weights(contents: CheckpointContents, names: Names) -> None:

@@ -15,21 +15,21 @@ import torch
 import torch.nn.functional as F
 from here import ALONE
 from running import Run, after, base_config, packtrain, train
-from tiny_models import documents, gradient, off, tiny_model
+from tiny_models import EXPERTS, documents, gradient, off, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
+from packtrain.changes.experts import group_experts
 from packtrain.config.schema import Peft
 from packtrain.model import precision
 from packtrain.model.adapters import add_adapters
 from packtrain.model.forward import add_loss_sum
-from packtrain.model.precision import decide_precision, settle_kernels
+from packtrain.model.precision import decide_precision, settle_kernels, weights_cast_once
 from packtrain.model.spread import Ranks
 from packtrain.packing.collate import collate_padded
 from packtrain.plan.origin import origin_in
 from packtrain.proof import isolation
-from packtrain.train.engine import weights_cast_once
 from tests.train import forked
 
 
@@ -216,13 +216,20 @@ class Casts(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_weights_are_cast_once_a_step_with_the_same_gradients(checkpointing: bool) -> None:
-    model = loss_sum_model("llama").train()
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
+def test_weights_are_cast_once_a_step_with_the_same_gradients(family: str, checkpointing: bool) -> None:
+    """Linear layers by autocast, grouped experts by their own code."""
+    model = loss_sum_model(family, **(EXPERTS if family == "mixtral" else {})).train()
+    if family != "llama":
+        group_experts(model)
     if checkpointing:
         model.gradient_checkpointing_enable()
-    layers = [module.weight for name, module in model.named_modules() if name.endswith("_proj")]
-    loss, expected = step(model, bf16=True)
-    with Casts({weight.shape for weight in layers}) as casts:
+    layers = [weight for name, weight in model.named_parameters() if re.search(r"_proj(\.weight)?$", name)]
+    shapes = {weight.shape for weight in layers}
+    with Casts(shapes) as casts:
+        loss, expected = step(model, bf16=True)
+    assert casts.count >= 3 * len(layers)
+    with Casts(shapes) as casts:
         again, same = step(model, bf16=True, keep=True)
     assert (again, casts.count) == (loss, len(layers)) and torch.equal(same, expected)
     with torch.no_grad():
