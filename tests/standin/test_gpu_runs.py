@@ -73,6 +73,7 @@ def test_flash_is_taken_proved_and_trains_as_the_cpu_in_float32(on_gpu: Run, on_
 def test_a_faster_model_is_taken_by_proof_and_said_to_be(on_gpu: Run) -> None:
     changes = on_gpu.summary["changes"]
     assert changes["residual"].startswith("stream in bfloat16 (loss off by ")
+    assert changes["linears"].startswith("gradients of inputs added up in the products (loss off by ")
     assert changes["kernels"].endswith("liger-kernel is not installed: pip install 'packtrain[liger]'")
     assert "residual   stream in bfloat16 (loss off by" in on_gpu.log
     assert "recompute  none (auto: all fits)" in on_gpu.log
