@@ -31,6 +31,7 @@ from packtrain.attention.backends import attention_by, attention_of
 from packtrain.attention.kernel_choice import KernelChoice, LayerFeatures
 from packtrain.attention.varlen import Kernel
 from packtrain.changes.liger import fuse_by_liger, why_no_liger
+from packtrain.changes.linears import add_in_products
 from packtrain.changes.residual import carry_in
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Model, Packing, Peft
@@ -254,6 +255,16 @@ def liger(base: Any, on: torch.device) -> Iterator[None]:
 
 
 @contextmanager
+def adding(base: Any) -> Iterator[None]:
+    """Gradients of inputs added up in the products, as packtrain does on GPUs."""
+    undo = add_in_products(base)
+    try:
+        yield
+    finally:
+        undo()
+
+
+@contextmanager
 def recomputing(base: Any, policy: str) -> Iterator[None]:
     recompute(base, policy)
     try:
@@ -401,6 +412,7 @@ def full_middle(note: Note, tiny: bool) -> None:
     ladder.measure("as it comes", ladder.own())
     ladder.measure("pads by nothing, as before", ladder.own(), pads())
     ladder.measure("Liger", ladder.own(), ladder.liger())
+    ladder.measure("Liger, gradients in products", ladder.own(), ladder.liger(), adding(ladder.base))
     ladder.measure(f"Liger, head by {chunk:,}", ladder.own(), ladder.liger(), head_by(chunk))
     for kernel in ladder.others():
         ladder.measure(f"Liger, {kernel.name}", using(kernel), ladder.liger())
@@ -422,6 +434,8 @@ def full_large(note: Note, tiny: bool) -> None:
     ladder.measure("selective, Liger", ladder.own(), recomputing(ladder.base, "selective"), ladder.liger())
     ladder.measure("none, Liger", ladder.own(), ladder.liger())
     ladder.measure("selective", ladder.own(), recomputing(ladder.base, "selective"))
+    changes = (recomputing(ladder.base, "selective"), adding(ladder.base))
+    ladder.measure("selective, gradients in products", ladder.own(), *changes)
     for kernel in ladder.others():
         ladder.measure(
             f"selective, Liger, {kernel.name}", using(kernel), recomputing(ladder.base, "selective"), ladder.liger()
@@ -431,6 +445,7 @@ def full_large(note: Note, tiny: bool) -> None:
 def full_small(note: Note, tiny: bool) -> None:
     ladder = Ladder(note, "0.6B", tiny, dtype=torch.float32)
     ladder.measure("packed, float32 + autocast", ladder.own(), carrying(ladder.base))
+    ladder.measure("packed, gradients in products", ladder.own(), carrying(ladder.base), adding(ladder.base))
     ladder.measure("packed, Liger", ladder.own(), carrying(ladder.base), ladder.liger())
     random = np.random.default_rng(0)
     for on in (True, False):

@@ -64,9 +64,8 @@ def _run(layer: nn.Linear, read: list[Any], hidden: torch.Tensor) -> torch.Tenso
         kind, sums = hidden.device.type, _Sums()
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         read[:] = hidden, _Node.apply(hidden.to(dtype), sums), sums
-    _, rows, sums = read
-    weights = [cast_weight(one, rows.dtype) for one in (layer.weight, layer.bias) if one is not None]
-    return cast(torch.Tensor, _Product.apply(rows, sums, *weights))
+    weights = [cast_weight(one, read[1].dtype) for one in (layer.weight, layer.bias) if one is not None]
+    return cast(torch.Tensor, _Product.apply(*read[1:], *weights))
 
 
 def linears_together(model: nn.Module) -> list[tuple[nn.Module, list[nn.Linear]]]:

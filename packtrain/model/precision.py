@@ -110,8 +110,7 @@ def weights_cast_once() -> Iterator[None]:
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `weight` in `dtype`, for operators that autocast does not know: it keeps copies only for its own."""
-    trained = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf and weight.dtype != dtype
-    if not trained or not _COPIES:
+    if not (_COPIES and torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
         return weight.to(dtype)
     if weight not in _COPIES[-1]:
         _COPIES[-1][weight] = weight.to(dtype)

@@ -67,8 +67,7 @@ def head_chunk(vocabulary: int, width: int, device_bytes: int) -> int:
 
     The float32 gradient of the head is read and written once for each chunk.
     """
-    fitting = (tokens for tokens in _CHUNKS if tokens * vocabulary * width <= _LOGITS * device_bytes)
-    return next(fitting, _CHUNKS[-1])
+    return next((n for n in _CHUNKS if n * vocabulary * width <= _LOGITS * device_bytes), _CHUNKS[-1])
 
 
 TokenWeights = Callable[["Tensor"], "Tensor"]
