@@ -225,7 +225,7 @@ def replaced(place: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def head_by(chunk: int) -> Change:
-    """The head on this number of tokens at a time, whatever the memory."""
+    """The head on this number of tokens at a time."""
     return replaced(packtrain.model.forward, "head_chunk", lambda *given: chunk)
 
 

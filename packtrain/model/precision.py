@@ -109,7 +109,7 @@ def weights_cast_once() -> Iterator[None]:
 
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `weight` in `dtype`, for operators that autocast does not know: it keeps copies only for its own."""
+    """Return `weight` in `dtype`, for operators without autocast. Its copies serve a whole step, as autocast's do."""
     if not (_COPIES and torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
         return weight.to(dtype)
     if weight not in _COPIES[-1]:

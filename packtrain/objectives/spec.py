@@ -63,9 +63,9 @@ class Figure:
 
 
 def head_chunk(vocabulary: int, width: int, device_bytes: int) -> int:
-    """Return for how many tokens of documents logits of `width` bytes exist at once (model/forward.py) on a GPU of `device_bytes`.
+    """Return the number of tokens whose logits exist at once on a GPU.
 
-    The float32 gradient of the head is read and written once for each chunk.
+    Each logit takes `width` bytes (model/forward.py). The float32 gradient of the head is read and written once for each chunk.
     """
     return next((n for n in _CHUNKS if n * vocabulary * width <= _LOGITS * device_bytes), _CHUNKS[-1])
 

@@ -105,6 +105,21 @@ def test_in_float32_losses_and_weights_are_those_of_the_cpu(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_two_ranks_add_gradients_in_products_and_train_as_without(
+    gpus, folder: Path, config: dict[str, Any], strategy: str
+) -> None:
+    given = (f"strategy={strategy}", "trainer.mixed_precision=no", "data.eval=null", "trainer.samples=[]")
+    plain, run = (
+        gpus.train(folder, config, *given, f"model.kernels={kind}", name=f"{kind}-{strategy}", devices=2, ranks=2)
+        for kind in ("none", "auto")
+    )
+    said = "as the model comes" if strategy == "zero3" else "gradients of inputs added up in the products (loss off by"
+    assert run.summary["changes"]["linears"].startswith(said) and "linears" not in plain.summary["changes"]
+    assert run.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1", "zero2", "zero3", "zero3_offload"])
 def test_two_ranks_resume_bit_for_bit(gpus, folder: Path, config: dict[str, Any], strategy: str) -> None:
     how: dict[str, Any] = {"devices": 2, "ranks": 2}

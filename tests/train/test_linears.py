@@ -1,4 +1,4 @@
-"""Linear layers that read one tensor add up its gradient in their products: the same losses and gradients, fewer and smaller operators."""
+"""Gradients of inputs, added up in products: equal losses and gradients, fewer operators and bytes."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_any_of_them_may_be_left_out_read_another_tensor_or_run_backward_twice(
 
 @pytest.mark.parametrize(("dtype", "operators", "bytes_each"), [("bfloat16", 3, 12), ("float32", 9, 66)])
 def test_a_layer_takes_fewer_operators_and_bytes(dtype: str, operators: int, bytes_each: int) -> None:
-    """`bytes_each`: for each token and number of the hidden width, of which autocast over float32 casts each three times."""
+    """`bytes_each`: per token and number of the hidden width. Autocast over float32 casts it five times."""
 
     def of_a_layer(change: bool) -> tuple[int, int]:
         found: list[Work] = []
