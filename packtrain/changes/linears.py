@@ -69,7 +69,7 @@ def _run(layer: nn.Linear, read: list[Any], hidden: torch.Tensor) -> torch.Tenso
 
 
 def linears_together(model: nn.Module) -> list[tuple[nn.Module, list[nn.Linear]]]:
-    """Return the plain linear modules of layers by the tensor they read, with the module around them."""
+    """Return groups of plain linear modules with one input, each with the module around it."""
     around = [module for layer in language_layers(model) for module in layer.modules()]
     found = [(one, [getattr(one, name, None) for name in names]) for one in around for names in _READERS]
     plain = [(one, [layer for layer in layers if type(layer) is nn.Linear]) for one, layers in found]
