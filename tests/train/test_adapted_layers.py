@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,6 @@ from here import ALONE, loaded, run_here
 from peft import LoraConfig, get_peft_model
 from running import LLAMA, Run, base_config, train
 from safetensors.torch import load_file
-from test_experts import loss_and_gradients
 from tiny_models import off, tiny_model
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -33,9 +32,8 @@ from packtrain.model.adapters import _ready, add_adapters
 from packtrain.model.layers import recompute
 from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
-from packtrain.packing.segments import Segments
+from tests.train import forked
 
-ROW = Segments((17, 1, 33, 8))
 BF16, F32 = torch.bfloat16, torch.float32
 
 
@@ -287,9 +285,9 @@ def operators(*, fuse: bool) -> tuple[Counter[str], Counter[str], int]:
         fuse_adapters(adapted.get_base_model())
     kept: list[torch.Tensor] = []
     x = torch.randn(1, 1000, 64, dtype=BF16, requires_grad=True)
-    with saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one), Operators() as forward:
-        with torch.autocast("cpu", BF16):
-            out = adapted(x)
+    hooks = saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one)
+    with hooks, Operators() as forward, torch.autocast("cpu", BF16):
+        out = adapted(x)
     ones = torch.ones_like(out)
     with Operators() as backward:
         out.backward(ones)
@@ -329,3 +327,95 @@ def test_auto_proposes_it_on_gpus_and_its_name_anywhere(tmp_path: Path) -> None:
     assert "stay as they are" in proposed("auto", "cuda", adapted(use_dora=True)).lacks
     model.get_base_model().model.layers[0].mlp.compile(backend="eager")
     assert "torch_compile" in proposed("auto", "cuda", model).lacks
+
+
+FILE = "final-adapters/adapter_model.safetensors"
+FAMILIES = {
+    "qwen3": {"model_type": "qwen3", "head_dim": 12, "tie_word_embeddings": True},
+    "gemma2": {"model_type": "gemma2", "head_dim": 12, "sliding_window": 8},
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4}
+
+
+def assert_same_training(run: Run, expected: Run, file: str = FILE, tolerance: float = 1e-6) -> None:
+    assert run.losses == pytest.approx(expected.losses, rel=tolerance)
+    assert run.norms == pytest.approx(expected.norms, rel=20 * tolerance)
+    ours, theirs = load_file(run.folder / file), load_file(expected.folder / file)
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma2", marks=pytest.mark.exhaustive)])
+def test_a_run_trains_the_same_adapters_and_goes_on_from_those_of_peft(family: str, tmp_path: Path) -> None:
+    trainer = {"max_steps": 3, "checkpoint_every": 1, "keep_checkpoints": None, "mixed_precision": "no"}
+    config = base_config(tmp_path, trainer=trainer, peft={"kind": "lora"})
+    config["model"]["config"] = {**LLAMA, **FAMILIES[family]}
+    expected = run_here(tmp_path, config, name="plain")
+    assert expected.summary["changes"] == {}, "on a CPU it is not tried"
+    run = run_here(tmp_path, config, "model.kernels=lora", name="lora")
+    assert run.summary["changes"]["lora"].startswith("14 adapted layers as one function each (loss off by 0,")
+    assert_same_training(run, expected)
+    on = run_here(tmp_path, config, "model.kernels=lora", expected.resume(2), name="on")
+    assert on.losses == pytest.approx(expected.losses[2:], rel=1e-6)
+    settings = "final-adapters/adapter_config.json"
+    assert (run.folder / settings).read_text() == (expected.folder / settings).read_text()
+
+
+def test_preferences_begin_with_a_zero_margin_against_the_model_with_its_adapters_off(tmp_path: Path) -> None:
+    config = of_objective(tmp_path, "dpo", 12, trainer={"max_steps": 3}, peft={"kind": "lora"})
+    expected = run_here(tmp_path, config, name="plain")
+    run = run_here(tmp_path, config, "model.kernels=lora", name="lora")
+    assert "adapters off" in run.log and "lora" in run.summary["changes"]
+    assert run.losses[0] == pytest.approx(0.6931472, abs=1e-7)
+    assert_same_training(run, expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "said"),
+    [
+        (GPT2, [], "stay as they are"),
+        (LLAMA, ["peft.dropout=0.1"], "stay as they are"),
+        (LLAMA, ["peft=none"], "lora cannot change this model"),
+    ],
+    ids=["Conv1D", "dropout", "no adapters"],
+)
+def test_asked_for_by_name_where_it_cannot_be_it_ends_the_run(
+    family: dict[str, Any], options: list[str], said: str, tmp_path: Path
+) -> None:
+    config = base_config(tmp_path, trainer={"max_steps": 1})
+    config["model"]["config"] = family
+    with pytest.raises(UserError, match=rf"model\.kernels: .*{said}.*\[change-unavailable\]"):
+        run_here(tmp_path, config, "peft=lora", "model.kernels=lora", *options)
+
+
+def without_exceptions(*given: Any) -> None:
+    """packtrain's command, which fails if a layer meets sharded weights or formats that do not match."""
+    own = lora._format_of
+
+    def format_of(tensors: list[torch.Tensor]) -> torch.dtype:
+        dtype = own(tensors)
+        assert dtype is not None
+        return dtype
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lora, "_format_of", format_of)
+        forked.run(*given)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [[], ["trainer.mixed_precision=bf16", "model.dtype=bfloat16"]], ids=["f32", "bf16"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2"])
+def test_under_every_strategy_that_can_prove_it_adapters_train_the_same(
+    strategy: str, options: list[str], tmp_path: Path
+) -> None:
+    trainer = {"max_steps": 3, "mixed_precision": "no", "gradient_checkpointing": "selective"}
+    config = base_config(tmp_path, trainer=trainer, strategy={"name": strategy}, peft={"kind": "lora"})
+    config["model"]["config"] = {**LLAMA, **FAMILIES["qwen3"]}
+    expected = train(tmp_path, config, *options, name="plain", processes=2)
+    run = train(tmp_path, config, *options, "model.kernels=lora", name="lora", processes=2, begin=without_exceptions)
+    assert run.summary["changes"]["lora"].startswith("14 adapted layers as one function each (loss off by 0")
+    if options:
+        assert run.losses == pytest.approx(expected.losses, rel=5e-3)
+    else:
+        assert_same_training(run, expected)
