@@ -65,7 +65,7 @@ def plain_layers(model: nn.Module) -> Iterator[Linear]:
         if type(layer) is Linear and not (layer.fan_in_fan_out or layer.lora_variant or any(layer.lora_bias.values())):
             dropouts, parts = layer.lora_dropout.values(), [*layer.lora_A.values(), *layer.lora_B.values()]
             untouched = "forward" not in vars(layer) and all(map(_is_untouched, [layer.base_layer, *parts]))
-            if untouched and all(type(dropout) is nn.Identity for dropout in dropouts):
+            if untouched and not any(getattr(dropout, "p", 0) for dropout in dropouts):
                 yield layer
 
 
@@ -97,7 +97,7 @@ def _forward(layer: Linear, x: Tensor, *given: object, **named: object) -> Tenso
 
 
 def _format_of(tensors: list[Tensor]) -> torch.dtype | None:
-    """Return the number format to compute in; None if tensors are sharded or quantised, or their formats differ."""
+    """Return the number format to compute in. None: tensors are sharded or quantised, or their formats differ."""
     formats, kind = {one.dtype for one in tensors}, tensors[0].device.type
     if any(map(is_traceable_wrapper_subclass, tensors)):
         return None
@@ -112,8 +112,8 @@ def _propose(situation: Situation) -> Proposal | None:
         return None
     count, lacks = len([*plain_layers(model)]), "trainer.torch_compile fuses them already" if is_compiled(model) else ""
     what = f"{counted(count, 'adapted layers')} as one function each"
-    none = "adapters with dropout, DoRA or biases, and those of weights that are no plain matrices, stay as they are"
+    none = "none has a plain adapter on plain weights (docs/speed.md)"
     return Proposal(what=what, make=fuse_adapters, lacks=lacks if count else none)
 
 
-CHANGE = Change(name="lora", order=50, propose=_propose)  # after fp8, whose layers are not plain
+CHANGE = Change(name="lora", propose=_propose)
