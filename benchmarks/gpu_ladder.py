@@ -32,6 +32,7 @@ from packtrain.attention.kernel_choice import KernelChoice, LayerFeatures
 from packtrain.attention.varlen import Kernel
 from packtrain.changes.liger import fuse_by_liger, why_no_liger
 from packtrain.changes.linears import add_in_products
+from packtrain.changes.lora import fuse_adapters
 from packtrain.changes.residual import carry_in
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Model, Packing, Peft
@@ -244,10 +245,8 @@ def padded(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 @contextmanager
-def liger(base: Any, on: torch.device) -> Iterator[None]:
-    if lack := why_no_liger(base, on):
-        raise Lacking(lack)
-    undo = fuse_by_liger(base)
+def changed(make: Callable[[Any], Callable[[], object]], base: Any) -> Iterator[None]:
+    undo = make(base)
     try:
         yield
     finally:
@@ -257,11 +256,16 @@ def liger(base: Any, on: torch.device) -> Iterator[None]:
 @contextmanager
 def adding(base: Any) -> Iterator[None]:
     """Gradients of inputs added up in the products, as packtrain does on GPUs."""
-    undo = add_in_products(base)
-    try:
+    with changed(add_in_products, base):
         yield
-    finally:
-        undo()
+
+
+@contextmanager
+def liger(base: Any, on: torch.device) -> Iterator[None]:
+    if lack := why_no_liger(base, on):
+        raise Lacking(lack)
+    with changed(fuse_by_liger, base):
+        yield
 
 
 @contextmanager
@@ -424,9 +428,13 @@ def adapted_large(note: Note, tiny: bool) -> None:
     ladder.measure("every_4", ladder.own(), recomputing(ladder.base, "every_4"))
     ladder.measure("none, PEFT's casts", ladder.own(), peft_casts(ladder.model))
     ladder.measure("none", ladder.own())
+    ladder.measure("none, adapters in one function", ladder.own(), changed(fuse_adapters, ladder.base))
     ladder.measure("none, Liger", ladder.own(), ladder.liger())
+    both = "none, Liger, adapters in one function"
+    ladder.measure(both, ladder.own(), ladder.liger(), changed(fuse_adapters, ladder.base))
     for kernel in ladder.others():
-        ladder.measure(f"none, Liger, {kernel.name}", using(kernel), ladder.liger())
+        fused = changed(fuse_adapters, ladder.base)
+        ladder.measure(f"{both}, {kernel.name}", using(kernel), ladder.liger(), fused)
 
 
 def full_large(note: Note, tiny: bool) -> None:

@@ -68,9 +68,9 @@ class Model:
     )
     kernels: str = advanced(
         "auto",
-        "Fused norms, rotation and activations by liger-kernel; auto takes them on a GPU where they are installed and prove exact "
-        "on the loaded model; none: no gradients added in products either (docs/speed.md).",
-        among=lambda: ("auto", "liger", "none", *names_of_others("packtrain.changes")),
+        "Fused norms, rotation and activations (liger-kernel), and adapted layers as one function (lora); auto takes both on a GPU where they "
+        "prove exact on the loaded model; none: no gradients added in products either (docs/speed.md).",
+        among=lambda: ("auto", "liger", "lora", "none", *names_of_others("packtrain.changes")),
     )
     experts: Literal["auto", "grouped", "loop"] = advanced(
         "auto",

@@ -265,7 +265,7 @@ def test_a_change_of_another_package_stays_if_it_is_proved(package: Path, tmp_pa
     if weight == "norm.weight":
         assert said.startswith("norms by torch's fused function (loss off by ")
         unknown = fresh(site, "plan", *given, "model.kernels=acne")
-        assert unknown.returncode == 2 and "auto|liger|none|acme" in unknown.stderr
+        assert unknown.returncode == 2 and "auto|liger|lora|none|acme" in unknown.stderr
         return
     assert said.startswith("as the model comes; norms by torch's fused function: the loss of the first rows is off by")
     required = packtrain("sft", *given, "model.kernels=acme", expect=3, begin=partial(with_package, site))
