@@ -2,8 +2,10 @@
 
 All of them take queries, keys and values [tokens, heads, d] and the running sums of the segments' lengths, and align
 causality at the bottom right: a segment may have more keys than queries. So shared prefixes are served by gathering the keys and
-values of a segment's whole path, its own tokens last. A kernel's signature shows whether it has soft-cap or sinks; kernel_choice.py
-checks that it is correct.
+values of a segment's whole path, its own tokens last. torch's own kernel can also read them in place, by two calls that are merged. Per
+channel, a gathered key moves 24 bytes a key/value head (copies and reads of k and v, their gradients) and 8 a query head (for
+which the operator makes gradients of keys). The second call moves 54 a query head and token: outputs and gradients of
+queries once more. A kernel's signature shows whether it has soft-cap or sinks; kernel_choice.py checks that it is correct.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from importlib import import_module
 from inspect import signature
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from packtrain.packing.collate import to_device
@@ -40,19 +43,32 @@ class Scoring:
     softcap: float | None = None
 
 
+class Gather(NamedTuple):
+    """Tokens of a row, some of them several times. All int64.
+
+    `tokens`: for each place its token. `places`: all places, sorted by their tokens; those of a token begin at `starts[token]`.
+    """
+
+    tokens: torch.Tensor
+    places: torch.Tensor
+    starts: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Borders:
     """A row's segments in the form that kernels take.
 
-    `queries` and `keys`: int32 [segments + 1] on the device, running sums of lengths; `longest_*` in tokens. `gather`:
-    int64, for each key its token in the row, or None if the keys are exactly the row.
+    `queries` and `keys`: int32 [segments + 1] on the device, running sums of lengths; `longest_*` in tokens. `gather`: the token of each
+    key, or None if the keys are exactly the row. `prompts`: borders of a second call, in which answers see their prompt without `causal`.
     """
 
     queries: torch.Tensor
     keys: torch.Tensor
     longest_queries: int
     longest_keys: int
-    gather: torch.Tensor | None
+    gather: Gather | None = None
+    prompts: Borders | None = None
+    causal: bool = True
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borders, Scoring, torch.Tensor | None], torch.Tensor]
@@ -61,23 +77,47 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borders, Scoring, t
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel, with a `name` for people."""
+    """A kernel, with a `name` for people. `in_place`: whether it may read shared keys in place."""
 
     name: str
     attend: Attend
+    in_place: bool = False
 
 
 @lru_cache(maxsize=16)  # the same for every layer, also when gradient checkpointing runs it again
-def borders_of(segments: Segments, device: torch.device) -> Borders:
-    """Return the borders of a row on `device`, without waiting for the device."""
+def borders_of(segments: Segments, device: torch.device, in_place: bool = False) -> Borders:
+    """Return the borders of a row on `device`, without waiting for the device. With `in_place` keys are not gathered if that is possible."""
+
+    def sums_of(lengths: list[int]) -> torch.Tensor:
+        return to_device(torch.tensor((0, *accumulate(lengths)), dtype=torch.int32), device)
+
     lengths = [own + before for own, before in zip(segments.lengths, segments.prefix_lengths, strict=True)]
+    longest = max(segments.lengths)
     with torch.inference_mode(False):  # an evaluation's cached tensors are used again in training
         queries = to_device(segments.cumulative_lengths(), device)
         if not any(segments.prefix_lengths):
-            return Borders(queries, queries, max(segments.lengths), max(segments.lengths), None)
-        keys = to_device(torch.tensor((0, *accumulate(lengths)), dtype=torch.int32), device)
-        gather = torch.from_numpy(segments.tokens_along(range(len(lengths))))
-        return Borders(queries, keys, max(segments.lengths), max(lengths), to_device(gather, device))
+            return Borders(queries, queries, longest, longest)
+        if in_place and (trees := _prompts_and_answers(segments)):
+            # a prompt's queries see nothing, its answers see it, and their keys are seen by no query
+            seeing = [length for prompt, answers in trees for length in (prompt, answers, 0)]
+            seen = [length for prompt, answers in trees for length in (0, prompt, answers)]
+            prompts = Borders(sums_of(seeing), sums_of(seen), max(seeing), max(seen), causal=False)
+            return Borders(queries, queries, longest, longest, prompts=prompts)
+        keys = sums_of(lengths)
+        tokens = segments.tokens_along(range(len(lengths)))
+        counts = np.bincount(tokens)
+        places = tokens, tokens.argsort(kind="stable"), counts.cumsum() - counts
+        gather = Gather(*(to_device(torch.from_numpy(one), device) for one in places))
+        return Borders(queries, keys, longest, max(lengths), gather)
+
+
+def _prompts_and_answers(segments: Segments) -> list[tuple[int, int]]:
+    """Return the lengths of each segment without prefix and of those after it, which continue it. [] if a segment continues another one."""
+    roots = [number for number, prefix in enumerate(segments.shared) if prefix is None]
+    trees = list(zip(roots, [*roots[1:], len(segments.lengths)], strict=True))
+    if any(segments.shared[number] != root for root, end in trees for number in range(root + 1, end)):
+        return []
+    return [(segments.lengths[root], sum(segments.lengths[root + 1 : end])) for root, end in trees]
 
 
 def attend_by_segments(
@@ -88,15 +128,21 @@ def attend_by_segments(
     segments: Segments,
     scoring: Scoring,
     sinks: torch.Tensor | None = None,
+    *,
+    in_place: bool | None = None,
 ) -> torch.Tensor:
     """Attend within one row, segment by segment.
 
     `query` [T, heads, d], `key` [T, kv_heads, d], `value` [T, kv_heads, d_v] → [T, heads, d_v]. Heads are padded with zeros to a width that
-    kernels take, which changes no score and no output.
+    kernels take, which changes no score and no output. `in_place`: whether to read shared keys in place if the kernel may and the row
+    permits it; None: where that moves fewer bytes.
     """
-    borders = borders_of(segments, query.device)
-    if borders.gather is not None:
-        key, value = (Gathered.apply(tensor, 0, borders.gather) for tensor in (key, value))
+    if in_place is None:  # by the bytes named above, an eighth of them
+        heads, kv_heads = query.shape[1], key.shape[1]
+        in_place = sum(segments.prefix_lengths) * (3 * kv_heads + heads) > 7 * segments.tokens * heads
+    borders = borders_of(segments, query.device, in_place and kernel.in_place and scoring.window is None)
+    if (gather := borders.gather) is not None:
+        key, value = (Gathered.apply(tensor, 0, gather.tokens, gather) for tensor in (key, value))
     width = -(-max(query.shape[-1], value.shape[-1]) // _ALIGNMENT) * _ALIGNMENT
     lacking = ((tensor, width - tensor.shape[-1]) for tensor in (query, key, value))  # a pad by nothing is a copy
     q, k, v = (torch.nn.functional.pad(tensor, (0, more)) if more else tensor for tensor, more in lacking)
@@ -104,20 +150,29 @@ def attend_by_segments(
 
 
 class Gathered(torch.autograd.Function):
-    """`index_select` along a dimension. The gradients of a row that was taken several times are summed in float32."""
+    """`index_select` along a dimension. The gradients of a row that was taken several times are summed in float32.
+
+    With `sources`, which are for dimension 0, one kernel does so. It makes no copy in float32, and adds in a fixed order.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, rows: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, dim: int, rows: torch.Tensor, sources: Gather | None = None
+    ) -> torch.Tensor:
         ctx.save_for_backward(rows)
-        ctx.shape, ctx.dim = tensor.shape, dim
+        ctx.shape, ctx.dim, ctx.sources = tensor.shape, dim, sources
         return tensor.index_select(dim, rows)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (gradient,), (rows,) = gradients, ctx.saved_tensors
+        if ctx.sources is not None:
+            flat = gradient.reshape(len(rows), -1)
+            total = torch.nn.functional.embedding_bag(ctx.sources.places, flat, ctx.sources.starts, mode="sum")
+            return total.view(ctx.shape), None, None, None
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total = torch.zeros(ctx.shape, dtype=wide, device=gradient.device)
-        return total.index_add_(ctx.dim, rows, gradient.to(wide)).to(gradient.dtype), None, None
+        return total.index_add_(ctx.dim, rows, gradient.to(wide)).to(gradient.dtype), None, None, None
 
 
 def from_package(module: str) -> Attend:
@@ -157,6 +212,8 @@ def _by_signature(function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...
     words = {"softcap": "soft-cap", "window_size": "sliding window", sink_name: "attention sinks"}
 
     def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
+        if borders.prompts is not None:
+            raise Lacks("no merged calls")
         asked = {
             "softcap": scoring.softcap,
             "window_size": None if scoring.window is None else (scoring.window - 1, 0),
@@ -184,8 +241,8 @@ def from_torch() -> Attend:
     def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
         if scoring.softcap is not None:
             raise Lacks("no soft-cap")
-        if sinks is not None:
-            return WithSinks.apply(q, k, v, sinks, borders, scoring)
+        if sinks is not None or borders.prompts is not None:
+            return ByLogSums.apply(q, k, v, sinks, borders, scoring)
         arguments, options = _for_torch(borders, scoring)
         return torch.ops.aten._flash_attention_forward(q, k, v, *arguments, False, **options)[0]
 
@@ -195,16 +252,18 @@ def from_torch() -> Attend:
 def _for_torch(borders: Borders, scoring: Scoring) -> tuple[tuple[torch.Tensor | float, ...], dict[str, float]]:
     """Return arguments and options of torch's operators."""
     lengths = (borders.queries, borders.keys, borders.longest_queries, borders.longest_keys)
-    causal = scoring.window is None  # else the window says so
+    causal = borders.causal and scoring.window is None  # a window says so itself
     left = -1 if scoring.window is None else scoring.window - 1
-    return (*lengths, 0.0, causal), {"scale": scoring.scale, "window_size_left": left, "window_size_right": 0}
+    right = 0 if borders.causal else -1
+    return (*lengths, 0.0, causal), {"scale": scoring.scale, "window_size_left": left, "window_size_right": right}
 
 
-class WithSinks(torch.autograd.Function):
-    """Attention with sinks by torch's operators, which have none. A sink is a key of score `sinks[head]` without a value.
+class ByLogSums(torch.autograd.Function):
+    """Attention with sinks, and to keys of two calls, by torch's operators, which have neither.
 
-    The operator returns outputs o and log-sums l of the scores. With a sink s they are o' = o σ(l - s) and l' = log(exp l + exp s). The
-    operator's backward computes its weights again from l', so (o', l') give it the gradients of q, k and v. The
+    The operator returns outputs o and log-sums l of the scores. Two calls merge to l' = log(exp l1 + exp l2) and o' = o1 exp(l1 - l') +
+    o2 exp(l2 - l'). A sink s is a key of that score without a value: o' = o σ(l - s), l' = log(exp l + exp s). The
+    operator's backward computes its weights again from l', so (o', l') give each call its gradients of q, k and v; they are added. The
     gradient of s is -Σ σ(s - l) (do · o') over the queries.
     """
 
@@ -214,31 +273,45 @@ class WithSinks(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        sinks: torch.Tensor,
+        sinks: torch.Tensor | None,
         borders: Borders,
         scoring: Scoring,
     ) -> torch.Tensor:
         # with one query a segment the kernel may regroup heads, and order its log-sums otherwise
-        borders = replace(borders, longest_queries=max(2, borders.longest_queries))
-        arguments, options = _for_torch(borders, scoring)
+        calls = [replace(one, longest_queries=max(2, one.longest_queries)) for one in (borders, borders.prompts) if one]
+        ctx.calls = [_for_torch(call, scoring) for call in calls]
         operator = torch.ops.aten._flash_attention_forward
-        output, log_sums, *random = operator(q, k, v, *arguments, False, **options)  # log_sums: [heads, T]
-        sink = sinks.to(log_sums.dtype)[:, None]
-        output = (output * torch.sigmoid(log_sums - sink).T[..., None]).to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, output, torch.logaddexp(log_sums, sink), *random[:2])
-        ctx.arguments, ctx.options = arguments, options
+        results = [operator(q, k, v, *arguments, False, **options) for arguments, options in ctx.calls]
+        output, log_sums, *random = results[0]  # log_sums: [heads, T]
+        for other, others, *_ in results[1:]:
+            others = others.masked_fill(others.isinf(), -torch.inf)  # of queries without keys some kernels say inf
+            total = torch.logaddexp(log_sums, others)
+            shares = ((one - total).exp().T[..., None] for one in (log_sums, others))
+            output = output.mul_(next(shares)).addcmul_(other, next(shares))
+            log_sums = total
+        if sinks is not None:
+            sink = sinks.to(log_sums.dtype)[:, None]
+            output = (output * torch.sigmoid(log_sums - sink).T[..., None]).to(q.dtype)
+            log_sums = torch.logaddexp(log_sums, sink)
+        ctx.save_for_backward(q, k, v, sinks, output, log_sums, *random[:2])
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, output, log_sums, *random = ctx.saved_tensors
-        gradient = gradients[0].contiguous()
-        share = torch.exp(sinks.to(log_sums.dtype)[:, None] - log_sums)  # of the sink, σ(s - l)
-        products = (gradient.to(log_sums.dtype) * output.to(log_sums.dtype)).sum(-1)
-        of_sinks = -(share * products.T).sum(1)
+        gradient, of_sinks = gradients[0].contiguous(), None
         operator = torch.ops.aten._flash_attention_backward
-        found = operator(gradient, q, k, v, output, log_sums, *ctx.arguments, *random, **ctx.options)
-        return *found, of_sinks.to(sinks.dtype), None, None
+        found, *others = [
+            operator(gradient, q, k, v, output, log_sums, *arguments, *random, **options)
+            for arguments, options in ctx.calls
+        ]
+        for other in others:
+            found = [one.add_(another) for one, another in zip(found, other, strict=True)]
+        if sinks is not None:
+            share = torch.exp(sinks.to(log_sums.dtype)[:, None] - log_sums)  # of the sink, σ(s - l)
+            products = (gradient.to(log_sums.dtype) * output.to(log_sums.dtype)).sum(-1)
+            of_sinks = -(share * products.T).sum(1).to(sinks.dtype)
+        return *found, of_sinks, None, None
 
 
 CANDIDATES: tuple[tuple[str, Callable[[], Attend]], ...] = (
