@@ -3,9 +3,8 @@
 A successful import proves little: a package may lack code for this GPU, the backward pass, or a combination of features, and
 some versions were wrong in corner cases. So each candidate, in a fixed order, runs forward and backward on a small row with
 exactly the features of the layer, and is compared with a dense float64 reference. It costs milliseconds a kernel (seconds if it
-compiles), once per kind of layer and process. If several agree on a GPU, they are timed on a row of documents with the heads of the layer.
-A kernel replaces one before it only if it is clearly faster. Clocks of ranks differ, so the first rank that has chosen decides for all.
-With deterministic algorithms the first that agrees is taken, so that a run repeats.
+compiles), once per kind of layer and process. If several agree on a GPU, they are timed on a row of documents. One replaces another before
+it only if it is clearly faster; the first rank that has chosen decides for all. A deterministic run takes the first that agrees.
 
 A layer may ask for its kernel in a forward pass that gradient checkpointing runs again, or under autocast. So kernels are tried in a
 separate thread, without modes or hooks on saved tensors (checkpointing counts them, and ends a recomputation by an exception).
@@ -30,14 +29,14 @@ from packtrain.wording import first_line
 
 # Lengths of 1, below, at and beyond the tiles of 64 and 128 that kernels work in; a prefix shared by three.
 _TREE = Segments((37, 1, 150, 128, 20), (None, 0, 0, None, 0))
-_GROUPS = Segments(
-    (37, 1, 150, 20, 128, 1, 70, 3), (None, 0, 0, 0, None, None, 5, 5)
-)  # their keys can be read in place
+_GROUPS = Segments((37, 1, 150, 20, 128, 1, 70, 3), (None, 0, 0, 0, None, None, 5, 5))  # these permit reading in place
 _DOCUMENTS = Segments((4096, *[2048] * 2, *[1024] * 4, *[512] * 4, *[256] * 4, *[64] * 16))  # 16,384 tokens to time
 _TIMED_WIDTH, _TIMED_WINDOW = 2048, 1024  # of all query heads: 64 MiB a tensor, and more to do than to launch
-_TURNS, _CALLS = 4, 3
-_FASTER = 0.97
-"""A kernel's time must be below this share of another's to count as faster. The rest may be noise."""
+_TURNS, _CALLS, _FASTER = (
+    4,
+    3,
+    0.97,
+)  # a kernel is faster if its time is below this share of another's: the rest is noise
 _WINDOW = 33  # reaches from the third segment back into its prefix
 _KV_HEADS = 2
 
@@ -106,11 +105,12 @@ def _try_all(layer: LayerFeatures, device: torch.device, timed: bool) -> KernelC
         for name, load in CANDIDATES:
             if right and not timed:
                 break
-            kernel, reason = _try(name, load, layer, device)
-            if kernel:
-                right.append(kernel)
-            elif not right:
-                lacks.append((name, reason))
+            with suppress(torch.OutOfMemoryError) if right else nullcontext():
+                found = _try(name, load, layer, device)
+                if isinstance(found, Kernel):
+                    right.append(found)
+                elif not right:
+                    lacks.append((name, found))
         if len(right) < 2:
             return KernelChoice(right[0] if right else None, tuple(lacks))
         times = _times(right, layer, device)
@@ -126,10 +126,8 @@ def _try_all(layer: LayerFeatures, device: torch.device, timed: bool) -> KernelC
     return KernelChoice(fastest, (*lacks, *slower))
 
 
-def _try(
-    name: str, load: Callable[[], Attend], layer: LayerFeatures, device: torch.device
-) -> tuple[Kernel | None, str]:
-    """Return the kernel if it is right, else None and the reason. It may read keys in place if that is right, too."""
+def _try(name: str, load: Callable[[], Attend], layer: LayerFeatures, device: torch.device) -> Kernel | str:
+    """Return the kernel, or why it is not right. It may read shared keys in place if that is right, too."""
     right, reason = None, ""
     try:
         kernel = Kernel(name, load())
@@ -142,7 +140,7 @@ def _try(
     except Exception as failure:  # packages and kernels raise exceptions of every type
         reason = first_line(failure)
         _check_alive(name, reason, device)
-    return right, reason
+    return right or reason
 
 
 def _times(kernels: Sequence[Kernel], layer: LayerFeatures, device: torch.device) -> dict[str, float]:

@@ -121,9 +121,8 @@ def on_paths(tensor: torch.Tensor, row: Segments) -> Sequence[torch.Tensor]:
     if not any(row.prefix_lengths):
         return tensor.split(row.lengths, dim=2)
     gather = borders_of(row, tensor.device).gather
-    assert gather is not None
     lengths = [own + before for own, before in zip(row.lengths, row.prefix_lengths, strict=True)]
-    return cast(torch.Tensor, Gathered.apply(tensor, 2, gather.tokens)).split(lengths, dim=2)
+    return cast(torch.Tensor, Gathered.apply(tensor, 2, gather)).split(lengths, dim=2)
 
 
 def joined(tensors: list[torch.Tensor]) -> torch.Tensor:

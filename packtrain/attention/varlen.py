@@ -1,11 +1,10 @@
 """Variable-length ("varlen") kernels: one call attends within every segment, without mask and padding.
 
-All of them take queries, keys and values [tokens, heads, d] and the running sums of the segments' lengths, and align
-causality at the bottom right: a segment may have more keys than queries. So shared prefixes are served by gathering the keys and
-values of a segment's whole path, its own tokens last. torch's own kernel can also read them in place, by two calls that are merged. Per
-channel, a gathered key moves 24 bytes a key/value head (copies and reads of k and v, their gradients) and 8 a query head (for
-which the operator makes gradients of keys). The second call moves 54 a query head and token: outputs and gradients of
-queries once more. A kernel's signature shows whether it has soft-cap or sinks; kernel_choice.py checks that it is correct.
+All of them take queries, keys and values [tokens, heads, d] and the running sums of the segments' lengths, and align causality at the
+bottom right: a segment may have more keys than queries. So shared prefixes are served by gathering the keys and values of a segment's
+whole path, its own tokens last. torch's own kernel can also read them in place, by two calls that are merged. Per channel, a gathered key
+moves 24 bytes a key/value head and 8 a query head (copies and gradients of k and v), the second call 54 a query head and token (outputs
+and gradients of q once more). A kernel's signature shows whether it has soft-cap or sinks; kernel_choice.py checks that it is correct.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from importlib import import_module
 from inspect import signature
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,30 +42,22 @@ class Scoring:
     softcap: float | None = None
 
 
-class Gather(NamedTuple):
-    """Tokens of a row, some of them several times. All int64.
-
-    `tokens`: for each place its token. `places`: all places, sorted by their tokens; those of a token begin at `starts[token]`.
-    """
-
-    tokens: torch.Tensor
-    places: torch.Tensor
-    starts: torch.Tensor
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Borders:
     """A row's segments in the form that kernels take.
 
-    `queries` and `keys`: int32 [segments + 1] on the device, running sums of lengths; `longest_*` in tokens. `gather`: the token of each
-    key, or None if the keys are exactly the row. `prompts`: borders of a second call, in which answers see their prompt without `causal`.
+    `queries` and `keys`: int32 [segments + 1] on the device, running sums of lengths; `longest_*` in tokens. `gather`:
+    int64, for each key its token in the row, or None if the keys are exactly the row. `copies`: the places of all keys, those of
+    token t from `starts[t]` on. `prompts`: borders of a second call, in which answers see their whole prompt (`causal` is False).
     """
 
     queries: torch.Tensor
     keys: torch.Tensor
     longest_queries: int
     longest_keys: int
-    gather: Gather | None = None
+    gather: torch.Tensor | None = None
+    copies: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
     prompts: Borders | None = None
     causal: bool = True
 
@@ -106,9 +97,9 @@ def borders_of(segments: Segments, device: torch.device, in_place: bool = False)
         keys = sums_of(lengths)
         tokens = segments.tokens_along(range(len(lengths)))
         counts = np.bincount(tokens)
-        places = tokens, tokens.argsort(kind="stable"), counts.cumsum() - counts
-        gather = Gather(*(to_device(torch.from_numpy(one), device) for one in places))
-        return Borders(queries, keys, longest, max(lengths), gather)
+        gather = (tokens, tokens.argsort(kind="stable"), counts.cumsum() - counts)
+        gather, copies, starts = (to_device(torch.from_numpy(one), device) for one in gather)
+        return Borders(queries, keys, longest, max(lengths), gather, copies, starts)
 
 
 def _prompts_and_answers(segments: Segments) -> list[tuple[int, int]]:
@@ -141,8 +132,8 @@ def attend_by_segments(
         heads, kv_heads = query.shape[1], key.shape[1]
         in_place = sum(segments.prefix_lengths) * (3 * kv_heads + heads) > 7 * segments.tokens * heads
     borders = borders_of(segments, query.device, in_place and kernel.in_place and scoring.window is None)
-    if (gather := borders.gather) is not None:
-        key, value = (Gathered.apply(tensor, 0, gather.tokens, gather) for tensor in (key, value))
+    if borders.gather is not None:
+        key, value = (Gathered.apply(one, 0, borders.gather, borders.copies, borders.starts) for one in (key, value))
     width = -(-max(query.shape[-1], value.shape[-1]) // _ALIGNMENT) * _ALIGNMENT
     lacking = ((tensor, width - tensor.shape[-1]) for tensor in (query, key, value))  # a pad by nothing is a copy
     q, k, v = (torch.nn.functional.pad(tensor, (0, more)) if more else tensor for tensor, more in lacking)
@@ -152,27 +143,24 @@ def attend_by_segments(
 class Gathered(torch.autograd.Function):
     """`index_select` along a dimension. The gradients of a row that was taken several times are summed in float32.
 
-    With `sources`, which are for dimension 0, one kernel does so. It makes no copy in float32, and adds in a fixed order.
+    With `bags` (Borders.copies, starts), for dimension 0, one kernel does so: without a copy in float32, in a fixed order.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, dim: int, rows: torch.Tensor, sources: Gather | None = None
-    ) -> torch.Tensor:
-        ctx.save_for_backward(rows)
-        ctx.shape, ctx.dim, ctx.sources = tensor.shape, dim, sources
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, rows: torch.Tensor, *bags: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, *bags)
+        ctx.shape, ctx.dim = tensor.shape, dim
         return tensor.index_select(dim, rows)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (gradient,), (rows,) = gradients, ctx.saved_tensors
-        if ctx.sources is not None:
-            flat = gradient.reshape(len(rows), -1)
-            total = torch.nn.functional.embedding_bag(ctx.sources.places, flat, ctx.sources.starts, mode="sum")
-            return total.view(ctx.shape), None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,), (rows, *bags) = gradients, ctx.saved_tensors
+        if bags:
+            total = torch.nn.functional.embedding_bag(bags[0], gradient.reshape(len(rows), -1), bags[1], mode="sum")
+            return total.view(ctx.shape), None, None, None, None
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total = torch.zeros(ctx.shape, dtype=wide, device=gradient.device)
-        return total.index_add_(ctx.dim, rows, gradient.to(wide)).to(gradient.dtype), None, None, None
+        return total.index_add_(ctx.dim, rows, gradient.to(wide)).to(gradient.dtype), None, None
 
 
 def from_package(module: str) -> Attend:
@@ -285,10 +273,9 @@ class ByLogSums(torch.autograd.Function):
         output, log_sums, *random = results[0]  # log_sums: [heads, T]
         for other, others, *_ in results[1:]:
             others = others.masked_fill(others.isinf(), -torch.inf)  # of queries without keys some kernels say inf
-            total = torch.logaddexp(log_sums, others)
-            shares = ((one - total).exp().T[..., None] for one in (log_sums, others))
-            output = output.mul_(next(shares)).addcmul_(other, next(shares))
-            log_sums = total
+            before, log_sums = log_sums, torch.logaddexp(log_sums, others)
+            share, rest = ((one - log_sums).exp().T[..., None] for one in (before, others))
+            output.mul_(share).addcmul_(other, rest)
         if sinks is not None:
             sink = sinks.to(log_sums.dtype)[:, None]
             output = (output * torch.sigmoid(log_sums - sink).T[..., None]).to(q.dtype)
@@ -301,17 +288,14 @@ class ByLogSums(torch.autograd.Function):
         q, k, v, sinks, output, log_sums, *random = ctx.saved_tensors
         gradient, of_sinks = gradients[0].contiguous(), None
         operator = torch.ops.aten._flash_attention_backward
-        found, *others = [
-            operator(gradient, q, k, v, output, log_sums, *arguments, *random, **options)
-            for arguments, options in ctx.calls
-        ]
-        for other in others:
-            found = [one.add_(another) for one, another in zip(found, other, strict=True)]
+        given = (gradient, q, k, v, output, log_sums)
+        found = [operator(*given, *arguments, *random, **options) for arguments, options in ctx.calls]
+        of_inputs = [first + others[0] if others else first for first, *others in zip(*found, strict=True)]
         if sinks is not None:
             share = torch.exp(sinks.to(log_sums.dtype)[:, None] - log_sums)  # of the sink, σ(s - l)
             products = (gradient.to(log_sums.dtype) * output.to(log_sums.dtype)).sum(-1)
             of_sinks = -(share * products.T).sum(1).to(sinks.dtype)
-        return *found, of_sinks, None, None
+        return *of_inputs, of_sinks, None, None
 
 
 CANDIDATES: tuple[tuple[str, Callable[[], Attend]], ...] = (
