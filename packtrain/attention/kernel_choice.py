@@ -89,7 +89,7 @@ def _choose(layer: LayerFeatures, device: torch.device, deterministic: bool) -> 
 
 
 def try_kernels(dtype: torch.dtype) -> dict[str, str]:
-    """Try the kernels in order on a usual layer. Return each with its lack, down to the right one, whose lack is ""."""
+    """Try the kernels on a usual layer. Return those of the choice with their lacks, and the chosen one with the lack ""."""
     choice = choose_kernel(LayerFeatures(dtype, 4, 128, 128), torch.device("cuda", 0))
     return {**dict(choice.lacks), **({choice.kernel.name: ""} if choice.kernel else {})}
 

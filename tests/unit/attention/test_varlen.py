@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -293,6 +295,27 @@ def test_gradients_of_a_shared_prefix_are_summed_in_float32(no_kernels: Callable
     weights = 1 + torch.arange(many) / 128  # eight bits each, their sum is not
     (gradient,) = torch.autograd.grad(output[1:, 0], values, weights.bfloat16()[:, None].expand(many, 8))
     assert torch.equal(gradient[0, 0], (weights.sum() / 2).bfloat16().expand(8))
+
+
+def test_gradients_of_gathered_keys_are_summed_without_wider_copies(no_kernels: Callable) -> None:
+    made = set()
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            results = operator(*args, **(kwargs or {}))
+            made.update(one.dtype for one in tree_leaves(results) if isinstance(one, torch.Tensor))
+            return results
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
+        return q + k.sum() + v.sum()
+
+    given = [torch.ones(SHARED.tokens, 2, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    with Recording():
+        output = attend_by_segments(Kernel("sum", kernel), *given, SHARED, Scoring(1.0))
+        of_keys = torch.autograd.grad(output.sum(), given)[1]
+    assert made <= {torch.bfloat16, torch.int64, torch.int32} and torch.int64 in made
+    times = torch.tensor(SHARED.tokens_along(range(len(SHARED.lengths)))).bincount()
+    assert torch.equal(of_keys[:, 0, 0] / of_keys[-1, 0, 0], times.bfloat16())
 
 
 def test_a_kernel_that_cannot_be_deterministic_is_not_taken_where_that_is_asked_for(no_kernels: Callable) -> None:
