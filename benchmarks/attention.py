@@ -193,8 +193,7 @@ def by_kernel(kernel: Kernel, segments: Segments) -> Attend:
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
-        scoring = Scoring(q.shape[-1] ** -0.5)
-        return attend_by_segments(kernel, q, k, v, segments, scoring, in_place=kernel.in_place)
+        return attend_by_segments(kernel, q, k, v, segments, Scoring(q.shape[-1] ** -0.5))
 
     return attend
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, partial, reduce
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ _KV_HEADS = 2
 
 @dataclass(frozen=True, slots=True)
 class LayerFeatures:
-    """Features that a layer needs. `group`: query heads per key head; `softcap`: its value, which kernels compile in."""
+    """Features that a layer needs. `group`: query heads per key head; `softcap`: its value, which kernels compile in; `in_place`: if possible."""
 
     dtype: torch.dtype
     group: int
@@ -52,6 +52,7 @@ class LayerFeatures:
     window: bool = False
     softcap: float | None = None
     sinks: bool = False
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +115,7 @@ def _try_all(layer: LayerFeatures, device: torch.device, timed: bool) -> KernelC
         if len(right) < 2:
             return KernelChoice(right[0] if right else None, tuple(lacks))
         times = _times(right, layer, device)
-    fastest = right[0]
-    for kernel in right[1:]:
-        fastest = kernel if times[kernel.name] < _FASTER * times[fastest.name] else fastest
+    fastest = reduce(lambda best, one: one if times[one.name] < _FASTER * times[best.name] else best, right)
     if dist.is_initialized():  # no rank waits for another: the first one writes its choice
         store, key = distributed_c10d._get_default_store(), f"packtrain/kernel/{layer}"
         agreed = store.compare_set(key, "", fastest.name).decode()
@@ -127,11 +126,11 @@ def _try_all(layer: LayerFeatures, device: torch.device, timed: bool) -> KernelC
 
 
 def _try(name: str, load: Callable[[], Attend], layer: LayerFeatures, device: torch.device) -> Kernel | str:
-    """Return the kernel, or why it is not right. It may read shared keys in place if that is right, too."""
+    """Return the kernel, or why it is not right. It reads shared keys in place if it should and that is right, too."""
     right, reason = None, ""
     try:
         kernel = Kernel(name, load())
-        for tried in (kernel, replace(kernel, in_place=True)):
+        for tried in (kernel, replace(kernel, in_place=True))[: 1 + layer.in_place]:
             if not (error := kernel_error(tried, layer, device)) <= kernel_tolerance(layer.dtype):
                 raise Lacks(f"wrong by {error:.2g}")
             right = tried
@@ -194,7 +193,7 @@ def kernel_error(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> 
     inputs = _draw(layer, _KV_HEADS, segments.tokens, device)
     query, key, value, *sinks = inputs
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    ours = attend_by_segments(kernel, query, key, value, segments, scoring, *sinks, in_place=True)
+    ours = attend_by_segments(kernel, query, key, value, segments, scoring, *sinks)
     exact_sinks = exact[3] if layer.sinks else None
     reference = dense_attention(exact[0], exact[1], exact[2], exact_sinks, segments, scoring)
     gradient = torch.randn(reference.shape, generator=torch.Generator().manual_seed(1)).to(device, ours.dtype)

@@ -68,7 +68,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borders, Scoring, t
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel, with a `name` for people. `in_place`: whether it may read shared keys in place."""
+    """A kernel, with a `name` for people. `in_place`: it reads shared keys in place if the row permits that."""
 
     name: str
     attend: Attend
@@ -102,6 +102,11 @@ def borders_of(segments: Segments, device: torch.device, in_place: bool = False)
         return Borders(queries, keys, longest, max(lengths), gather, copies, starts)
 
 
+def fewer_bytes_in_place(segments: Segments, heads: int, kv_heads: int) -> bool:
+    """Return whether a second call moves fewer bytes than the keys that are gathered: eighths of those named above."""
+    return sum(segments.prefix_lengths) * (3 * kv_heads + heads) > 7 * segments.tokens * heads
+
+
 def _prompts_and_answers(segments: Segments) -> list[tuple[int, int]]:
     """Return the lengths of each segment without prefix and of those after it, which continue it. [] if a segment continues another one."""
     roots = [number for number, prefix in enumerate(segments.shared) if prefix is None]
@@ -119,19 +124,13 @@ def attend_by_segments(
     segments: Segments,
     scoring: Scoring,
     sinks: torch.Tensor | None = None,
-    *,
-    in_place: bool | None = None,
 ) -> torch.Tensor:
     """Attend within one row, segment by segment.
 
     `query` [T, heads, d], `key` [T, kv_heads, d], `value` [T, kv_heads, d_v] → [T, heads, d_v]. Heads are padded with zeros to a width that
-    kernels take, which changes no score and no output. `in_place`: whether to read shared keys in place if the kernel may and the row
-    permits it; None: where that moves fewer bytes.
+    kernels take, which changes no score and no output.
     """
-    if in_place is None:  # by the bytes named above, an eighth of them
-        heads, kv_heads = query.shape[1], key.shape[1]
-        in_place = sum(segments.prefix_lengths) * (3 * kv_heads + heads) > 7 * segments.tokens * heads
-    borders = borders_of(segments, query.device, in_place and kernel.in_place and scoring.window is None)
+    borders = borders_of(segments, query.device, kernel.in_place and scoring.window is None)
     if borders.gather is not None:
         key, value = (Gathered.apply(one, 0, borders.gather, borders.copies, borders.starts) for one in (key, value))
     width = -(-max(query.shape[-1], value.shape[-1]) // _ALIGNMENT) * _ALIGNMENT

@@ -218,7 +218,8 @@ def makes_tensors_on_the_device_around() -> None:
 def has_torchs_kernel_forward_and_backward() -> None:
     choice = choose_kernel(HALF, CUDA)  # by outputs and gradients of a dense reference, prefixes and window among it
     assert choice.kernel is not None and choice.kernel.name == "torch's varlen_attn", choice.why_not()
-    assert choice.kernel.in_place
+    in_place = choose_kernel(LayerFeatures(torch.bfloat16, 2, 16, 16, in_place=True), CUDA).kernel
+    assert in_place is not None and in_place.in_place and not choice.kernel.in_place
     for window in (False, True):
         with_sinks = choose_kernel(LayerFeatures(torch.bfloat16, 2, 16, 16, window=window, sinks=True), CUDA)
         assert with_sinks.kernel is not None, with_sinks.why_not()

@@ -190,7 +190,7 @@ def test_shared_keys_read_in_place_give_exact_outputs_and_gradients_without_copi
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes[: 3 + sinks]]
     q, k, v, *rest = leaves
     kernel, sink = Kernel(TORCH, from_torch(), in_place=True), rest[0] if sinks else None
-    ours = attend_by_segments(kernel, q, k, v, segments, Scoring(0.4), sink, in_place=True)
+    ours = attend_by_segments(kernel, q, k, v, segments, Scoring(0.4), sink)
     assert calls == [(segments.tokens, segments.tokens)] * 2
     reference = dense_attention(q, k, v, sink, segments, Scoring(0.4))
     gradient = torch.randn_like(reference)
@@ -215,15 +215,28 @@ def test_shared_keys_read_in_place_give_exact_outputs_and_gradients_without_copi
 def test_keys_are_read_in_place_where_that_moves_fewer_bytes(
     no_kernels: Callable, segments: Segments, heads: int, window: int | None, calls: int
 ) -> None:
+    tensors = [torch.randn(segments.tokens, count, 8) for count in (heads, 2, 2)]
     seen = []
     no_kernels(TORCH, lambda *args, **options: seen.append(0) or torchs_operator(*args, **options))
-    q, k, v = (torch.randn(segments.tokens, count, 8) for count in (heads, 2, 2))
-    scoring = Scoring(0.4, window)
-    for kernel in (Kernel(TORCH, from_torch(), in_place=True), Kernel(TORCH, from_torch())):
+    for _ in range(2):  # the first call tries the kernel
         seen.clear()
-        ours = attend_by_segments(kernel, q, k, v, segments, scoring)
-        assert len(seen) == (calls if kernel.in_place else 1)
-        torch.testing.assert_close(ours, dense_attention(q, k, v, None, segments, scoring), atol=2e-6, rtol=1e-5)
+        ours = through_flash(segments, tensors, sliding_window=window)
+    assert len(seen) == calls
+    expected = dense_attention(tensors[0], tensors[1], tensors[2], None, segments, Scoring(8**-0.5, window))
+    torch.testing.assert_close(ours, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_keys_are_gathered_if_a_kernel_is_wrong_in_place(no_kernels: Callable) -> None:
+    def without_borders(*args: Any, **options: Any) -> Any:
+        if options["window_size_right"] == -1:
+            raise RuntimeError("no empty segments")
+        return torchs_operator(*args, **options)
+
+    no_kernels(TORCH, without_borders)
+    segments = Segments((12, *[1] * 8), (None, *[0] * 8))
+    tensors = [torch.randn(segments.tokens, 2, 8) for _ in range(3)]
+    expected = dense_attention(tensors[0], tensors[1], tensors[2], None, segments, Scoring(8**-0.5))
+    torch.testing.assert_close(through_flash(segments, tensors), expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("width", "copies"), [(8, False), (5, True)])
