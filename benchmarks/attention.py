@@ -21,6 +21,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -123,6 +124,8 @@ def compare_row(
     MODULE.num_key_value_groups = heads // kv_heads  # type: ignore[assignment]
     tensors, peak = drawn(row, heads, kv_heads, width, device, dtype), peak_of(device)
     contestants = {kernel.name: by_kernel(kernel, segments) for kernel in kernels}
+    if segments.prefixes and (torchs := [kernel for kernel in kernels if kernel.name == CANDIDATES[-1][0]]):
+        contestants["shared keys in place"] = by_kernel(replace(torchs[0], in_place=True), segments)
     contestants["segmented"] = by_segments(segments)
     contestants["padded sdpa"] = by_padding(segments.unrolled().segments, device)
     if row <= MASK_LIMIT:
@@ -186,7 +189,7 @@ def groups(row: int) -> Segments:
 
 
 def by_kernel(kernel: Kernel, segments: Segments) -> Attend:
-    """A varlen kernel as `flash` calls it."""
+    """A varlen kernel as `flash` calls it. It reads shared keys in place if it may."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))

@@ -14,11 +14,11 @@ MODULES = {
 
 
 def attend(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, softcap=None, sinks=None
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, softcap=None, sinks=None, causal=True
 ) -> Any:
     """Output and log-sum of every sequence for itself, causal from the bottom right: what the kernels document.
 
-    In half precision the scores are float32 and the weights are rounded, as in the kernels.
+    A query without keys has the output 0 and the log-sum inf, as in FlashAttention 2. In half precision the scores are float32 and the weights are rounded, as in the kernels.
     """
     outputs, logsums, dtype = [], [], q.dtype
     q, k, v = (tensor.float() if dtype.itemsize < 4 else tensor for tensor in (q, k, v))
@@ -29,11 +29,12 @@ def attend(
         assert queries <= max_seqlen_q and keys <= max_seqlen_k
         scores = torch.einsum("qhd,khd->hqk", q[rows], k[columns]) * scale
         scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-        ahead = torch.arange(keys)[None] - (torch.arange(queries)[:, None] + keys - queries)
-        scores = scores.masked_fill((ahead > 0) | ((left >= 0) & (ahead < -left)), -torch.inf)
+        places = [torch.arange(number, device=q.device) for number in (queries, keys)]
+        ahead = places[1][None] - (places[0][:, None] + keys - queries)
+        scores = scores.masked_fill(causal & (ahead > 0) | ((left >= 0) & (ahead < -left)), -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None, None].expand(-1, queries, 1)], dim=2)
-        logsums.append(scores.logsumexp(-1))
+        logsums.append(scores.logsumexp(-1) if keys else scores.new_full(scores.shape[:2], torch.inf))
         weights = (scores - logsums[-1][..., None]).exp()[..., :keys]
         outputs.append(torch.einsum("hqk,khd->qhd", weights.to(dtype).to(v.dtype), v[columns]))
     return torch.cat(outputs).to(dtype), torch.cat(logsums, dim=1)

@@ -13,7 +13,7 @@ from transformers.integrations.flash_attention import get_target_dtype
 from packtrain.attention.backends import AttentionFunction, Service
 from packtrain.attention.flattened import registered
 from packtrain.attention.kernel_choice import LayerFeatures, choose_kernel
-from packtrain.attention.varlen import Scoring, attend_by_segments
+from packtrain.attention.varlen import Scoring, attend_by_segments, fewer_bytes_in_place
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 
@@ -48,7 +48,8 @@ def flash_attention(
     dtype = get_target_dtype(query, module) or query.dtype
     q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
     group, window_used, sinks = q.shape[1] // k.shape[1], window is not None, s_aux is not None
-    layer = LayerFeatures(dtype, group, q.shape[2], v.shape[2], window_used, softcap, sinks)
+    in_place = not window_used and fewer_bytes_in_place(segments, q.shape[1], k.shape[1])
+    layer = LayerFeatures(dtype, group, q.shape[2], v.shape[2], window_used, softcap, sinks, in_place)
     choice = choose_kernel(layer, query.device)
     if choice.kernel is None:
         what = f"no flash kernel serves {type(module).__name__}: {choice.why_not()}"

@@ -1,9 +1,10 @@
-"""The choice of a layer's varlen kernel: the first of CANDIDATES that runs CORRECTLY here.
+"""The choice of a layer's varlen kernel: the fastest of CANDIDATES that run CORRECTLY here.
 
 A successful import proves little: a package may lack code for this GPU, the backward pass, or a combination of features, and
 some versions were wrong in corner cases. So each candidate, in a fixed order, runs forward and backward on a small row with
-exactly the features of the layer, and is compared with a dense float64 reference. The first that agrees is taken. It costs
-milliseconds a kernel (seconds if it compiles), once per kind of layer and process.
+exactly the features of the layer, and is compared with a dense float64 reference. It costs milliseconds a kernel (seconds if it
+compiles), once per kind of layer and process. If several agree on a GPU, they are timed on a row of documents. One replaces another before
+it only if it is clearly faster; the first rank that has chosen decides for all. A deterministic run takes the first that agrees.
 
 A layer may ask for its kernel in a forward pass that gradient checkpointing runs again, or under autocast. So kernels are tried in a
 separate thread, without modes or hooks on saved tensors (checkpointing counts them, and ends a recomputation by an exception).
@@ -11,28 +12,38 @@ separate thread, without modes or hooks on saved tensors (checkpointing counts t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cache
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial, reduce
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from packtrain.attention.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
+from packtrain.attention.varlen import CANDIDATES, Attend, Kernel, Lacks, Scoring, attend_by_segments
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 from packtrain.wording import first_line
 
 # Lengths of 1, below, at and beyond the tiles of 64 and 128 that kernels work in; a prefix shared by three.
-_LENGTHS = (37, 1, 150, 128, 20)
-_PREFIXES = (None, 0, 0, None, 0)
+_TREE = Segments((37, 1, 150, 128, 20), (None, 0, 0, None, 0))
+_GROUPS = Segments((37, 1, 150, 20, 128, 1, 70, 3), (None, 0, 0, 0, None, None, 5, 5))  # these permit reading in place
+_DOCUMENTS = Segments((4096, *[2048] * 2, *[1024] * 4, *[512] * 4, *[256] * 4, *[64] * 16))  # 16,384 tokens to time
+_TIMED_WIDTH, _TIMED_WINDOW = 2048, 1024  # of all query heads: 64 MiB a tensor, and more to do than to launch
+_TURNS, _CALLS, _FASTER = (
+    4,
+    3,
+    0.97,
+)  # a kernel is faster if its time is below this share of another's: the rest is noise
 _WINDOW = 33  # reaches from the third segment back into its prefix
 _KV_HEADS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFeatures:
-    """Features that a layer needs. `group`: query heads per key head; `softcap`: its value, which kernels compile in."""
+    """Features that a layer needs. `group`: query heads per key head; `softcap`: its value, which kernels compile in; `in_place`: if possible."""
 
     dtype: torch.dtype
     group: int
@@ -41,11 +52,12 @@ class LayerFeatures:
     window: bool = False
     softcap: float | None = None
     sinks: bool = False
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The chosen kernel, None if none is right. `lacks`: (name, reason) for every candidate before it."""
+    """The chosen kernel, None if none is right. `lacks`: (name, reason) for every candidate before it, and for those timed beside it."""
 
     kernel: Kernel | None
     lacks: tuple[tuple[str, str], ...]
@@ -67,18 +79,18 @@ def kernel_tolerance(dtype: torch.dtype) -> float:
 
 
 def choose_kernel(layer: LayerFeatures, device: torch.device) -> KernelChoice:
-    """Return the first kernel of CANDIDATES that is right for `layer` on `device`. Remembers it. Raises OutOfMemoryError on a full device."""
+    """Return the kernel of CANDIDATES for `layer` on `device`: the fastest right one. Remembers it. Raises OutOfMemoryError on a full device."""
     return _choose(layer, device, torch.are_deterministic_algorithms_enabled())
 
 
 @cache
 def _choose(layer: LayerFeatures, device: torch.device, deterministic: bool) -> KernelChoice:
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_first_right, layer, device).result()
+        return thread.submit(_try_all, layer, device, not deterministic and device.type == "cuda").result()
 
 
 def try_kernels(dtype: torch.dtype) -> dict[str, str]:
-    """Try the kernels in order on a usual layer. Return each with its lack, down to the right one, whose lack is ""."""
+    """Try the kernels on a usual layer. Return those of the choice with their lacks, and the chosen one with the lack ""."""
     choice = choose_kernel(LayerFeatures(dtype, 4, 128, 128), torch.device("cuda", 0))
     return {**dict(choice.lacks), **({choice.kernel.name: ""} if choice.kernel else {})}
 
@@ -87,23 +99,78 @@ forget_kernels = _choose.cache_clear
 """Forget all choices: kernels are tried again."""
 
 
-def _first_right(layer: LayerFeatures, device: torch.device) -> KernelChoice:
-    lacks: list[tuple[str, str]] = []
+def _try_all(layer: LayerFeatures, device: torch.device, timed: bool) -> KernelChoice:
+    """Choose the first right kernel, or the fastest if kernels are to be `timed`."""
+    lacks, right = list[tuple[str, str]](), list[Kernel]()
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # new threads use the first one
         for name, load in CANDIDATES:
-            try:
-                kernel = Kernel(name, load())
-                error = kernel_error(kernel, layer, device)
-                if error <= kernel_tolerance(layer.dtype):
-                    return KernelChoice(kernel, tuple(lacks))
-                reason = f"wrong by {error:.2g}"
-            except torch.OutOfMemoryError:  # not the kernel's fault
-                raise
-            except Exception as failure:  # packages and kernels raise exceptions of every type
-                reason = first_line(failure)
-            _check_alive(name, reason, device)
-            lacks.append((name, reason))
-    return KernelChoice(None, tuple(lacks))
+            if right and not timed:
+                break
+            with suppress(torch.OutOfMemoryError) if right else nullcontext():
+                found = _try(name, load, layer, device)
+                if isinstance(found, Kernel):
+                    right.append(found)
+                elif not right:
+                    lacks.append((name, found))
+        if len(right) < 2:
+            return KernelChoice(right[0] if right else None, tuple(lacks))
+        times = _times(right, layer, device)
+    fastest = reduce(lambda best, one: one if times[one.name] < _FASTER * times[best.name] else best, right)
+    if dist.is_initialized():  # no rank waits for another: the first one writes its choice
+        store, key = distributed_c10d._get_default_store(), f"packtrain/kernel/{layer}"
+        agreed = store.compare_set(key, "", fastest.name).decode()
+        fastest = next((kernel for kernel in right if kernel.name == agreed), fastest)
+    row = f"ms for {_DOCUMENTS.tokens:,} tokens, forward and backward, {fastest.name} {times[fastest.name]:.3g}"
+    slower = [(name, f"{time:.3g} {row}") for name, time in times.items() if name != fastest.name]
+    return KernelChoice(fastest, (*lacks, *slower))
+
+
+def _try(name: str, load: Callable[[], Attend], layer: LayerFeatures, device: torch.device) -> Kernel | str:
+    """Return the kernel, or why it is not right. It reads shared keys in place if it should and that is right, too."""
+    right, reason = None, ""
+    try:
+        kernel = Kernel(name, load())
+        for tried in (kernel, replace(kernel, in_place=True))[: 1 + layer.in_place]:
+            if not (error := kernel_error(tried, layer, device)) <= kernel_tolerance(layer.dtype):
+                raise Lacks(f"wrong by {error:.2g}")
+            right = tried
+    except torch.OutOfMemoryError:  # not the kernel's fault
+        raise
+    except Exception as failure:  # packages and kernels raise exceptions of every type
+        reason = first_line(failure)
+        _check_alive(name, reason, device)
+    return right or reason
+
+
+def _times(kernels: Sequence[Kernel], layer: LayerFeatures, device: torch.device) -> dict[str, float]:
+    """Return the milliseconds of each kernel, inf if it failed. They take turns, since the clock of a GPU varies."""
+    scoring = Scoring(layer.head_dim**-0.5, _TIMED_WINDOW if layer.window else None, layer.softcap)
+    times = {kernel.name: torch.inf for kernel in kernels}
+
+    def call(kernel: Kernel) -> None:
+        torch.autograd.grad(attend_by_segments(kernel, q, k, v, _DOCUMENTS, scoring, *sinks), inputs, gradient)
+
+    with suppress(torch.OutOfMemoryError):
+        kv_heads = max(1, _TIMED_WIDTH // (layer.head_dim * layer.group))
+        inputs = _draw(layer, kv_heads, 64, device, times=_DOCUMENTS.tokens // 64)
+        q, k, v, *sinks = inputs
+        gradient = v.detach().repeat_interleave(layer.group, dim=1)
+        for kernel in _TURNS * tuple(kernels):  # in its first turn a kernel may compile
+            with suppress(Exception):  # as above, of every type
+                times[kernel.name] = min(times[kernel.name], milliseconds(partial(call, kernel)))
+            _check_alive(kernel.name, "a long row", device)
+    return times
+
+
+def milliseconds(call: Callable[[], None]) -> float:
+    """Return the GPU's time for a call, the mean of several."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(_CALLS):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / _CALLS
 
 
 def _check_alive(name: str, failure: str, device: torch.device) -> None:
@@ -119,20 +186,14 @@ def _check_alive(name: str, failure: str, device: torch.device) -> None:
 
 def kernel_error(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> float:
     """Return the largest error of `kernel` on a small row, outputs and gradients (see `kernel_tolerance`). It is nan if any of them is nan."""
-    segments, random = Segments(_LENGTHS, _PREFIXES), torch.Generator().manual_seed(0)
+    segments = _GROUPS if kernel.in_place else _TREE
     scale = layer.head_dim**-0.5 * max(1.0, (layer.softcap or 0.0) / 6)  # scores large enough to be capped
     scoring = Scoring(scale, _WINDOW if layer.window else None, layer.softcap)
 
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=random).to(device, layer.dtype).requires_grad_()
-
-    heads = layer.group * _KV_HEADS
-    shapes = [(heads, layer.head_dim), (_KV_HEADS, layer.head_dim), (_KV_HEADS, layer.value_dim)]
-    query, key, value = (draw(segments.tokens, *shape) for shape in shapes)
-    sinks = draw(heads) if layer.sinks else None
-    inputs = [tensor for tensor in (query, key, value, sinks) if tensor is not None]
+    inputs = _draw(layer, _KV_HEADS, segments.tokens, device)
+    query, key, value, *sinks = inputs
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    ours = attend_by_segments(kernel, query, key, value, segments, scoring, sinks)
+    ours = attend_by_segments(kernel, query, key, value, segments, scoring, *sinks)
     exact_sinks = exact[3] if layer.sinks else None
     reference = dense_attention(exact[0], exact[1], exact[2], exact_sinks, segments, scoring)
     gradient = torch.randn(reference.shape, generator=torch.Generator().manual_seed(1)).to(device, ours.dtype)
@@ -140,6 +201,17 @@ def kernel_error(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> 
     exact_back = torch.autograd.grad(reference, exact, gradient.double())
     pairs = zip((ours, *ours_back), (reference, *exact_back), strict=True)
     return torch.stack([_row_error(a.detach(), b.detach()) for a, b in pairs]).max().item()
+
+
+def _draw(layer: LayerFeatures, kv_heads: int, tokens: int, device: torch.device, times: int = 1) -> list[torch.Tensor]:
+    """Draw queries, keys, values, and sinks if there are any. The `tokens` are repeated so many `times`."""
+    random, heads = torch.Generator().manual_seed(0), layer.group * kv_heads
+    shapes = [(heads, layer.head_dim), (kv_heads, layer.head_dim), (kv_heads, layer.value_dim)]
+    drawn = [
+        torch.randn((tokens, *shape), generator=random).to(device, layer.dtype).repeat(times, 1, 1) for shape in shapes
+    ]
+    drawn += [torch.randn(heads, generator=random).to(device, layer.dtype)] * layer.sinks
+    return [tensor.requires_grad_() for tensor in drawn]
 
 
 def dense_attention(

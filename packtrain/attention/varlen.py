@@ -1,9 +1,10 @@
 """Variable-length ("varlen") kernels: one call attends within every segment, without mask and padding.
 
-All of them take queries, keys and values [tokens, heads, d] and the running sums of the segments' lengths, and align
-causality at the bottom right: a segment may have more keys than queries. So shared prefixes are served by gathering the keys and
-values of a segment's whole path, its own tokens last. A kernel's signature shows whether it has soft-cap or sinks; kernel_choice.py
-checks that it is correct.
+All of them take queries, keys and values [tokens, heads, d] and the running sums of the segments' lengths, and align causality at the
+bottom right: a segment may have more keys than queries. So shared prefixes are served by gathering the keys and values of a segment's
+whole path, its own tokens last. torch's own kernel can also read them in place, by two calls that are merged. Per channel, a gathered key
+moves 24 bytes a key/value head and 8 a query head (copies and gradients of k and v), the second call 54 a query head and token (outputs
+and gradients of q once more). A kernel's signature shows whether it has soft-cap or sinks; kernel_choice.py checks that it is correct.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from packtrain.packing.collate import to_device
@@ -45,14 +47,19 @@ class Borders:
     """A row's segments in the form that kernels take.
 
     `queries` and `keys`: int32 [segments + 1] on the device, running sums of lengths; `longest_*` in tokens. `gather`:
-    int64, for each key its token in the row, or None if the keys are exactly the row.
+    int64, for each key its token in the row, or None if the keys are exactly the row. `copies`: the places of all keys, those of
+    token t from `starts[t]` on. `prompts`: borders of a second call, in which answers see their whole prompt (`causal` is False).
     """
 
     queries: torch.Tensor
     keys: torch.Tensor
     longest_queries: int
     longest_keys: int
-    gather: torch.Tensor | None
+    gather: torch.Tensor | None = None
+    copies: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    prompts: Borders | None = None
+    causal: bool = True
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borders, Scoring, torch.Tensor | None], torch.Tensor]
@@ -61,23 +68,52 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borders, Scoring, t
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel, with a `name` for people."""
+    """A kernel, with a `name` for people. `in_place`: it reads shared keys in place if the row permits that."""
 
     name: str
     attend: Attend
+    in_place: bool = False
 
 
 @lru_cache(maxsize=16)  # the same for every layer, also when gradient checkpointing runs it again
-def borders_of(segments: Segments, device: torch.device) -> Borders:
-    """Return the borders of a row on `device`, without waiting for the device."""
+def borders_of(segments: Segments, device: torch.device, in_place: bool = False) -> Borders:
+    """Return the borders of a row on `device`, without waiting for the device. With `in_place` keys are not gathered if that is possible."""
+
+    def sums_of(lengths: list[int]) -> torch.Tensor:
+        return to_device(torch.tensor((0, *accumulate(lengths)), dtype=torch.int32), device)
+
     lengths = [own + before for own, before in zip(segments.lengths, segments.prefix_lengths, strict=True)]
+    longest = max(segments.lengths)
     with torch.inference_mode(False):  # an evaluation's cached tensors are used again in training
         queries = to_device(segments.cumulative_lengths(), device)
         if not any(segments.prefix_lengths):
-            return Borders(queries, queries, max(segments.lengths), max(segments.lengths), None)
-        keys = to_device(torch.tensor((0, *accumulate(lengths)), dtype=torch.int32), device)
-        gather = torch.from_numpy(segments.tokens_along(range(len(lengths))))
-        return Borders(queries, keys, max(segments.lengths), max(lengths), to_device(gather, device))
+            return Borders(queries, queries, longest, longest)
+        if in_place and (trees := _prompts_and_answers(segments)):
+            # a prompt's queries see nothing, its answers see it, and their keys are seen by no query
+            seeing = [length for prompt, answers in trees for length in (prompt, answers, 0)]
+            seen = [length for prompt, answers in trees for length in (0, prompt, answers)]
+            prompts = Borders(sums_of(seeing), sums_of(seen), max(seeing), max(seen), causal=False)
+            return Borders(queries, queries, longest, longest, prompts=prompts)
+        keys = sums_of(lengths)
+        tokens = segments.tokens_along(range(len(lengths)))
+        counts = np.bincount(tokens)
+        gather = (tokens, tokens.argsort(kind="stable"), counts.cumsum() - counts)
+        gather, copies, starts = (to_device(torch.from_numpy(one), device) for one in gather)
+        return Borders(queries, keys, longest, max(lengths), gather, copies, starts)
+
+
+def fewer_bytes_in_place(segments: Segments, heads: int, kv_heads: int) -> bool:
+    """Return whether a second call moves fewer bytes than the keys that are gathered: eighths of those named above."""
+    return sum(segments.prefix_lengths) * (3 * kv_heads + heads) > 7 * segments.tokens * heads
+
+
+def _prompts_and_answers(segments: Segments) -> list[tuple[int, int]]:
+    """Return the lengths of each segment without prefix and of those after it, which continue it. [] if a segment continues another one."""
+    roots = [number for number, prefix in enumerate(segments.shared) if prefix is None]
+    trees = list(zip(roots, [*roots[1:], len(segments.lengths)], strict=True))
+    if any(segments.shared[number] != root for root, end in trees for number in range(root + 1, end)):
+        return []
+    return [(segments.lengths[root], sum(segments.lengths[root + 1 : end])) for root, end in trees]
 
 
 def attend_by_segments(
@@ -94,9 +130,9 @@ def attend_by_segments(
     `query` [T, heads, d], `key` [T, kv_heads, d], `value` [T, kv_heads, d_v] → [T, heads, d_v]. Heads are padded with zeros to a width that
     kernels take, which changes no score and no output.
     """
-    borders = borders_of(segments, query.device)
+    borders = borders_of(segments, query.device, kernel.in_place and scoring.window is None)
     if borders.gather is not None:
-        key, value = (Gathered.apply(tensor, 0, borders.gather) for tensor in (key, value))
+        key, value = (Gathered.apply(one, 0, borders.gather, borders.copies, borders.starts) for one in (key, value))
     width = -(-max(query.shape[-1], value.shape[-1]) // _ALIGNMENT) * _ALIGNMENT
     lacking = ((tensor, width - tensor.shape[-1]) for tensor in (query, key, value))  # a pad by nothing is a copy
     q, k, v = (torch.nn.functional.pad(tensor, (0, more)) if more else tensor for tensor, more in lacking)
@@ -104,17 +140,23 @@ def attend_by_segments(
 
 
 class Gathered(torch.autograd.Function):
-    """`index_select` along a dimension. The gradients of a row that was taken several times are summed in float32."""
+    """`index_select` along a dimension. The gradients of a row that was taken several times are summed in float32.
+
+    With `bags` (Borders.copies, starts), for dimension 0, one kernel does so: without a copy in float32, in a fixed order.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, rows: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows)
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, rows: torch.Tensor, *bags: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, *bags)
         ctx.shape, ctx.dim = tensor.shape, dim
         return tensor.index_select(dim, rows)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (gradient,), (rows,) = gradients, ctx.saved_tensors
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,), (rows, *bags) = gradients, ctx.saved_tensors
+        if bags:
+            total = torch.nn.functional.embedding_bag(bags[0], gradient.reshape(len(rows), -1), bags[1], mode="sum")
+            return total.view(ctx.shape), None, None, None, None
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total = torch.zeros(ctx.shape, dtype=wide, device=gradient.device)
         return total.index_add_(ctx.dim, rows, gradient.to(wide)).to(gradient.dtype), None, None
@@ -157,6 +199,8 @@ def _by_signature(function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...
     words = {"softcap": "soft-cap", "window_size": "sliding window", sink_name: "attention sinks"}
 
     def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
+        if borders.prompts is not None:
+            raise Lacks("no merged calls")
         asked = {
             "softcap": scoring.softcap,
             "window_size": None if scoring.window is None else (scoring.window - 1, 0),
@@ -184,8 +228,8 @@ def from_torch() -> Attend:
     def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
         if scoring.softcap is not None:
             raise Lacks("no soft-cap")
-        if sinks is not None:
-            return WithSinks.apply(q, k, v, sinks, borders, scoring)
+        if sinks is not None or borders.prompts is not None:
+            return ByLogSums.apply(q, k, v, sinks, borders, scoring)
         arguments, options = _for_torch(borders, scoring)
         return torch.ops.aten._flash_attention_forward(q, k, v, *arguments, False, **options)[0]
 
@@ -195,16 +239,18 @@ def from_torch() -> Attend:
 def _for_torch(borders: Borders, scoring: Scoring) -> tuple[tuple[torch.Tensor | float, ...], dict[str, float]]:
     """Return arguments and options of torch's operators."""
     lengths = (borders.queries, borders.keys, borders.longest_queries, borders.longest_keys)
-    causal = scoring.window is None  # else the window says so
+    causal = borders.causal and scoring.window is None  # a window says so itself
     left = -1 if scoring.window is None else scoring.window - 1
-    return (*lengths, 0.0, causal), {"scale": scoring.scale, "window_size_left": left, "window_size_right": 0}
+    right = 0 if borders.causal else -1
+    return (*lengths, 0.0, causal), {"scale": scoring.scale, "window_size_left": left, "window_size_right": right}
 
 
-class WithSinks(torch.autograd.Function):
-    """Attention with sinks by torch's operators, which have none. A sink is a key of score `sinks[head]` without a value.
+class ByLogSums(torch.autograd.Function):
+    """Attention with sinks, and to keys of two calls, by torch's operators, which have neither.
 
-    The operator returns outputs o and log-sums l of the scores. With a sink s they are o' = o σ(l - s) and l' = log(exp l + exp s). The
-    operator's backward computes its weights again from l', so (o', l') give it the gradients of q, k and v. The
+    The operator returns outputs o and log-sums l of the scores. Two calls merge to l' = log(exp l1 + exp l2) and o' = o1 exp(l1 - l') +
+    o2 exp(l2 - l'). A sink s is a key of that score without a value: o' = o σ(l - s), l' = log(exp l + exp s). The
+    operator's backward computes its weights again from l', so (o', l') give each call its gradients of q, k and v; they are added. The
     gradient of s is -Σ σ(s - l) (do · o') over the queries.
     """
 
@@ -214,31 +260,41 @@ class WithSinks(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        sinks: torch.Tensor,
+        sinks: torch.Tensor | None,
         borders: Borders,
         scoring: Scoring,
     ) -> torch.Tensor:
         # with one query a segment the kernel may regroup heads, and order its log-sums otherwise
-        borders = replace(borders, longest_queries=max(2, borders.longest_queries))
-        arguments, options = _for_torch(borders, scoring)
+        calls = [replace(one, longest_queries=max(2, one.longest_queries)) for one in (borders, borders.prompts) if one]
+        ctx.calls = [_for_torch(call, scoring) for call in calls]
         operator = torch.ops.aten._flash_attention_forward
-        output, log_sums, *random = operator(q, k, v, *arguments, False, **options)  # log_sums: [heads, T]
-        sink = sinks.to(log_sums.dtype)[:, None]
-        output = (output * torch.sigmoid(log_sums - sink).T[..., None]).to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, output, torch.logaddexp(log_sums, sink), *random[:2])
-        ctx.arguments, ctx.options = arguments, options
+        results = [operator(q, k, v, *arguments, False, **options) for arguments, options in ctx.calls]
+        output, log_sums, *random = results[0]  # log_sums: [heads, T]
+        for other, others, *_ in results[1:]:
+            others = others.masked_fill(others.isinf(), -torch.inf)  # of queries without keys some kernels say inf
+            before, log_sums = log_sums, torch.logaddexp(log_sums, others)
+            share, rest = ((one - log_sums).exp().T[..., None] for one in (before, others))
+            output.mul_(share).addcmul_(other, rest)
+        if sinks is not None:
+            sink = sinks.to(log_sums.dtype)[:, None]
+            output = (output * torch.sigmoid(log_sums - sink).T[..., None]).to(q.dtype)
+            log_sums = torch.logaddexp(log_sums, sink)
+        ctx.save_for_backward(q, k, v, sinks, output, log_sums, *random[:2])
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, output, log_sums, *random = ctx.saved_tensors
-        gradient = gradients[0].contiguous()
-        share = torch.exp(sinks.to(log_sums.dtype)[:, None] - log_sums)  # of the sink, σ(s - l)
-        products = (gradient.to(log_sums.dtype) * output.to(log_sums.dtype)).sum(-1)
-        of_sinks = -(share * products.T).sum(1)
+        gradient, of_sinks = gradients[0].contiguous(), None
         operator = torch.ops.aten._flash_attention_backward
-        found = operator(gradient, q, k, v, output, log_sums, *ctx.arguments, *random, **ctx.options)
-        return *found, of_sinks.to(sinks.dtype), None, None
+        given = (gradient, q, k, v, output, log_sums)
+        found = [operator(*given, *arguments, *random, **options) for arguments, options in ctx.calls]
+        of_inputs = [first + others[0] if others else first for first, *others in zip(*found, strict=True)]
+        if sinks is not None:
+            share = torch.exp(sinks.to(log_sums.dtype)[:, None] - log_sums)  # of the sink, σ(s - l)
+            products = (gradient.to(log_sums.dtype) * output.to(log_sums.dtype)).sum(-1)
+            of_sinks = -(share * products.T).sum(1).to(sinks.dtype)
+        return *of_inputs, of_sinks, None, None
 
 
 CANDIDATES: tuple[tuple[str, Callable[[], Attend]], ...] = (

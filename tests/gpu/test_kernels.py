@@ -54,6 +54,13 @@ def test_a_kernel_is_right_in_output_and_gradients_or_says_what_it_lacks(
     assert error <= kernel_tolerance(needs.dtype)
 
 
+@pytest.mark.parametrize("case", [case for case in NEEDS if case not in TORCH_HAS_NOT and "window" not in case])
+def test_torchs_kernel_reads_shared_keys_in_place(case: str, device: torch.device) -> None:
+    """Its output and gradients are as right; a run that finds them wrong would gather the keys."""
+    kernel = Kernel(TORCH, dict(CANDIDATES)[TORCH](), in_place=True)
+    assert kernel_error(kernel, NEEDS[case], device) <= kernel_tolerance(NEEDS[case].dtype)
+
+
 def drawn(segments: Segments, random: torch.Generator, device: torch.device) -> list[torch.Tensor]:
     """Queries, keys, values and a gradient of the output."""
     shapes = [(segments.tokens, heads, 128) for heads in (8, 2, 2, 8)]
@@ -70,16 +77,19 @@ def results(attend: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) ->
 DOCUMENTS = (None,) * 24
 TREE = (None, 0, 0, 1, 1, 3, None, 6, 6, 6, 9)
 """Prompts, turns that continue them, and answers that continue these; windows end in the midst of a path."""
+GROUPS = (None, 0, 0, None, 3, 3, 3, 3, 3)
+"""Prompts and answers, whose keys can be read in place."""
 
 
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("prefixes", [DOCUMENTS, TREE], ids=["documents", "tree"])
+@pytest.mark.parametrize("prefixes", [DOCUMENTS, TREE, GROUPS], ids=["documents", "tree", "groups"])
 def test_rows_equal_the_definition(prefixes: tuple[int | None, ...], window: int | None, device: torch.device) -> None:
     """Tolerances as for the small row: errors of rounding do not grow with the row, only with a document's length."""
     random = torch.Generator().manual_seed(0)
     segments = Segments(tuple(torch.randint(1, 300, (len(prefixes),), generator=random).tolist()), prefixes)
     tensors, scoring = drawn(segments, random, device), Scoring(128**-0.5, window)
-    features = LayerFeatures(torch.bfloat16, 4, 128, 128, window=window is not None)
+    in_place = prefixes == GROUPS
+    features = LayerFeatures(torch.bfloat16, 4, 128, 128, window=window is not None, in_place=in_place)
     kernel = choose_kernel(features, device).kernel
     assert kernel
     ours = results(lambda q, k, v: attend_by_segments(kernel, q, k, v, segments, scoring), tensors)

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import types
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from torch.distributed._functional_collectives import all_reduce
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from trl_trainers import STEPS, Ran, make, ran
 
-from packtrain.attention.kernel_choice import LayerFeatures, choose_kernel
+from packtrain.attention import kernel_choice
+from packtrain.attention.backends import deterministic
+from packtrain.attention.kernel_choice import KernelChoice, LayerFeatures, choose_kernel, forget_kernels
 from packtrain.changes.float8 import check_float8
 from packtrain.cli import main
 from packtrain.config.schema import RunConfig
@@ -34,10 +37,12 @@ from packtrain.model.forward import sum_losses
 from packtrain.model.layers import recompute
 from packtrain.model.spread import Ranks
 from packtrain.objectives.spec import equal_weights, head_chunk
+from packtrain.packing.segments import Segments
 from packtrain.plan.memory import STASHED
 from packtrain.system import holding
 from packtrain.train.run import train
 from packtrain.train.sync import limit_collectives
+from tests.stand_in_kernels import flash_attention_3
 
 CUDA = torch.device("cuda", 0)
 SIZES: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -215,6 +220,8 @@ def makes_tensors_on_the_device_around() -> None:
 def has_torchs_kernel_forward_and_backward() -> None:
     choice = choose_kernel(HALF, CUDA)  # by outputs and gradients of a dense reference, prefixes and window among it
     assert choice.kernel is not None and choice.kernel.name == "torch's varlen_attn", choice.why_not()
+    in_place = choose_kernel(LayerFeatures(torch.bfloat16, 2, 16, 16, in_place=True), CUDA).kernel
+    assert in_place is not None and in_place.in_place and not choice.kernel.in_place
     for window in (False, True):
         with_sinks = choose_kernel(LayerFeatures(torch.bfloat16, 2, 16, 16, window=window, sinks=True), CUDA)
         assert with_sinks.kernel is not None, with_sinks.why_not()
@@ -244,6 +251,43 @@ def ends_with_the_kernel_that_broke_the_device() -> None:
     ) as failed:
         choose_kernel(HALF, CUDA)
     assert failed.value.problems[0].where == "model.attention" and failed.value.problems[0].fix
+
+
+def takes_the_fastest_of_the_right_kernels() -> None:
+    """By a clock of this test. A few per cent are noise; ranks and runs agree."""
+    clock: dict[str, list[float | Exception]] = {}
+
+    def milliseconds(call: Any) -> float:
+        call()
+        time = clock[call.args[0].name].pop(0)
+        if isinstance(time, Exception):
+            raise time
+        return time
+
+    def chosen(threes: Sequence[float | Exception], torchs: Sequence[float | Exception]) -> KernelChoice:
+        forget_kernels()
+        clock.update({"FlashAttention 3": [*threes], "torch's varlen_attn": [*torchs]})
+        return choose_kernel(HALF, CUDA)
+
+    kernel_choice.milliseconds, kernel_choice._DOCUMENTS = milliseconds, Segments((70, 1, 57))
+    no_time: list[float | Exception] = [torch.OutOfMemoryError("full")] * 4
+    forget_kernels()
+    assert choose_kernel(HALF, CUDA).kernel.name == "torch's varlen_attn"  # the only one: no clock is read
+    sys.modules["flash_attn_interface"] = types.SimpleNamespace(flash_attn_varlen_func=flash_attention_3)  # type: ignore[assignment]
+    slower = chosen([9, 3, 5, 4], [9, 8, 2.5, 7])
+    assert slower.kernel and slower.kernel.name == "torch's varlen_attn"
+    why = "FlashAttention 3: 3 ms for 128 tokens, forward and backward, torch's varlen_attn 2.5"
+    assert slower.why_not().endswith(why), slower.why_not()
+    kernel_choice.kernel_error = lambda *_: 0.0  # both were right
+    for threes, torchs in (([3] * 4, [2.95] * 4), ([3] * 4, no_time), (no_time, no_time)):
+        choice = chosen(threes, torchs)
+        assert choice.kernel and choice.kernel.name == "FlashAttention 3"
+    with deterministic():
+        assert chosen([], []).kernel.name == "FlashAttention 3"  # the first, in every run
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for threes in ([2] * 4, [9] * 4):  # the second as on another rank
+        assert chosen(threes, [3] * 4).kernel.name == "FlashAttention 3"
+    dist.destroy_process_group()
 
 
 def passes_over_a_kernel_without_code_for_the_device() -> None:

@@ -19,6 +19,7 @@ ON_ONE = (
     checks.attends_by_the_kernels_of_a_gpu,
     checks.has_torchs_kernel_forward_and_backward,
     checks.ends_with_the_kernel_that_broke_the_device,
+    checks.takes_the_fastest_of_the_right_kernels,
     checks.passes_over_a_kernel_without_code_for_the_device,
     checks.keeps_inputs_of_layers_on_the_host,
 )

@@ -1,4 +1,4 @@
-"""Which flash kernel a run takes where several are right: the first in their order, and the same on all ranks."""
+"""Which flash kernel a run on a CPU takes where several are right: the first in their order, and the same on all ranks."""
 
 from __future__ import annotations
 

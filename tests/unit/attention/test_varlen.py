@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -31,9 +33,11 @@ def torchs_operator(
     query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
     scale, window_size_left, window_size_right,
 ):  # fmt: skip
-    assert is_causal == (window_size_left == -1) and window_size_right == 0 and not dropout_p
+    assert (not dropout_p and (window_size_left, window_size_right) == (-1, -1)) or window_size_right == 0
+    assert is_causal == (window_size_left == -1 and window_size_right == 0)
     assert query.shape[-1] % 8 == 0 and query.shape[-1] == key.shape[-1] == value.shape[-1]
-    output, log_sums = attend(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, scale, window_size_left)
+    lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
+    output, log_sums = attend(query, key, value, *lengths, scale, window_size_left, causal=window_size_right == 0)
     return output, log_sums, torch.zeros(2), torch.zeros(()), torch.empty(0)
 
 
@@ -49,7 +53,7 @@ def torchs_backward(
         rows, columns = slice(*cum_seq_q[i : i + 2].tolist()), slice(*cum_seq_k[i : i + 2].tolist())
         behind = torch.arange(rows.stop - rows.start)[:, None] - torch.arange(columns.stop - columns.start)[None]
         behind = behind + (columns.stop - columns.start) - (rows.stop - rows.start)
-        hidden = (behind < 0) | ((window_size_left >= 0) & (behind > window_size_left))
+        hidden = ((window_size_right == 0) & (behind < 0)) | ((window_size_left >= 0) & (behind > window_size_left))
         scores = torch.einsum("qhd,khd->hqk", query[rows], keys[columns]) * scale
         weights = (scores.masked_fill(hidden, -torch.inf) - log_sums[:, rows, None]).exp()
         mean = (gradient[rows] * output[rows]).sum(-1).T[..., None]
@@ -159,6 +163,82 @@ def test_sinks_by_the_log_sums_of_a_kernel_without_any_are_exact(
         torch.testing.assert_close(mine, exact, atol=1e-12, rtol=1e-12)
 
 
+GROUPS = {
+    "two answers": Segments((7, 3, 4), (None, 0, 0)),
+    "tokens": Segments((1, 1, 1, 1), (None, 0, 0, 0)),
+    "groups and documents": Segments(
+        (4, 9, 1, 2, 5, 3, 6, 1, 2, 1, 1, 8), (None, None, 1, 1, 1, 1, 1, None, 7, None, 9, None)
+    ),
+}
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize("row", GROUPS)
+def test_shared_keys_read_in_place_give_exact_outputs_and_gradients_without_copies_of_them(
+    no_kernels: Callable, row: str, heads: int, sinks: bool
+) -> None:
+    """In float64. The rows have 1 to 5 answers, prompts and answers of one token, and documents between."""
+    segments, calls = GROUPS[row], list[tuple[int, int]]()
+
+    def counting(q: torch.Tensor, k: torch.Tensor, *args: Any, **options: Any) -> Any:
+        calls.append((len(q), len(k)))
+        return torchs_operator(q, k, *args, **options)
+
+    no_kernels(TORCH, counting)
+    shapes = [(segments.tokens, heads, 8), (segments.tokens, 2, 8), (segments.tokens, 2, 8), (heads,)]
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes[: 3 + sinks]]
+    q, k, v, *rest = leaves
+    kernel, sink = Kernel(TORCH, from_torch(), in_place=True), rest[0] if sinks else None
+    ours = attend_by_segments(kernel, q, k, v, segments, Scoring(0.4), sink)
+    assert calls == [(segments.tokens, segments.tokens)] * 2
+    reference = dense_attention(q, k, v, sink, segments, Scoring(0.4))
+    gradient = torch.randn_like(reference)
+    torch.testing.assert_close(ours, reference, atol=1e-12, rtol=1e-12)
+    back = [torch.autograd.grad(output, leaves, gradient) for output in (ours, reference)]
+    for mine, exact in zip(*back, strict=True):
+        torch.testing.assert_close(mine, exact, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("segments", "heads", "window", "calls"),
+    [
+        (Segments((12, *[1] * 8), (None, *[0] * 8)), 2, None, 2),  # 96 keys more than the row's 20
+        (Segments((12, *[1] * 8), (None, *[0] * 8)), 16, None, 1),  # queries of more heads cost more than these keys
+        (Segments((12, *[1] * 8), (None, *[0] * 8)), 2, 7, 1),  # it may end within the prompt
+        (Segments((9, 9, 9), (None, 0, 0)), 2, None, 1),
+        (Segments((40, *[1] * 9), (None, *[0] * 8, 1)), 2, None, 1),  # an answer that is continued
+        (Segments((40, 3, *[1] * 8), (None, None, *[0] * 8)), 2, None, 1),  # another document between
+        (Segments((40, 8)), 2, None, 1),
+    ],
+)
+def test_keys_are_read_in_place_where_that_moves_fewer_bytes(
+    no_kernels: Callable, segments: Segments, heads: int, window: int | None, calls: int
+) -> None:
+    tensors = [torch.randn(segments.tokens, count, 8) for count in (heads, 2, 2)]
+    seen = []
+    no_kernels(TORCH, lambda *args, **options: seen.append(0) or torchs_operator(*args, **options))
+    for _ in range(2):  # the first call tries the kernel
+        seen.clear()
+        ours = through_flash(segments, tensors, sliding_window=window)
+    assert len(seen) == calls
+    expected = dense_attention(tensors[0], tensors[1], tensors[2], None, segments, Scoring(8**-0.5, window))
+    torch.testing.assert_close(ours, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_keys_are_gathered_if_a_kernel_is_wrong_in_place(no_kernels: Callable) -> None:
+    def without_borders(*args: Any, **options: Any) -> Any:
+        if options["window_size_right"] == -1:
+            raise RuntimeError("no empty segments")
+        return torchs_operator(*args, **options)
+
+    no_kernels(TORCH, without_borders)
+    segments = Segments((12, *[1] * 8), (None, *[0] * 8))
+    tensors = [torch.randn(segments.tokens, 2, 8) for _ in range(3)]
+    expected = dense_attention(tensors[0], tensors[1], tensors[2], None, segments, Scoring(8**-0.5))
+    torch.testing.assert_close(through_flash(segments, tensors), expected, atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("width", "copies"), [(8, False), (5, True)])
 def test_heads_of_a_width_that_kernels_take_are_not_copied(width: int, copies: bool) -> None:
     """A pad by nothing is a copy, forwards and backwards."""
@@ -228,6 +308,27 @@ def test_gradients_of_a_shared_prefix_are_summed_in_float32(no_kernels: Callable
     weights = 1 + torch.arange(many) / 128  # eight bits each, their sum is not
     (gradient,) = torch.autograd.grad(output[1:, 0], values, weights.bfloat16()[:, None].expand(many, 8))
     assert torch.equal(gradient[0, 0], (weights.sum() / 2).bfloat16().expand(8))
+
+
+def test_gradients_of_gathered_keys_are_summed_without_wider_copies(no_kernels: Callable) -> None:
+    made = set()
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            results = operator(*args, **(kwargs or {}))
+            made.update(one.dtype for one in tree_leaves(results) if isinstance(one, torch.Tensor))
+            return results
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
+        return q + k.sum() + v.sum()
+
+    given = [torch.ones(SHARED.tokens, 2, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    with Recording():
+        output = attend_by_segments(Kernel("sum", kernel), *given, SHARED, Scoring(1.0))
+        of_keys = torch.autograd.grad(output.sum(), given)[1]
+    assert made <= {torch.bfloat16, torch.int64, torch.int32} and torch.int64 in made
+    times = torch.tensor(SHARED.tokens_along(range(len(SHARED.lengths)))).bincount()
+    assert torch.equal(of_keys[:, 0, 0] / of_keys[-1, 0, 0], times.bfloat16())
 
 
 def test_a_kernel_that_cannot_be_deterministic_is_not_taken_where_that_is_asked_for(no_kernels: Callable) -> None:

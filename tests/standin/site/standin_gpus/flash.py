@@ -26,12 +26,14 @@ def _forward(
     *, scale=None, window_size_left=None, window_size_right=None,
 ):  # fmt: skip
     q, k, v = query.inner, key.inner, value.inner
-    _check(q, k, v, dropout_p, is_causal, window_size_left, window_size_right)
+    causal = _check(q, k, v, dropout_p, is_causal, window_size_left, window_size_right)
     report(flash="forward", segments=len(cum_seq_q) - 1)
     out, logsum = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
     for rows, columns in _segments(cum_seq_q, cum_seq_k, max_q, max_k):
-        scores, _, values = _scores(q[rows], k[columns], v[columns], scale, window_size_left)
-        logsum[:, rows] = scores.logsumexp(-1)
+        scores, _, values = _scores(q[rows], k[columns], v[columns], scale, window_size_left, causal)
+        logsum[:, rows] = (
+            scores.logsumexp(-1) if scores.numel() else torch.inf
+        )  # as the kernel, for queries without keys
         out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
     random = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), torch.empty(0)
     return tuple(GpuTensor(one, query.index) for one in (out, logsum, *random))
@@ -43,7 +45,7 @@ def _backward(
 ):  # fmt: skip
     """By hand, with the output and log-sum that are given: a caller may have changed both, to add sinks."""
     q, k, v, output, gradient = (one.inner.detach() for one in (query, key, value, out, grad_out))
-    _check(q, k, v, dropout_p, is_causal, window_size_left, window_size_right)
+    causal = _check(q, k, v, dropout_p, is_causal, window_size_left, window_size_right)
     report(flash="backward", segments=len(cum_seq_q) - 1)
     of_q, of_k, of_v = (torch.zeros_like(one, dtype=torch.float32) for one in (q, k, v))
     group, factor = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
@@ -52,7 +54,7 @@ def _backward(
         return one.unflatten(1, (-1, group)).sum(2)
 
     for rows, columns in _segments(cum_seq_q, cum_seq_k, max_q, max_k):
-        scores, keys, values = _scores(q[rows], k[columns], v[columns], scale, window_size_left)
+        scores, keys, values = _scores(q[rows], k[columns], v[columns], scale, window_size_left, causal)
         weights, above = (scores - logsumexp.inner[:, rows, None]).exp(), gradient[rows].float()
         of_weights = torch.einsum("qhd,khd->hqk", above, values)
         mean = (above * output[rows].float()).sum(-1).T[..., None]
@@ -63,8 +65,8 @@ def _backward(
     return tuple(GpuTensor(one.to(like.dtype), query.index) for one, like in ((of_q, q), (of_k, k), (of_v, v)))
 
 
-def _check(q, k, v, dropout_p, is_causal, left, right) -> None:
-    """What the kernel refuses, and what this file does not do."""
+def _check(q, k, v, dropout_p, is_causal, left, right) -> bool:
+    """What the kernel refuses, and what this file does not do. Returns whether queries see no later keys."""
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     if q.shape[-1] % 8 or q.shape[-1] > 256 or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
@@ -72,7 +74,10 @@ def _check(q, k, v, dropout_p, is_causal, left, right) -> None:
     if q.shape[1] % k.shape[1]:
         raise RuntimeError("Number of heads in key/value must divide number of heads in query")
     windowed = left is not None and left >= 0
-    assert dropout_p == 0 and (is_causal or (windowed and right == 0)), "causal attention without dropout"
+    assert dropout_p == 0 and (is_causal or (windowed and right == 0) or left == right == -1), (
+        "no dropout, no keys ahead"
+    )
+    return is_causal or right == 0
 
 
 def _segments(cum_seq_q, cum_seq_k, max_q: int, max_k: int) -> Iterator[tuple[slice, slice]]:
@@ -86,12 +91,14 @@ def _segments(cum_seq_q, cum_seq_k, max_q: int, max_k: int) -> Iterator[tuple[sl
         yield slice(*rows), slice(*columns)
 
 
-def _scores(q, k, v, scale: float | None, left: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores [heads, queries, keys], causal from the bottom right, and keys and values repeated for every head."""
+def _scores(
+    q, k, v, scale: float | None, left: int | None, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores [heads, queries, keys], if causal from the bottom right, and keys and values repeated for every head."""
     keys, values = (one.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for one in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
     behind = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))[None]
-    hidden = behind < 0
+    hidden = (behind < 0) & causal
     if left is not None and left >= 0:
         hidden |= behind > left
     return scores.masked_fill(hidden, float("-inf")), keys, values
