@@ -273,7 +273,7 @@ def costs_of(shape: str, fault: Fault = nullcontext) -> Costs:
     kept = kept_by_two - kept_by_one
     costs["figures"] |= {"layer: bytes kept": kept / tokens, "rest: bytes kept": (kept_by_one - kept) / tokens}
     for phase, name in sorted({*one.launches, *two.launches}):
-        waits_for_memory = name not in _PRODUCTS and "attention" not in name
+        waits_for_memory = name.rstrip("_") not in _PRODUCTS and "attention" not in name
         for figure, per in (("launches", 1), ("bytes", tokens)):
             ours, theirs = (getattr(counts, figure)[phase, name] / per for counts in (one, two))
             for part, value in (("layer", theirs - ours), ("rest", 2 * ours - theirs)):
