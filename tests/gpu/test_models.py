@@ -103,22 +103,26 @@ def test_availability_names_the_kernel(device: torch.device) -> None:
 
 
 def test_compiled_layers_compute_the_same_around_flash(device: torch.device) -> None:
-    """As near as kernels that round in other places can be; rows of other lengths have nothing compiled anew."""
+    """Compiled kernels round in other places: they may be off from float32 by twice what the model's own layers are. Rows of other
+    lengths and numbers of documents have nothing compiled anew."""
     if lack := lack_of_compiler():
         pytest.skip(lack)
+    exact = tiny_model("llama").to(device).train()
     plain, fast = (tiny_model("llama").to(device, torch.bfloat16).train() for _ in range(2))
     compile_layers(fast)
     graphs = []
-    for lengths in ((150, 7, 33), (5, 90), (64, 64, 64, 1)):
+    for lengths in ((150, 7, 33), (5, 90), (64, 64, 64, 1), (200,), (3,) * 64):
         segments = Segments(lengths)
         ids = torch.randint(3, 97, (1, segments.tokens), generator=torch.Generator().manual_seed(0)).to(device)
         row: dict[str, Any] = {"input_ids": ids, "position_ids": segments.position_ids().to(device)}
-        found = []
+        outputs = alone(exact, ids[0], segments)
+        wanted, found = (outputs.detach(), gradients(exact, outputs)), []
         for model in (plain, fast):
             with attention_of(model, flash.NAME):
                 logits = model(**row, segments=segments, use_cache=False).logits[0]
                 found.append((logits.detach(), gradients(model, logits)))
-        assert off(found[1][0], found[0][0]) <= 2e-2 and off(found[1][1], found[0][1]) <= 5e-2
+        for own, compiled, right in zip(*found, wanted, strict=True):
+            assert off(compiled, right) <= 2 * off(own, right) + 1e-2
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[-1] > 0
     torch.compiler.reset()

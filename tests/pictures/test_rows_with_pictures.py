@@ -27,6 +27,7 @@ from packtrain.data.streaming import open_stream
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
 from packtrain.packing.prefixes import count_common
+from tests.train import forked
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "llava", "llava_next", "gemma3", "idefics3"])
@@ -280,6 +281,7 @@ def test_a_stream_reads_the_same_pictures_in_other_processes(
     models: dict[str, Model], folder: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("packtrain.data.prepare.count_tokenising_processes", lambda: 1)
+    forked.tokenise_in_forks(monkeypatch)
     rows = [forms(folder)[name] for name in ("image", "url", "base64", "openai")] * 2
     model = models["qwen2_vl"]
     here = see(folder, model, *rows).train

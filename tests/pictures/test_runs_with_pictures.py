@@ -32,7 +32,7 @@ TOWERS = (
     "model.towers=trained",
     r"optim.groups=[{match: 'k_proj\.bias', lr_scale: 0}]",
 )  # it gets rounding for a gradient
-ASKED = ("trainer.samples=[0, Hello.]",)
+ASKED, ASKS_NOTHING = ("trainer.samples=[0, Hello.]",), "trainer.samples=[]"
 CELLS = [
     cell
     for objective in ROWS
@@ -99,7 +99,7 @@ def test_no_cell_trains_anything_else_than_one_process_on_padded_batches(runs: R
 @pytest.mark.parametrize("cell", parameters([Cell("sft", one) for one in (ALONE, *STRATEGIES.all())], SAMPLE[:1]))
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(runs: Runs, cell: Cell) -> None:
     expected = runs.of(cell)
-    run = runs.run(cell, cut(expected, f"{cell}-resumed"))
+    run = runs.run(cell, cut(expected, f"{cell}-resumed"), ASKS_NOTHING)
     assert f"resuming from step-{CHECKPOINT:06d}" in run.log
     assert_same_bits(run, expected)
 
@@ -107,7 +107,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(runs: Runs, cell: Cell) -> N
 @pytest.mark.parametrize("move", parameters(MOVES, [Move(Cell("sft", "fsdp2"), ALONE)]))
 def test_a_run_goes_on_on_another_number_of_processes(runs: Runs, move: Move) -> None:
     begun, cell = runs.of(move.begun), replace(move.begun, world=move.world)
-    run = runs.run(cell, cut(begun, str(move)))
+    run = runs.run(cell, cut(begun, str(move)), ASKS_NOTHING)
     assert f"resuming from step-{CHECKPOINT:06d}" in run.log
     assert run.losses == pytest.approx(begun.losses, rel=1e-6)
     assert_same_training(run, begun)

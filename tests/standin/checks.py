@@ -46,7 +46,7 @@ from tests.stand_in_kernels import flash_attention_3
 
 CUDA = torch.device("cuda", 0)
 SIZES: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-MANY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 24, "vocab_size": 97, "head_dim": 16}
+MANY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 12, "vocab_size": 97, "head_dim": 16}
 MANY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 HALF = LayerFeatures(torch.bfloat16, 2, 16, 16, window=True)
 

@@ -58,6 +58,13 @@ def use_shared_server() -> None:
         _server._forkserver_pid = None  # the next one that tokenises starts another
 
 
+def tokenise_in_forks(patch: pytest.MonkeyPatch) -> None:
+    """Have the processes that tokenise forked from the shared server too, for tests that send them no signals."""
+    if SHARED in os.environ:
+        use_shared_server()
+        patch.setattr(forkserver, "ensure_running", lambda: None)
+
+
 def serve() -> None:
     """Start a server for all workers of pytest, and wait for its imports."""
     begun(int).join()

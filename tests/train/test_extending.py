@@ -206,7 +206,7 @@ def test_a_package_that_is_broken_is_named(
     if verb == "--help":
         ran = fresh(site, verb)
     else:
-        config = config_in(tmp_path) if verb == "orpo" else "recipes/quickstart-sft.yaml"
+        config = config_in(tmp_path) if verb == "orpo" else written(tmp_path, base_config(tmp_path))
         overrides = ("trainer.max_steps=1", f"trainer.output_dir={tmp_path / 'run'}")
         ran = packtrain(verb, config, *overrides, begin=partial(with_package, site), expect=None)
     assert ran.returncode == 2 and "Traceback" not in ran.stderr

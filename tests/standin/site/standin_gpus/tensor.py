@@ -23,6 +23,7 @@ waits: list[str] = []
 """What made the host wait for a device, in order."""
 sync_debug_mode = 0
 """As `torch.cuda.set_sync_debug_mode` sets it: 0, or 1 to warn of each wait."""
+_said = False
 replaced: dict[Any, Any] = {}
 """Operators that the CPU has not, or not so: overload → function of the same arguments."""
 _BETWEEN_DEVICES = ("_to_copy", "copy_", "_foreach_copy_")
@@ -43,8 +44,11 @@ def note_wait(name: str) -> None:
 
 
 def set_sync_debug_mode(mode: int) -> None:
-    global sync_debug_mode
-    sync_debug_mode = mode
+    global sync_debug_mode, _said
+    if not _said:  # as torch does, whatever the mode
+        what = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+        warnings.warn(what, stacklevel=2)
+    sync_debug_mode, _said = mode, True
 
 
 _HERE = Path(__file__).parent

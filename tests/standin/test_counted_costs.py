@@ -1,0 +1,49 @@
+"""A micro-batch may not cost more than it does: launches, bytes and what is kept for the backward pass, on models of real widths."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.standin import counted
+
+
+@pytest.fixture(scope="module")
+def now(gpus, tmp_path_factory: pytest.TempPathFactory) -> dict[str, counted.Costs]:
+    folder = tmp_path_factory.mktemp("counted")
+    file = folder / "costs.json"
+    gpus.call(counted.count_all, env={"COUNTED": str(file), "COUNTED_IN": str(folder), "COUNTED_FAULTS": "1"})
+    return json.loads(file.read_text())
+
+
+@pytest.fixture(scope="module")
+def ceilings() -> dict[str, counted.Costs]:
+    costs = json.loads(counted.COSTS.read_text())
+    if (others := costs.pop("made by")) != counted.versions():
+        pytest.skip(f"the ceilings were counted with {others}, here are {counted.versions()}: {counted.RENEW}")
+    return costs
+
+
+@pytest.mark.parametrize("shape", counted.SHAPES)
+def test_a_micro_batch_costs_no_more_than_before(shape: str, now, ceilings) -> None:
+    grown = counted.growth(now[shape], ceilings[shape])
+    assert not grown, f"{shape} costs more. If that is meant: {counted.RENEW}\n" + "\n".join(grown)
+
+
+def test_copies_before_attention_and_casts_of_adapters_are_seen_and_named(now, ceilings) -> None:
+    grown = counted.growth(now["faults"], ceilings["LoRA 8B"])
+    assert any(line.startswith("layer forward: bytes") for line in grown) and any(
+        "bytes kept" in line for line in grown
+    )
+    assert {"constant_pad_nd", "_to_copy"} <= {line.strip().partition(":")[0] for line in grown}
+
+
+def test_it_counts_what_real_widths_take(now) -> None:
+    """Products of seven linear layers, forward, and two for each in the backward pass; kept are at least the inputs of these."""
+    launches = now["sft 1.5B"]["launches"]
+    products = {"forward": 0.0, "backward": 0.0}
+    for phase in products:
+        products[phase] = sum(launches.get(f"layer {phase}: {name}", 0) for name in ("mm", "addmm"))
+    assert products == {"forward": 7, "backward": 14}
+    assert now["sft 1.5B"]["figures"]["layer: bytes kept"] > 2 * (3 * 1536 + 2 * 8960)
