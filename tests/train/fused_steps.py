@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,9 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from packtrain.system import holding
 from packtrain.train.optim import dither, fused_adamw
 from packtrain.train.optim.float32_step import AVERAGE, MASTER, stepping_in_float32
+from tests.train import forked
 
 CPU = torch.device("cpu")
 FIRST, LAST = 3, 5
+HOW = {"masters": [], "stochastic": ["optim.bf16_rounding=stochastic"]}
 SPECIAL = [0.0, -0.0, 1e-40, -9e-41, 1e-38, 3.3e38, -3.3e38, 1.0, -1.0, 2.0**-126, torch.inf, -torch.inf, torch.nan]
 
 
@@ -144,7 +148,9 @@ def taken_on_cpus() -> Iterator[list[int]]:
     step = fused_adamw.FusedAdamW.step
 
     def noted(self: Any, optimizer: Any) -> Any:
+        began = len(optimizer.state) > 0
         taken.append(len(found := step(self, optimizer)))
+        assert found or not began, "only a first step is plain"
         return found
 
     with holding(fused_adamw, _DEVICE="cpu"), holding(fused_adamw.FusedAdamW, step=noted):
@@ -177,16 +183,44 @@ def runs_go_on_from_each_other(folder: Path, *overrides: str) -> list[Run]:
     return [ours, plain]
 
 
-if __name__ == "__main__":
+def in_interpreter() -> None:
+    """Has Triton interpret the kernel. It decides as that is imported."""
+    os.environ["TRITON_INTERPRET"] = "1"
     from tests.standin.site import triton_interpreter
 
     triton_interpreter.install()
-    torch.set_num_threads(1)
+    import_module("packtrain.train.optim.adamw_kernel")
+
+
+def run(*given: Any) -> None:
+    """`forked.run` with the kernel on a CPU, in Triton's interpreter where triton is installed."""
+    if fused_adamw.find_spec("triton"):
+        in_interpreter()
+    else:
+        sys.modules |= by_torch()
+        vars(fused_adamw)["find_spec"] = str
+    with taken_on_cpus():
+        forked.run(*given)
+
+
+def check_steps() -> None:
+    """Every claim about single steps."""
     for masters in (True, False):
         assert fused_adamw._refusal(CPU, masters=masters) == ""
         steps_alike(masters=masters)
         assert reads_of_a_step(masters=masters) == [1, 0, 0, 1, 0]
     parts_are_those_of_the_whole()
-    with tempfile.TemporaryDirectory() as made:
-        runs_go_on_from_each_other(Path(made), *sys.argv[1:])
+
+
+def check_runs() -> None:
+    """Every claim about runs."""
+    for how in HOW.values():
+        with tempfile.TemporaryDirectory() as made:
+            runs_go_on_from_each_other(Path(made), *how)
+
+
+if __name__ == "__main__":
+    in_interpreter()
+    torch.set_num_threads(1)
+    {"steps": check_steps, "runs": check_runs}[sys.argv[1]]()
     print("all alike")

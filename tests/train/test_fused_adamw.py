@@ -12,14 +12,15 @@ from typing import Any
 import fused_steps
 import pytest
 import torch
-from fused_steps import CPU, by_torch, taken_on_cpus
+from fused_steps import CPU, HOW, by_torch, taken_on_cpus
 from here import run_here
-from running import base_config
+from running import LLAMA, assert_same_bits, base_config, train
 
 from packtrain.train.optim import fused_adamw
+from packtrain.train.optim.dither import Dither
+from packtrain.train.optim.float32_step import stepping_in_float32
 
 ROOT = Path(__file__).resolve().parents[2]
-HOW = {"masters": [], "stochastic": ["optim.bf16_rounding=stochastic"]}
 MASTERS = pytest.mark.parametrize("masters", [True, False], ids=list(HOW))
 
 
@@ -66,22 +67,45 @@ def test_a_kernel_with_other_bits_is_not_taken(monkeypatch: pytest.MonkeyPatch, 
     assert f"AdamW      plain: {why}" in run.log and taken == [] and run.summary["status"] == "done"
 
 
-def test_other_optimizers_have_no_kernel(kernel: None, tmp_path: Path) -> None:
-    config = base_config(tmp_path, trainer={"max_steps": 1})
-    config["model"]["dtype"] = "bfloat16"
-    with taken_on_cpus() as taken:
-        for changes in (["optim.name=adamw_torch"], ["optim.name=sgd"], ["optim.beta1=0.4"]):
-            assert "AdamW      " not in run_here(tmp_path, config, *changes, name=changes[0]).log
-    assert taken == []
+def test_other_optimizers_have_no_kernel(kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_adamw, "_DEVICE", "cpu")
+    weight = torch.nn.Parameter(torch.ones(8).bfloat16())
+    names: dict[torch.Tensor, str] = {weight: "w"}
+    said: list[str] = []
+    for base, arguments, taken in (
+        (torch.optim.AdamW, {"fused": True}, True),
+        (torch.optim.AdamW, {"fused": False}, False),
+        (torch.optim.AdamW, {"fused": True, "betas": (0.4, 0.9)}, False),
+        (torch.optim.Adam, {"fused": True}, False),
+        (torch.optim.SGD, {}, False),
+    ):
+        kind: Any = stepping_in_float32(base, masters=True, seed=0, names=names, dither=Dither())
+        optimizer = kind([weight], lr=1e-3, **arguments)
+        fused_adamw.step_by_kernel(optimizer, CPU, said.append)
+        assert (optimizer.kernel is not None) == taken
+    fused_adamw.step_by_kernel(torch.optim.AdamW([weight], fused=True), CPU, said.append)  # of float32 weights
+    assert said == ["AdamW      one kernel for each weight"]
 
 
-@pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")
-@pytest.mark.parametrize("how", HOW)
-def test_tritons_kernel_is_the_plain_step_and_runs_go_on(how: str) -> None:
-    """In its interpreter, in a process of its own, since Triton decides as it is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+@pytest.mark.exhaustive
+def test_shards_are_rounded_as_by_the_plain_step(tmp_path: Path) -> None:
+    trainer = {"max_steps": 3, "checkpoint_every": 2, "keep_checkpoints": None}
+    config = base_config(tmp_path, trainer=trainer, optim={"bf16_rounding": "stochastic", "weight_decay": 0.1})
+    config["model"] |= {"dtype": "bfloat16", "config": {**LLAMA, "hidden_size": 64}}
+    plain = train(tmp_path, config, "strategy=fsdp2", name="plain", processes=2)
+    ours = train(tmp_path, config, "strategy=fsdp2", name="kernel", processes=2, begin=fused_steps.run)
+    assert "AdamW      one kernel for each weight" in ours.log
+    assert_same_bits(ours, plain)
+    again = train(tmp_path, config, "strategy=fsdp2", ours.resume(2), name="again", processes=2)
+    assert_same_bits(again, plain, after=2)
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed (1 GB)")
+@pytest.mark.parametrize("what", ["steps", pytest.param("runs", marks=pytest.mark.exhaustive)])
+def test_tritons_own_kernel_is_the_plain_step(what: str) -> None:
+    """In its interpreter, in a process of its own."""
     known = [str(ROOT), str(ROOT / "tests/train"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-m", "fused_steps", *HOW[how]]
-    environment["PYTHONPATH"] = os.pathsep.join(known)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(known)}
+    command = [sys.executable, "-m", "fused_steps", what]
     ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0 and ran.stdout.endswith("all alike\n"), ran.stderr
