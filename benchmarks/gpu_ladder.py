@@ -375,7 +375,7 @@ def pieces(note: Note, tiny: bool) -> None:
 
 
 def adamw(weights: dict[str, torch.Tensor], *, masters: bool, by_kernel: bool) -> Any:
-    """AdamW over bfloat16 weights; raises Lacking if its kernel is asked for and cannot be used."""
+    """AdamW over bfloat16 weights. Raises Lacking if its kernel cannot be used."""
     from packtrain.train.optim.dither import Dither
     from packtrain.train.optim.float32_step import stepping_in_float32
     from packtrain.train.optim.fused_adamw import step_by_kernel

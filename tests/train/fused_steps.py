@@ -1,4 +1,7 @@
-"""Steps by the kernel of AdamW beside plain ones, on a CPU: in Triton's interpreter (`python -m fused_steps`), or by torch in its place."""
+"""Steps by AdamW's kernel beside plain ones, on a CPU.
+
+Triton's interpreter runs the kernel (`python -m fused_steps steps`, or `runs`), or torch does its work.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def adamw_(tensors: list[torch.Tensor], group: dict[str, Any], count: float, str
 
 
 def by_torch(update: Any = adamw_) -> dict[str, ModuleType]:
-    """What sys.modules has to hold for `update` to be the kernel."""
+    """Modules for sys.modules, in which `update` is the kernel."""
     module: Any = ModuleType("packtrain.train.optim.adamw_kernel")
     module.adamw_ = update
     return {module.__name__: module, "triton": ModuleType("triton")}
@@ -82,7 +85,7 @@ class Fused:
 
 
 def steps_alike(*, masters: bool) -> None:
-    """Bit for bit over orders of magnitude and special numbers, also where the plain step has converted states in between."""
+    """Assert equal bits over orders of magnitude and special numbers, with both ways in turn."""
     random = torch.Generator().manual_seed(0)
     weight = torch.randn(4096, generator=random) * 10 ** torch.linspace(-30, 3, 4096)
     weight[:13] = torch.tensor(SPECIAL)
@@ -92,12 +95,13 @@ def steps_alike(*, masters: bool) -> None:
             gradient = torch.randn(4096, generator=random) * 10 ** (torch.rand(4096, generator=random) * 50 - 40)
             gradient[number : number + 13] = torch.tensor(SPECIAL[: 13 if number == 3 else 10] + [1.0] * 3)[:13]
             both.step(gradient.bfloat16())
-            both.optimizers.reverse(), both.weights.reverse()  # each goes on from the other's states
+            both.optimizers.reverse()  # each goes on from the other's states
+            both.weights.reverse()
             both.optimizers[0].kernel, both.optimizers[1].kernel = both.optimizers[1].kernel, None
 
 
 def parts_are_those_of_the_whole() -> None:
-    """Parts that begin anywhere in a weight are rounded as the whole is: random numbers go by the index in it."""
+    """Assert that parts of a weight, from any index on, are rounded like the whole."""
     random = torch.Generator().manual_seed(1)
     start, gradient = torch.randn(2, 5000, generator=random).bfloat16()
     group, streams = {"betas": (0.9, 0.999), "lr": 0.01, "weight_decay": 0.1, "eps": 1e-8}, [7, -(2**31), 2**31 - 1]
@@ -127,7 +131,7 @@ class Reads(TorchDispatchMode):
 
 
 def reads_of_a_step(*, masters: bool) -> list[int]:
-    """The reads of five steps by the kernel, the fourth after a resume; without what the kernel itself does."""
+    """Count the reads of five steps by the kernel, the fourth after a resume."""
     both, gradient = Fused(torch.ones(64).bfloat16(), masters=masters), torch.ones(64).bfloat16()
     optimizer, found = both.optimizers[0], []
     optimizer.kernel._adamw_ = lambda *given: None
@@ -158,7 +162,7 @@ def taken_on_cpus() -> Iterator[list[int]]:
 
 
 def runs_go_on_from_each_other(folder: Path, *overrides: str) -> list[Run]:
-    """Runs with averages, groups and a clipped norm: with the kernel, without, and each from the other's checkpoint."""
+    """Assert equal bits of runs with and without the kernel, also from each other's checkpoints."""
     trainer = {"max_steps": LAST, "checkpoint_every": FIRST, "keep_checkpoints": None, "ema": 0.9}
     config = base_config(folder, trainer=trainer, optim={"weight_decay": 0.1, "max_grad_norm": 0.5})
     # of a multiple of 16 numbers each: torch's CPU code treats the rest in another order
@@ -184,7 +188,7 @@ def runs_go_on_from_each_other(folder: Path, *overrides: str) -> list[Run]:
 
 
 def in_interpreter() -> None:
-    """Has Triton interpret the kernel. It decides as that is imported."""
+    """Make Triton interpret the kernel. It decides when the kernel is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
     from tests.standin.site import triton_interpreter
 
@@ -198,7 +202,7 @@ def run(*given: Any) -> None:
         in_interpreter()
     else:
         sys.modules |= by_torch()
-        vars(fused_adamw)["find_spec"] = str
+        setattr(fused_adamw, "find_spec", str)  # noqa: B010
     with taken_on_cpus():
         forked.run(*given)
 

@@ -57,7 +57,7 @@ def test_a_kernel_with_other_bits_is_not_taken(monkeypatch: pytest.MonkeyPatch, 
 
     config = base_config(tmp_path, trainer={"max_steps": 2})
     config["model"]["dtype"] = "bfloat16"
-    for update, why in ((off_by_one, "its bits are not those of the CPU"), (broken, "RuntimeError: no compiler")):
+    for update, why in ((off_by_one, "its bits differ from the CPU's"), (broken, "RuntimeError: no compiler")):
         for name, module in by_torch(update).items():
             monkeypatch.setitem(sys.modules, name, module)
         for masters in (True, False):

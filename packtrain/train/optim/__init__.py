@@ -1,1 +1,1 @@
-"""The step of an optimizer: groups of weights, float32 over bfloat16, dithered masters, AdamW in one kernel."""
+"""The step of an optimizer: groups of weights, float32 over bfloat16, dithered masters, a kernel."""

@@ -1,9 +1,10 @@
-"""AdamW for bfloat16 weights as one Triton kernel: each number of a weight and its states is read and written once.
+"""AdamW for bfloat16 weights as one Triton kernel.
 
-It gives the bits of float32_step.py over torch's fused AdamW on a CPU with FMA. It follows the order of torch's vector code: in both moments
-a product is fused into the sum, and nowhere else. Roots and quotients are rounded as IEEE 754 says, numbers near zero are kept, and the
-compiler may fuse nothing more. So a GPU computes what the CPU does. One exception: torch's CPU code fuses differently in the last
-(size modulo 16) second moments of a weight. torch's own fused AdamW for GPUs rounds in another order.
+It reads and writes each number of a weight and its states once, for the bits of float32_step.py over torch's fused AdamW on a CPU with FMA.
+The order is the one of torch's vector code: in both moments a product is fused into the sum, and nowhere else. Roots and quotients are rounded
+as IEEE 754 says, numbers near zero are kept, and the compiler may fuse nothing more. So the bits of GPUs should be the same;
+fused_adamw.py compares them on each one. One exception: torch's CPU code fuses differently in the last (size modulo 16) second moments of a
+weight. torch's own fused AdamW for GPUs rounds in another order.
 """
 
 from __future__ import annotations

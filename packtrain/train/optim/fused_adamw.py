@@ -1,4 +1,4 @@
-"""AdamW for bfloat16 weights in one kernel for each weight, where the kernel proves its bits."""
+"""AdamW for bfloat16 weights in one kernel each, after a proof of its bits."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class FusedAdamW:
 
 
 def _refusal(device: torch.device, *, masters: bool) -> str:
-    """Return why the kernel cannot be used; "" if it steps a small weight to the bits of the plain step on a CPU."""
+    """Return why the kernel cannot be used; "" if a small weight gets the CPU's bits."""
     if find_spec("triton") is None:
         return "triton is not installed"
 
@@ -110,4 +110,4 @@ def _refusal(device: torch.device, *, masters: bool) -> str:
         pairs = [both for one in gradients[1:] for both in zip(step(plain, one), step(ours, one), strict=True)]
     except Exception as error:  # of Triton, of its compiler or of the device
         return f"{type(error).__name__}: {error}"
-    return "" if all(torch.equal(*both) for both in pairs) else "its bits are not those of the CPU"
+    return "" if all(torch.equal(*both) for both in pairs) else "its bits differ from the CPU's"
