@@ -53,10 +53,10 @@ SLOWER = 6
 PARTS: dict[str, tuple[int, str]] = {
     "ceilings": (30, "versions; eight products and a copy: the most that this GPU gives"),
     "attention": (60, "every kernel on full rows; pads by nothing; cuDNN's plan for a new length; sinks"),
-    "pieces": (30, "the head by its chunk, AdamW on masters, stochastic rounding"),
+    "pieces": (30, "the head by its chunk; AdamW on masters and with stochastic rounding, plain and in one kernel"),
     "1.5B": (90, "the model as it comes, pads, Liger, head in chunks of 8,192, other kernels"),
     "LoRA 8B": (100, "checkpointing every_4 and none, PEFT's casts, adapters in one function, Liger, other kernels"),
-    "8B": (80, "full training in bfloat16: checkpointing, Liger, other kernels"),
+    "8B": (80, "full training in bfloat16: checkpointing, Liger, other kernels, an update with stochastic rounding"),
     "0.6B": (50, "packed rows, and padded ones with cuDNN's sdpa on and off, new lengths and known ones"),
     "dpo 0.6B": (50, "shared and unshared prompts, and padding with cuDNN's sdpa on and off"),
     "profile": (40, "one micro-batch of 1.5B by kernels"),

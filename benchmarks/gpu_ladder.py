@@ -5,6 +5,7 @@ Each is a function of `note`, which writes a line, and `tiny`. A Ladder is a mod
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -370,24 +371,42 @@ def kernels(note: Note, tiny: bool) -> None:
 
 def pieces(note: Note, tiny: bool) -> None:
     """The head by its chunk, and an update of a billion weights."""
-    from packtrain.train.optim.dither import Dither, dithered
-    from packtrain.train.optim.float32_step import stepping_in_float32
+    from packtrain.train.optim.dither import dithered
 
     at = device()
     head_by_chunk(note, tiny)
-    count = 2**16 if tiny else 2**28
-    for masters in (True, False):
+    count = 2**13 if tiny else 2**28  # Triton's interpreter is slow
+    for masters, by_kernel in itertools.product((True, False), repeat=2):
         weight = torch.nn.Parameter(torch.randn(count, device=at).bfloat16())
         weight.grad = torch.randn_like(weight)
-        known: dict[str, Any] = {"masters": masters, "seed": 0, "names": {weight: "w"}, "dither": Dither()}
-        optimizer = stepping_in_float32(torch.optim.AdamW, **known)([weight], lr=1e-5, fused=True)
-        way = "masters" if masters else "stochastic rounding"
-        attempt(note, f"AdamW, {way}", lambda step=optimizer.step: {"ms_per_billion": seconds_of(step) * 1e12 / count})
-        del weight, optimizer
+        way = f"{'masters' if masters else 'stochastic rounding'}, {'one kernel' if by_kernel else 'plain'}"
+
+        def work(weight: torch.Tensor = weight, masters: bool = masters, by_kernel: bool = by_kernel) -> dict[str, Any]:
+            step = adamw({"w": weight}, masters=masters, by_kernel=by_kernel).step
+            return {"ms_per_billion": seconds_of(step) * 1e12 / count}
+
+        attempt(note, f"AdamW, {way}", work)
+        del weight, work
     numbers = torch.randn(count, device=at)
     attempt(
         note, "one rounding", lambda: {"ms_per_billion": seconds_of(lambda: dithered(numbers, 0, "w")) * 1e12 / count}
     )
+
+
+def adamw(weights: dict[str, torch.Tensor], *, masters: bool, by_kernel: bool) -> Any:
+    """AdamW over bfloat16 weights. Raises Lacking if its kernel cannot be used."""
+    from packtrain.train.optim.dither import Dither
+    from packtrain.train.optim.float32_step import stepping_in_float32
+    from packtrain.train.optim.fused_adamw import step_by_kernel
+
+    names, said = {weight: name for name, weight in weights.items()}, ["they need a GPU"]
+    kind: Any = stepping_in_float32(torch.optim.AdamW, masters=masters, seed=0, names=names, dither=Dither())
+    optimizer = kind(list(names), lr=1e-5, fused=True)
+    if by_kernel:
+        step_by_kernel(optimizer, device(), said.append)
+        if optimizer.kernel is None:
+            raise Lacking(said[-1].rpartition("plain: ")[2])
+    return optimizer
 
 
 def head_by_chunk(note: Note, tiny: bool) -> None:
@@ -448,6 +467,16 @@ def full_large(note: Note, tiny: bool) -> None:
         ladder.measure(
             f"selective, Liger, {kernel.name}", using(kernel), recomputing(ladder.base, "selective"), ladder.liger()
         )
+
+    def update() -> dict[str, Any]:
+        weights = dict(ladder.base.named_parameters())
+        optimizer = adamw(weights, masters=False, by_kernel=True)
+        forget(ladder.base)
+        with recomputing(ladder.base, "selective"):
+            loss = float(ladder.run(ladder.rows[0]))
+        return {"ms": seconds_of(optimizer.step) * 1e3, "peak_gib": peak_gib(), "loss": loss}
+
+    attempt(note, "an update with stochastic rounding", update)
 
 
 def full_small(note: Note, tiny: bool) -> None:

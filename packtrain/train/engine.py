@@ -33,6 +33,7 @@ from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.float32_step import AVERAGE, MASTER, ROUNDINGS, loses_updates, stepping_in_float32
+from packtrain.train.optim.fused_adamw import step_by_kernel
 from packtrain.train.optim.weight_groups import group_weights
 from packtrain.train.run_state import LoopSettings
 from packtrain.train.spikes import Norm
@@ -133,6 +134,7 @@ class Engine:
             make = cast(Callable[..., Optimizer], kind)
             arguments = optim.spec.arguments(optim.beta1, optim.beta2)
             made = make(group_weights(self.model, optim), lr=optim.learning_rate, **arguments)
+            step_by_kernel(made, self.accelerator.device, say)
             if optim.spec.options.get("optim_bits") == 8:
                 keep_embeddings_precise(self.model)
             return made

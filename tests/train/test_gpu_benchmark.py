@@ -23,7 +23,7 @@ import gpu_ladder  # isort: skip
 import gpu_wheels  # isort: skip
 
 ROOT = Path(__file__).resolve().parents[2]
-LACKING = ("liger-kernel is not installed", "they need a GPU")
+LACKING = ("liger-kernel is not installed", "they need a GPU", "triton is not installed")
 """Why variants may be skipped."""
 
 

@@ -202,13 +202,16 @@ def _add_places(numbers: torch.Tensor, seed: int, name: str, first: int) -> None
     torch.copysign(magnitude.view(torch.float32), numbers, out=numbers)
 
 
+def stream_of(seed: int, name: str) -> int:
+    """Return the signed 32-bit number of a stream of random numbers."""
+    return (zlib.crc32(f"{seed} {name}".encode()) + 2**31) % 2**32 - 2**31
+
+
 def _random_bits(seed: int, name: str, first: int, count: int, device: torch.device) -> torch.Tensor:
     """Return odd int16 [count] for the flat indices from `first` on. One 64-bit number serves four indices in a row; it comes from the mixing
     function of SplitMix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195) in wrapping arithmetic."""
     begin = first // 4
-    mixed = torch.arange(begin, (first + count + 3) // 4, device=device) + _int64(
-        zlib.crc32(f"{seed} {name}".encode()) << 32
-    )
+    mixed = torch.arange(begin, (first + count + 3) // 4, device=device) + (stream_of(seed, name) << 32)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed ^= (mixed >> shift) & ((1 << 64 - shift) - 1)
         mixed *= _int64(factor)
@@ -247,8 +250,10 @@ class SeenUpdates:
         optimizer.register_step_pre_hook(lambda stepping, *_: self.before(stepping.param_groups))
         optimizer.register_step_post_hook(lambda *_: self.after())
 
-    def before(self, groups: list[dict[str, Any]]) -> None:
-        """Keep a sample of the tensors before they are stepped. DeepSpeed steps some groups at a time."""
+    def before(self, groups: list[dict[str, Any]], *, by_kernel: bool = False) -> None:
+        """Keep a sample of the tensors before they are stepped. DeepSpeed steps some groups at a time.
+
+        A kernel steps all of them; otherwise those with a gradient are stepped."""
         self._sampled = []
         if self.step != self._opened:
             self._opened, self.measured = self.step, self.measured + self._has_measured
@@ -259,7 +264,7 @@ class SeenUpdates:
             rate = float(group["lr"])
             if rate == 0 or rate < _MIN_RATE * float(group.get("initial_lr", rate)):
                 continue
-            stepped = (one for one in group["params"] if one.grad is not None)
+            stepped = (one for one in group["params"] if by_kernel or one.grad is not None)
             for master in itertools.chain.from_iterable(map(self._masters_of, stepped)):
                 self._has_measured = self._untaken = True
                 if (here := _flat(master)).numel():

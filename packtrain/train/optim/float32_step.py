@@ -12,7 +12,7 @@ transformers' checkpoints and torch's distributed ones find the tensors that the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,6 +20,9 @@ from torch.optim import Optimizer
 
 from packtrain.optimizers import STEPPED
 from packtrain.train.optim.dither import Dither, SeenUpdates, dithered, local, own_part
+
+if TYPE_CHECKING:
+    from packtrain.train.optim.fused_adamw import FusedAdamW
 
 MASTER, ROUNDINGS, AVERAGE = "master", "roundings", "average"
 """Extra states of a weight beside its optimizer's: its master, how often it was rounded by chance, its average over the steps (trainer.ema)."""
@@ -41,23 +44,30 @@ def stepping_in_float32(
     number of its roundings, so it is the same on any number of processes and after a resume.
     """
     known = {"masters": masters, "seed": seed, "names": names, "dither": dither}
-    return type(optimizer.__name__, (_Float32Step, optimizer), {"__module__": optimizer.__module__, **known})
+    return type(optimizer.__name__, (Float32Step, optimizer), {"__module__": optimizer.__module__, **known})
 
 
-class _Float32Step(Optimizer):
-    """Mixin before an optimizer's class: swaps float32 tensors for its weights during a step."""
+class Float32Step(Optimizer):
+    """Mixin before an optimizer's class: swaps float32 tensors for its weights during a step.
+
+    `kernel` makes the same step of the weights that it can.
+    """
 
     masters: ClassVar[bool]
     seed: ClassVar[int]
     names: ClassVar[Mapping[torch.Tensor, str]]
     dither: ClassVar[Dither]
     seen: SeenUpdates | None = None
+    kernel: FusedAdamW | None = None
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:
         """Update all weights that have a gradient, a part of them at a time."""
         if not getattr(self, "initialized", True):  # bitsandbytes finds its exceptions by the weights themselves
             getattr(self, "check_overrides", lambda: None)()
+        by_kernel = [(weight, weight.grad) for weight in (self.kernel.step(self) if self.kernel else [])]
+        for weight, _ in by_kernel:
+            weight.grad = None
         lists = [group["params"] for group in self.param_groups]
         weights = [(params, at, weight) for params in lists for at, weight in enumerate(params)]
         stepped = [one for one in weights if one[2].grad is not None]
@@ -79,7 +89,7 @@ class _Float32Step(Optimizer):
             for params, at, weight, exact, rounded in opened:
                 exact.grad, params[at] = None, weight
                 self._close(weight, exact, rounded)
-        for (_, _, weight), gradient in zip(stepped, gradients, strict=True):
+        for weight, gradient in (*by_kernel, *zip((one[2] for one in stepped), gradients, strict=True)):
             weight.grad = gradient
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -136,7 +146,7 @@ def round_by_chance(exact: torch.Tensor, seed: int, key: str) -> torch.Tensor:
 
 def _moments(state: dict[str, Any], weight: torch.Tensor) -> list[str]:
     """Name the states with weight-shaped float32 or bfloat16 values. States in 8 bits are tensors of other kinds."""
-    plain = (torch.Tensor, DTensor)
+    plain = (torch.Tensor, DTensor, type(weight.detach()))
     return sorted(
         name
         for name, value in state.items()

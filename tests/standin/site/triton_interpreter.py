@@ -7,7 +7,7 @@ from typing import Any
 
 def install() -> None:
     """Has it take what compiled kernels take: numbers with a comma, which it leaves as Python's, tensors of the stand-in, which it
-    reads where they are, bfloat16 in operations, and NVIDIA's functions, which it has not."""
+    reads where they are, bfloat16 in operations, NVIDIA's functions, which it has not, and fma, which it rounds twice."""
     import numpy as np
     import triton.language as tl
     from triton.language.extra import libdevice
@@ -34,9 +34,19 @@ def install() -> None:
         output = binary(self, *(self.cast_impl(side, tl.float32) for side in (left, right)), op)
         return output if output.data.dtype == np.bool_ else self.cast_impl(output, tl.bfloat16)
 
+    def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        product, added = x.data.astype(np.float64) * y.data, z.data.astype(np.float64)  # exact
+        total = product + added
+        part = total - product
+        lost = (product - (total - part)) + (added - part)
+        # to an odd last bit, so that rounding to float32 is the only one
+        odd = np.nextafter(total, np.copysign(np.inf, lost))
+        total = np.where((np.abs(lost) > 0) & (total.view(np.int64) % 2 == 0), odd, total)
+        return interpreter.TensorHandle(total.astype(z.data.dtype), z.dtype.scalar)
+
     for library in (libdevice, of_cuda):
         # looked up in each call: the interpreter replaces it while a kernel runs
         library.rsqrt = lambda x: tl.math.rsqrt(x)
         library.tanh = lambda x: 2 / (1 + tl.math.exp(-2 * x)) - 1
     interpreter._implicit_cvt, interpreter.GridExecutor.__call__ = convert, call
-    interpreter.InterpreterBuilder.binary_op = operate
+    interpreter.InterpreterBuilder.binary_op, interpreter.InterpreterBuilder.create_fma = operate, fma
