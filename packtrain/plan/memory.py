@@ -15,6 +15,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from typing import cast
 
 from packtrain.config.rules import check_checkpointing, check_strategy
@@ -49,7 +50,8 @@ class FullestBatch:
 
     `masked` counts the keys per query of its mask, None without a mask. Bytes: `weight` of one weight as layers see it, `compute` of one
     number in their computation (2 under autocast), `stream` of one number in the residual stream. `scores` counts the keys per query whose
-    attention scores are kept: torch has no grouped-query kernel for float32 on GPUs.
+    attention scores are kept: torch has no grouped-query kernel for float32 on GPUs. `fused`: whether Liger's kernels compute norms and
+    activations. Norms then keep their input alone, MLPs not the result of the activation.
     """
 
     tokens: int
@@ -58,16 +60,29 @@ class FullestBatch:
     compute: int
     stream: int
     scores: int = 0
+    fused: bool = False
 
 
-def fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None:
-    """Return the fullest micro-batch that `config` allows. None: it limits neither tokens nor lengths of documents."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Facts that a run finds out, and a plan cannot know.
+
+    `slots`: token slots of the largest micro-batch. None: as many as the config allows. `fused`: whether Liger's kernels proved exact.
+    None: they are expected if they are installed, or required.
+    """
+
+    slots: int | None = None
+    fused: bool | None = None
+
+
+def fullest(config: RunConfig, width: int, *, gpu: bool, found: Found = Found()) -> FullestBatch | None:
+    """Return the fullest micro-batch, `found` or the one that `config` allows. None: nothing limits its tokens."""
     examples, tokens = config.batch.limits(config.packing.mode)
     longest, bounds = config.data.max_length, [tokens]
     if longest is not None:
         each = config.objective.spec.documents * longest
         bounds += [item and item * each for item in (examples, config.batch.examples_per_step)]
-    most = min((item for item in bounds if item is not None), default=None)
+    most = found.slots or min((item for item in bounds if item is not None), default=None)
     if most is None:
         return None
     masked = most if config.model.backend and config.model.backend.dense_mask else None
@@ -78,18 +93,26 @@ def fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None:
     narrow = mixed and gpu and not strategy.shards_weights  # if changes/residual.py proves exact
     compute = 2 if mixed else width
     scores = min(longest or most, most) if gpu and compute == 4 and masked is None else 0
-    return FullestBatch(most, masked, width, compute, 2 if narrow else width, scores)
+    fused = _expects_liger(config, gpu=gpu) if found.fused is None else found.fused
+    return FullestBatch(most, masked, width, compute, 2 if narrow else width, scores, fused)
+
+
+def _expects_liger(config: RunConfig, *, gpu: bool) -> bool:
+    here = find_spec("liger_kernel") is not None and find_spec("triton") is not None
+    wanted = config.model.kernels == "liger" or (config.model.kernels == "auto" and here)
+    return wanted and gpu and not config.trainer.torch_compile and not config.strategy.spec.gathers_by_engine
 
 
 def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tuple[int, int]:
     """Count bytes kept by all layers between the passes, and the last layer's backward bytes."""
     tile = config.trainer.tokens_per_mlp_tile or batch.tokens
     layer, inside = batch.tokens * _count_layer(config, layers, batch), _count_mlp(config, layers, batch)
-    gradients = min(tile, batch.tokens) * 2 * layers.inner * batch.compute  # of the tensors inside the MLP
+    # of the tensors inside the MLP; Liger writes them over what it has kept
+    gradients = min(tile, batch.tokens) * (1 if batch.fused else 2) * layers.inner * batch.compute
     if tile < batch.tokens:  # MLPs keep only their input, and all their tensors for one tile at a time
         layer -= batch.tokens * (inside - layers.hidden * batch.compute)
         gradients += tile * inside
-    last_norm = batch.tokens * layers.hidden * (4 + batch.stream)
+    last_norm = batch.tokens * layers.hidden * (batch.stream if batch.fused else 4 + batch.stream)
     checkpointing = config.trainer.gradient_checkpointing
     every = period(checkpointing)
     again = math.ceil(layers.number / every) if every else 0
@@ -109,6 +132,9 @@ def _count_layer(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     norms = 2 * layers.hidden * (4 + (batch.stream if full else 0)) + 8
     if layers.kind == "qwen3":
         norms += (layers.query + layers.key) * (4 + (compute if full else 0))
+    if batch.fused:
+        heads = (layers.query + layers.key) * compute if layers.kind == "qwen3" else 0
+        norms = 2 * (layers.hidden * batch.stream + 4) + heads
     scores = batch.scores if layers.key < layers.query else 0
     keys = layers.query if batch.masked or scores else layers.key  # with a mask, sdpa repeats the keys for every head
     attention = compute * (2 * layers.query + 2 * keys + (batch.masked or 0)) + 4 * layers.heads * (1 + scores)
@@ -117,7 +143,7 @@ def _count_layer(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
 
 def _count_mlp(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     """Return the bytes per token that the MLP of one layer keeps."""
-    return 3 * layers.inner * batch.compute + _count_inputs(config, layers, batch, mlp=True)
+    return (2 if batch.fused else 3) * layers.inner * batch.compute + _count_inputs(config, layers, batch, mlp=True)
 
 
 def _count_inputs(config: RunConfig, layers: Layers, batch: FullestBatch, *, mlp: bool) -> int:
@@ -178,7 +204,8 @@ class Memory:
     `outside` is allowed for on it beside torch's allocator. `checkpointing` is the resolved trainer.gradient_checkpointing, `chosen` the
     reason. FSDP2: `accumulated` are the whole float32 gradients that stay on each GPU between a step's micro-batches if only the last
     one exchanges them. A micro-batch that exchanges gradients sends `leaving` bytes out of each machine. `pictures` are the bytes of `activations`
-    for pixels and towers, if all `picture_tokens` of the fullest micro-batch are of pictures.
+    for pixels and towers, if all `picture_tokens` of the fullest micro-batch are of pictures. `slots` are the fullest micro-batch's; `fused`:
+    whether Liger's kernels are counted with.
     """
 
     parameters: int
@@ -201,6 +228,8 @@ class Memory:
     processes: int = 1
     pictures: int = 0
     picture_tokens: int = 0
+    slots: int = 0
+    fused: bool = False
 
     @property
     def total(self) -> int:
@@ -257,10 +286,12 @@ class Memory:
         return {**asdict(self), **derived, "summary": self.sentence()}
 
 
-def estimate(config: RunConfig, processes: int, device_bytes: int | None = None, machines: int = 1) -> Memory | str:
+def estimate(
+    config: RunConfig, processes: int, device_bytes: int | None = None, machines: int = 1, found: Found = Found()
+) -> Memory | str:
     """Estimate the memory of a run on `processes` devices, or say why that is impossible.
 
-    Devices have `device_bytes` each; None plans for CPUs. If the run exceeds the device, `advice` says what to try.
+    Devices have `device_bytes` each; None plans for CPUs. `found`: facts that a run has found out. If the run exceeds the device, `advice` says what to try.
     """
     try:
         model = _measure(config, gpu=device_bytes is not None)
@@ -268,25 +299,31 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None,
         # 8-bit products keep the same tensors as bfloat16 products, except autocast's copies of weights
         decided = decided.replace("fp8", "bf16")
         config = replace(config, trainer=replace(config.trainer, mixed_precision=decided))
-        memory = _choose_checkpointing(config, model, (processes, machines), device_bytes)
+        memory = _choose_checkpointing(config, model, (processes, machines), device_bytes, found)
     except UserError as error:
         return f"not known before loading: {error.in_words()}"
     if memory.fits is not False:
         return memory
-    split = _advise_split(config, model, (processes, machines), device_bytes)
+    split = _advise_split(config, model, (processes, machines), device_bytes, replace(found, slots=None))
     return replace(memory, advice=f"try {split}" if split else _advice(config, processes))
 
 
+def policies_of(config: RunConfig) -> dict[str, RunConfig]:
+    """Return the values of trainer.gradient_checkpointing that `config` allows, in order, each with its config."""
+    trainer = config.trainer
+    policies = {one: replace(trainer, gradient_checkpointing=cast(Checkpointing, one)) for one in CHECKPOINTING}
+    configs = {one: replace(config, trainer=tried) for one, tried in policies.items()}
+    return {one: tried for one, tried in configs.items() if not any(check_checkpointing(tried))}
+
+
 def _choose_checkpointing(
-    config: RunConfig, model: ModelSize, spread: tuple[int, int], device_bytes: int | None
+    config: RunConfig, model: ModelSize, spread: tuple[int, int], device_bytes: int | None, found: Found
 ) -> Memory:
     """Resolve trainer.gradient_checkpointing and return the memory. `auto` recomputes just enough to leave SPARE of the device free."""
     counts: dict[str, Memory] = {}
-    for policy in CHECKPOINTING:
-        tried = replace(config, trainer=replace(config.trainer, gradient_checkpointing=cast(Checkpointing, policy)))
-        if not any(check_checkpointing(tried)):
-            counts[policy] = _count(tried, model, *spread, gpu=device_bytes is not None)
-            counts[policy] = replace(counts[policy], device=device_bytes, checkpointing=policy)
+    for policy, tried in policies_of(config).items():
+        memory = _count(tried, model, *spread, gpu=device_bytes is not None, found=found)
+        counts[policy] = replace(memory, device=device_bytes, checkpointing=policy)
     asked, kept = config.trainer.gradient_checkpointing, counts["none"]
     if asked != "auto":
         return replace(counts[asked], chosen="asked for")
@@ -337,7 +374,7 @@ def _embedding(shapes: Shapes) -> int:
     return max(sizes, default=0) if any(name.endswith(("lm_head.weight", SCORE)) for name in shapes) else 0
 
 
-def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, *, gpu: bool) -> Memory:
+def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, *, gpu: bool, found: Found) -> Memory:
     spec, full, copied = config.strategy.spec, config.peft.kind == "none", config.strategy.shard_within == "machine"
     shards = processes // machines if copied else processes
     rounded = spec.keeps_masters and model.width == 2  # all weights, adapters too
@@ -360,7 +397,7 @@ def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, *
         split["gradients"] += math.ceil(4 * model.trained / processes)  # also in float32, for the optimizer
         host = max(host, sum(split.values()))
         split = dict.fromkeys(split, 0)
-    batch = fullest(config, model.width, gpu=gpu)
+    batch = fullest(config, model.width, gpu=gpu, found=found)
     activations, moved, unknown = _activations(config, model, batch)
     pictures = 0 if activations is None or batch is None else _pictures(config, model, batch, activations)
     activations = None if activations is None else activations + pictures
@@ -397,6 +434,8 @@ def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, *
         processes=processes,
         pictures=pictures,
         picture_tokens=batch.tokens if batch and pictures else 0,
+        slots=batch.tokens if batch else 0,
+        fused=batch is not None and batch.fused,
     )
 
 
@@ -524,7 +563,9 @@ def _advice(config: RunConfig, processes: int) -> str:
     return f"try {', '.join(what for what, helps in tries.items() if helps)}"
 
 
-def _advise_split(config: RunConfig, model: ModelSize, spread: tuple[int, int], device_bytes: int | None) -> str:
+def _advise_split(
+    config: RunConfig, model: ModelSize, spread: tuple[int, int], device_bytes: int | None, found: Found
+) -> str:
     """Suggest the smallest split of documents over neighbours that fits. "" if splitting is impossible or does not help."""
     if config.packing.mode == "padding" or config.data.max_length is None or config.objective.sorting_losses:
         return ""
@@ -532,7 +573,7 @@ def _advise_split(config: RunConfig, model: ModelSize, spread: tuple[int, int], 
     for parts in (number for number in range(1, spread[0] + 1) if spread[0] % number == 0):
         part = math.ceil(longest / parts)
         batch = replace(config.batch, tokens_per_device=part, examples_per_device=None)
-        if _choose_checkpointing(replace(config, batch=batch), model, spread, device_bytes).fits:
+        if _choose_checkpointing(replace(config, batch=batch), model, spread, device_bytes, found).fits:
             over = f"strategy.sequence_parallel={parts} batch.tokens_per_device={part}"
             return f"{over}, which splits documents of {longest:,} tokens over {parts} processes" if parts > 1 else ""
     return ""
