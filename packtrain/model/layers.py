@@ -61,6 +61,12 @@ def check_offload(device: torch.device) -> None:
         raise UserError(what, where=OFFLOAD_KEY, fix=fix, code="offload-on-cpu")
 
 
+def can_recompute(model: PreTrainedModel, policy: str) -> bool:
+    """Return whether the layers of `model` can recompute by `policy`."""
+    layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    return model.supports_gradient_checkpointing and (policy == "full" or any(layers))
+
+
 def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> None:
     """Make the layers of `model` recompute by `policy`: none, full, every_2 … or selective. It replaces an earlier policy.
 
@@ -72,7 +78,7 @@ def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> 
     if policy == "none":
         return
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not model.supports_gradient_checkpointing or (policy != "full" and not layers):
+    if not can_recompute(model, policy):
         what = f"the layers of {type(model).__name__} cannot compute their activations again"
         other = "full" if model.supports_gradient_checkpointing else "none"
         raise UserError(what, where=f"{KEY} ({policy})", fix=f"set {KEY}={other}", code="cannot-recompute")

@@ -51,7 +51,7 @@ class FullestBatch:
     `masked` counts the keys per query of its mask, None without a mask. Bytes: `weight` of one weight as layers see it, `compute` of one
     number in their computation (2 under autocast), `stream` of one number in the residual stream. `scores` counts the keys per query whose
     attention scores are kept: torch has no grouped-query kernel for float32 on GPUs. `fused`: whether Liger's kernels compute norms and
-    activations. Norms then keep their input alone, MLPs not the result of the activation.
+    activations. Norms then keep their input alone, MLPs not the result of the activation. `copies`: see Found.
     """
 
     tokens: int
@@ -61,17 +61,18 @@ class FullestBatch:
     stream: int
     scores: int = 0
     fused: bool = False
+    copies: float = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Facts that a run finds out, and a plan cannot know.
+    """Facts that a run finds out: token slots of the largest micro-batch, and whether Liger's kernels proved exact. None: not yet known.
 
-    `slots`: token slots of the largest micro-batch. None: as many as the config allows. `fused`: whether Liger's kernels proved exact.
-    None: they are expected if they are installed, or required.
+    `copies`: how often attention copies a key of it, for each document that shares its beginning.
     """
 
     slots: int | None = None
+    copies: float = 1
     fused: bool | None = None
 
 
@@ -93,14 +94,11 @@ def fullest(config: RunConfig, width: int, *, gpu: bool, found: Found = Found())
     narrow = mixed and gpu and not strategy.shards_weights  # if changes/residual.py proves exact
     compute = 2 if mixed else width
     scores = min(longest or most, most) if gpu and compute == 4 and masked is None else 0
-    fused = _expects_liger(config, gpu=gpu) if found.fused is None else found.fused
-    return FullestBatch(most, masked, width, compute, 2 if narrow else width, scores, fused)
-
-
-def _expects_liger(config: RunConfig, *, gpu: bool) -> bool:
-    here = find_spec("liger_kernel") is not None and find_spec("triton") is not None
-    wanted = config.model.kernels == "liger" or (config.model.kernels == "auto" and here)
-    return wanted and gpu and not config.trainer.torch_compile and not config.strategy.spec.gathers_by_engine
+    if (fused := found.fused) is None:  # expected, if they are installed or required
+        wanted = config.model.kernels == "liger" or all(map(find_spec, ("liger_kernel", "triton")))
+        fused = wanted and config.model.kernels in ("auto", "liger") and gpu
+        fused = fused and not (config.trainer.torch_compile or strategy.gathers_by_engine)
+    return FullestBatch(most, masked, width, compute, 2 if narrow else width, scores, fused, found.copies)
 
 
 def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tuple[int, int]:
@@ -130,14 +128,15 @@ def _count_layer(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     """Return the bytes per token that a layer keeps for its backward pass."""
     full, compute = config.peft.kind == "none", batch.compute
     norms = 2 * layers.hidden * (4 + (batch.stream if full else 0)) + 8
-    if layers.kind == "qwen3":
-        norms += (layers.query + layers.key) * (4 + (compute if full else 0))
+    heads = layers.query + layers.key if layers.kind == "qwen3" else 0  # norms of heads
+    norms += heads * (4 + (compute if full else 0))
     if batch.fused:
-        heads = (layers.query + layers.key) * compute if layers.kind == "qwen3" else 0
-        norms = 2 * (layers.hidden * batch.stream + 4) + heads
+        norms = 2 * (layers.hidden * batch.stream + 4) + heads * compute
     scores = batch.scores if layers.key < layers.query else 0
     keys = layers.query if batch.masked or scores else layers.key  # with a mask, sdpa repeats the keys for every head
-    attention = compute * (2 * layers.query + 2 * keys + (batch.masked or 0)) + 4 * layers.heads * (1 + scores)
+    attention = compute * (
+        2 * layers.query + math.ceil(2 * keys * batch.copies) + (batch.masked or 0)
+    ) + 4 * layers.heads * (1 + scores)
     return norms + attention + _count_inputs(config, layers, batch, mlp=False) + _count_mlp(config, layers, batch)
 
 
@@ -150,7 +149,8 @@ def _count_inputs(config: RunConfig, layers: Layers, batch: FullestBatch, *, mlp
     """Return the bytes per token of the inputs that linear layers keep.
 
     Only linear layers with trained weights or adapters keep inputs. `mlp` selects a layer's MLP, else its attention. Linear layers share the
-    tensor that they read, unless each copies it: in autocast's format, or in the adapters' float32. Attention already keeps o_proj's input;
+    tensor that they read, unless each copies it: in autocast's format, or in the adapters' float32. Liger's norms return the format of the
+    stream, which may be autocast's. Attention already keeps o_proj's input;
     down_proj's input is always new.
     """
     full, autocast = config.peft.kind == "none", config.trainer.mixed_precision == "bf16"
@@ -159,7 +159,7 @@ def _count_inputs(config: RunConfig, layers: Layers, batch: FullestBatch, *, mlp
         targets = config.peft.target_modules
         return sum(full or is_adapted(f"model.layers.0.{part}.{name}", targets) for name in names)
 
-    copied = batch.compute != batch.weight if full else autocast or batch.weight != 4
+    copied = batch.compute != (batch.stream if batch.fused else batch.weight) if full else autocast or batch.weight != 4
     width = batch.compute if full else 2 if autocast else 4
     readers = reading("mlp", "gate_proj", "up_proj") if mlp else reading("self_attn", "q_proj", "k_proj", "v_proj")
     hidden = layers.hidden * (readers if copied else min(readers, 1))
@@ -204,8 +204,8 @@ class Memory:
     `outside` is allowed for on it beside torch's allocator. `checkpointing` is the resolved trainer.gradient_checkpointing, `chosen` the
     reason. FSDP2: `accumulated` are the whole float32 gradients that stay on each GPU between a step's micro-batches if only the last
     one exchanges them. A micro-batch that exchanges gradients sends `leaving` bytes out of each machine. `pictures` are the bytes of `activations`
-    for pixels and towers, if all `picture_tokens` of the fullest micro-batch are of pictures. `slots` are the fullest micro-batch's; `fused`:
-    whether Liger's kernels are counted with.
+    for pixels and towers, if all `slots` of the fullest micro-batch are tokens of pictures. `fused`: whether Liger's kernels are counted with.
+    `fallbacks`: policies that recompute more than `checkpointing`, if it is a choice of `auto`.
     """
 
     parameters: int
@@ -227,9 +227,9 @@ class Memory:
     leaving: int | None = None
     processes: int = 1
     pictures: int = 0
-    picture_tokens: int = 0
     slots: int = 0
     fused: bool = False
+    fallbacks: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
@@ -269,6 +269,7 @@ class Memory:
                 text += f" ({in_gib(self.total * self.processes)} GiB for all {self.processes} processes, if they are on one CPU)"
         else:
             text = f"{in_gib(self.total + self.outside)} of the {in_gib(self.device)} GiB of each GPU"
+            text += ", with Liger's kernels" if self.fused else ""
         if self.activations is None:
             text += f" before activations ({self.unknown})"
         if self.device is None:
@@ -276,7 +277,7 @@ class Memory:
         elif self.fits is not None:
             text += ": fits" if self.fits else f": DOES NOT FIT, {self.advice}"
         if self.pictures:
-            text += f"; up to {in_gib(self.pictures)} GiB of it for pixels and towers, if all {self.picture_tokens:,} tokens of a micro-batch are of pictures"
+            text += f"; up to {in_gib(self.pictures)} GiB of it for pixels and towers, if all {self.slots:,} tokens of a micro-batch are of pictures"
         text += f"; and {in_gib(self.host)} GiB of the machine's own memory per process" if self.host else ""
         return text + (f"; {in_gib(self.leaving)} GiB leave each machine with a micro-batch" if self.leaving else "")
 
@@ -308,25 +309,20 @@ def estimate(
     return replace(memory, advice=f"try {split}" if split else _advice(config, processes))
 
 
-def policies_of(config: RunConfig) -> dict[str, RunConfig]:
-    """Return the values of trainer.gradient_checkpointing that `config` allows, in order, each with its config."""
-    trainer = config.trainer
-    policies = {one: replace(trainer, gradient_checkpointing=cast(Checkpointing, one)) for one in CHECKPOINTING}
-    configs = {one: replace(config, trainer=tried) for one, tried in policies.items()}
-    return {one: tried for one, tried in configs.items() if not any(check_checkpointing(tried))}
-
-
 def _choose_checkpointing(
     config: RunConfig, model: ModelSize, spread: tuple[int, int], device_bytes: int | None, found: Found
 ) -> Memory:
     """Resolve trainer.gradient_checkpointing and return the memory. `auto` recomputes just enough to leave SPARE of the device free."""
     counts: dict[str, Memory] = {}
-    for policy, tried in policies_of(config).items():
-        memory = _count(tried, model, *spread, gpu=device_bytes is not None, found=found)
-        counts[policy] = replace(memory, device=device_bytes, checkpointing=policy)
-    asked, kept = config.trainer.gradient_checkpointing, counts["none"]
-    if asked != "auto":
+    for policy in CHECKPOINTING:
+        tried = replace(config, trainer=replace(config.trainer, gradient_checkpointing=cast(Checkpointing, policy)))
+        if not any(check_checkpointing(tried)):
+            counts[policy] = _count(tried, model, *spread, gpu=device_bytes is not None, found=found)
+            counts[policy] = replace(counts[policy], device=device_bytes, checkpointing=policy)
+    if (asked := config.trainer.gradient_checkpointing) != "auto":
         return replace(counts[asked], chosen="asked for")
+    counts = {one: replace(made, fallbacks=(*counts,)[n:]) for n, (one, made) in enumerate(counts.items(), start=1)}
+    kept = counts["none"]
     if device_bytes is None or kept.activations is None:
         return replace(kept, chosen="auto: no GPU" if device_bytes is None else "auto: activations are not known")
     room = (1 - SPARE) * device_bytes - kept.outside
@@ -433,7 +429,6 @@ def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, *
         leaving=overhead.leaving,
         processes=processes,
         pictures=pictures,
-        picture_tokens=batch.tokens if batch and pictures else 0,
         slots=batch.tokens if batch else 0,
         fused=batch is not None and batch.fused,
     )

@@ -27,7 +27,7 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.objectives.answers import Inputs
 from packtrain.packing.balance import parts_of_rank
 from packtrain.packing.collate import IGNORE
-from packtrain.plan.memory import optimizer_bytes
+from packtrain.plan.memory import Found, optimizer_bytes
 from packtrain.proof.choice import AttentionChoice, choose_attention
 from packtrain.proof.comparison import (
     ChangeProof,
@@ -261,10 +261,13 @@ def largest_row(steps: Steps, first_step: int) -> tuple[np.ndarray, bool]:
     )
 
 
-def largest_slots(steps: Steps, first_step: int) -> int:
-    """Return the token slots of the largest micro-batch on a process."""
-    numbers, is_split = largest_row(steps, first_step)
-    return math.ceil(steps.schedule.slots(numbers) / (steps.schedule.ranks_per_row if is_split else 1))
+def find_largest(steps: Steps, first_step: int) -> Found:
+    """Measure the largest micro-batch of a process. Of a stream it stays unknown: later rows may be larger."""
+    if steps.feed:
+        return Found()
+    (numbers, is_split), schedule = largest_row(steps, first_step), steps.schedule
+    slots, parts = schedule.slots(numbers), schedule.ranks_per_row if is_split else 1
+    return Found(math.ceil(slots / parts), max(1, schedule.lengths[numbers].sum() / slots))
 
 
 def try_largest(trainer: StepTrainer) -> None:
@@ -295,7 +298,12 @@ def try_largest(trainer: StepTrainer) -> None:
             buffer.copy_(before)
         if engine.fallbacks and not exchanges and max_over_ranks(bool(lack), device):
             lack = lack or "on another process"
-            _recompute_more(trainer, f"a micro-batch of {batch.slots:,} token slots lacked memory: {lack}")
+            why = f"with {engine.checkpointing} a micro-batch of {batch.slots:,} token slots lacked memory: {lack}"
+            gc.collect()  # frames of the failed pass hold tensors
+            torch.cuda.empty_cache()
+            engine.recompute(engine.fallbacks.pop(0))
+            trainer.changes["recompute"] = f"{engine.checkpointing} (auto: {why})"
+            settings.fact("recompute", trainer.changes["recompute"])
     trainer.work.end()
     if device.type == "cuda":
         peak = size(torch.cuda.max_memory_allocated(device))
@@ -317,18 +325,6 @@ def _run_twice(trainer: StepTrainer, batch: MicroBatch) -> None:
             with engine.casting_once(), engine.exchanging_gradients(last=last):
                 engine.accelerator.backward(loss.compute(engine.wrapped, batch, counts))
         del held
-
-
-def _recompute_more(trainer: StepTrainer, why: str) -> None:
-    """Free the memory of a failed try, and take the next policy of recomputation."""
-    engine = trainer.engine
-    gc.collect()  # frames of the failed pass hold tensors
-    if trainer.loss.device.type == "cuda":
-        torch.cuda.empty_cache()
-    before, policy = engine.checkpointing, engine.fallbacks.pop(0)
-    engine.recompute(policy)
-    trainer.changes["recompute"] = f"{policy} (auto: with {before} {why})"
-    trainer.settings.fact("recompute", trainer.changes["recompute"])
 
 
 def _states_to_come(engine: Engine, settings: LoopSettings) -> int:

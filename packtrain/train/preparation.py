@@ -243,10 +243,7 @@ def masters_of(run: Prepared) -> Dither:
 
 
 def plan_memory(run: Prepared, found: Found) -> Memory | str:
-    """Estimate memory for the smallest GPU of any rank, so that all decide alike. Return a reason if it is not known.
-
-    `found`: the run's largest micro-batch, and whether Liger's kernels are on.
-    """
+    """Estimate memory for the smallest GPU of any rank, so that all decide alike. Return a reason if it is not known."""
     ranks, model, total = run.ranks, run.config.model, None
     if ranks.device.type == "cuda":
         total = -max_over_ranks(-torch.cuda.get_device_properties(ranks.device).total_memory, ranks.device)

@@ -32,6 +32,7 @@ from packtrain.errors import Json, LostPeers, PacktrainError, UserError, boundar
 from packtrain.inspect.audit import sample_answers
 from packtrain.inspect.corpus import find_places, open_corpus
 from packtrain.model.forward import outputs_of_tokens
+from packtrain.model.layers import can_recompute
 from packtrain.model.load import base_model, check_positions, check_trainable, is_reward_model
 from packtrain.model.precision import settle_kernels
 from packtrain.model.save import end_answers_at, mend_generation_config, try_saving
@@ -39,7 +40,7 @@ from packtrain.model.spread import Ranks, machines_of, open_strategy
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.packing.feed import Feed
-from packtrain.plan.memory import Found, Memory, policies_of
+from packtrain.plan.memory import Found, Memory
 from packtrain.plan.origin import check_length, check_origin, length_of, origin_in, shared_values
 from packtrain.proof.exhibits import check_pictures
 from packtrain.proof.isolation import check_causal_and_padding
@@ -58,7 +59,7 @@ from packtrain.train.objectives.loss import Setup
 from packtrain.train.objectives.training_objective import Start
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.weight_groups import freeze_unreached, reduce_unreached
-from packtrain.train.preflight import largest_slots, make_changes
+from packtrain.train.preflight import find_largest, make_changes
 from packtrain.train.preparation import Prepared
 from packtrain.train.questions import Question, answer, make_questions
 from packtrain.train.run_state import Listener, LoopSettings, RunState, StopRequest
@@ -317,25 +318,24 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         trainer = StepTrainer(loss, settings, _listeners(run))
     if peak := trainer.step_metrics.peak:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
-    # a stream's later rows are not known
-    slots = None if steps.feed else largest_slots(steps, settings.first_step)
-    _settle_memory(run, trainer, slots)  # without changes: their proofs must fit, too
+    largest = find_largest(steps, settings.first_step)
+    _settle_memory(run, trainer, largest)  # without changes: their proofs must fit, too
     trainer.changes |= make_changes(loss, ranks, [*proposals(prepared.situation)], log)
-    console.log_memory(log, prepared, _settle_memory(run, trainer, slots))
+    console.log_memory(log, prepared, _settle_memory(run, trainer, largest))
     trainer.engine.dither = _dither_of(run, trainer)
     prepared.objective.prove(Start(trainer, log, ranks, prepared.precision, prepared.attention, prove))
     return trainer
 
 
-def _settle_memory(run: Run, trainer: StepTrainer, slots: int | None) -> str:
-    """Plan the memory of a micro-batch of so many token `slots`, with the changes made so far. By it choose the layers that recompute, and
-    when gradients are exchanged. Return why."""
-    engine, asked = trainer.engine, run.config.trainer.gradient_checkpointing
-    memory = preparation.plan_memory(run.prepared, Found(slots, fused="kernels" in trainer.loss.changes))
-    engine.exchanges_once = isinstance(memory, Memory) and memory.exchanges_once
-    policy, why = preparation.choose_checkpointing(asked, memory)
-    allowed = [*policies_of(run.config)]
-    engine.fallbacks = allowed[allowed.index(policy) + 1 :] if asked == "auto" else []
+def _settle_memory(run: Run, trainer: StepTrainer, largest: Found) -> str:
+    """Plan the memory of the `largest` micro-batch, with the changes made so far. By it choose the layers that recompute, and when
+    gradients are exchanged. Return why."""
+    engine = trainer.engine
+    memory = preparation.plan_memory(run.prepared, replace(largest, fused="kernels" in trainer.loss.changes))
+    if isinstance(memory, Memory):
+        engine.exchanges_once = memory.exchanges_once
+        engine.fallbacks = [one for one in memory.fallbacks if can_recompute(base_model(engine.model), one)]
+    policy, why = preparation.choose_checkpointing(run.config.trainer.gradient_checkpointing, memory)
     if policy != engine.checkpointing:
         engine.recompute(policy)
     return f"{policy} ({why})"
