@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import WORDS, Run, write_jsonl
+from running import WORDS, Run, base_config, write_jsonl
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
@@ -158,10 +158,31 @@ def test_a_plan_is_within_a_tenth_of_what_a_run_takes(gpus, data: dict[str, Path
     assert planned == pytest.approx(counted, rel=0.1)
 
 
-@pytest.mark.sample("sft masters")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NOT_FULL)
 def test_a_run_that_knows_its_rows_plans_within_a_tenth(
     gpus, short: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
     planned, counted = planned_and_counted(gpus, short, tmp_path, name, partly=True)
     assert planned == pytest.approx(counted, rel=0.1)
+
+
+@pytest.mark.exhaustive
+def test_a_gpu_that_has_less_than_planned_makes_a_run_recompute(gpus, data: dict[str, Path], tmp_path: Path) -> None:
+    """It steps down until the largest micro-batch fits, leaves nothing behind, and trains as a run that was told to."""
+    config = base_config(tmp_path, trainer={"max_steps": 2})
+    config["model"] = {"init": "random", "tokenizer": "quickstart", "config": {**SIZES, "num_hidden_layers": 8}}
+    config["data"] = {"train": str(data["sft"]), "max_length": LENGTH, "cache_dir": str(tmp_path)}
+    config["batch"] = {"examples_per_step": 4, "tokens_per_device": 1024}
+    peaks: dict[str, int] = {}
+    runs: dict[str, Run] = {}
+    for policy in ("none", "every_4", "selective"):
+        runs[policy] = gpus.train(tmp_path, config, f"trainer.gradient_checkpointing={policy}", name=policy)
+        peaks[policy] = max(line.get("memory_bytes", 0) for line in runs[policy].lines)
+    limit = (peaks["selective"] + peaks["every_4"]) / 2 / 2**20
+    run = gpus.train(tmp_path, config, name="auto", env={"STANDIN_LIMIT_MIB": str(limit)})
+    assert "recompute  none (auto: all fits)" in run.log and "Tried to allocate" in run.log
+    taken = run.summary["changes"]["recompute"].split()[0]
+    assert taken in ("every_3", "selective")
+    assert run.losses == runs["selective"].losses == runs["none"].losses
+    assert max(line.get("memory_bytes", 0) for line in run.lines) <= limit * 2**20

@@ -51,7 +51,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_run_twice", preflight._run_twice)  # as it was, after `plant`
 
 
-@pytest.mark.sample("full-lora", "selective-none")
+@pytest.mark.sample("selective-lora")
 @pytest.mark.parametrize("peft", ["none", "lora"])
 @pytest.mark.parametrize("fits", ["every_4", "selective", "full"])
 def test_a_run_that_stepped_down_trains_as_one_that_was_told_to(tmp_path: Path, peft: str, fits: str) -> None:
