@@ -133,7 +133,10 @@ def planned_and_counted(
     run = Run(folder / "run")
     counted = max(line.get("memory_bytes", 0) for line in run.lines)
     slots = int(re.findall(r"the largest micro-batch has ([\d,]+) token slots", run.log)[-1].replace(",", ""))
-    config, found = load_config(None, [*arguments, f"objective.kind={verb}"]), Found(slots if partly else None)
+    config, found = (
+        load_config(None, [*arguments, f"objective.kind={verb}"]),
+        Found(slots if partly else None, fused=False),
+    )
     planned = estimate(config, processes, 80 * GIB, found=found)
     assert isinstance(planned, Memory)
     assert (slots < 0.9 * planned_slots(config)) == partly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 import torch
 from here import run_here
 from matrix import needs
-from running import assert_same_bits, base_config, train
+from running import after, assert_same_bits, base_config, train
 from test_faults import as_on_a_gpu, config_of
 
 from packtrain.errors import UserError
-from packtrain.plan.memory import CHECKPOINTING
-from packtrain.train import preflight
+from packtrain.objectives.sft.run import SFTLoss
+from packtrain.plan.memory import CHECKPOINTING, Found, Memory, estimate
+from packtrain.train import preflight, preparation
 from packtrain.train import run as run_module
 from packtrain.train.engine import Engine
 
@@ -110,3 +112,41 @@ def test_where_ranks_exchange_within_a_pass_the_error_remains(tmp_path: Path, st
     log = (run.folder / "logs/rank-00000.log").read_text()
     assert f"stays none: under {strategy} a process that lacks memory within an exchange cannot reach the others" in log
     assert "recompute" not in log.partition("stays none")[2]
+
+
+@pytest.mark.parametrize(("mode", "peft"), [("packed", "none"), ("padding", "lora")])
+def test_auto_goes_by_the_largest_micro_batch_and_by_the_changes_that_were_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, peft: str
+) -> None:
+    """Here a plan without Liger's kernels lacks memory, and a plan with them does not."""
+    asked: list[Found] = []
+    taken: list[str] = []
+    slots: list[int] = []
+
+    def planned(*given: Any) -> Memory | str:
+        asked.append(given[-1])
+        memory = estimate(*given)
+        assert isinstance(memory, Memory)
+        policy = "none" if given[-1].fused else "every_2"
+        return replace(memory, checkpointing=policy, fallbacks=("full",))
+
+    def make_changes(loss: Any, *_: Any) -> dict[str, str]:
+        loss.changes.append("kernels")
+        return {}
+
+    def note(_: Any, model: Any, batch: Any, counts: Any) -> None:
+        slots.extend([batch.slots] * torch.is_grad_enabled())
+
+    monkeypatch.setattr(preparation, "estimate", planned)
+    monkeypatch.setattr(run_module, "make_changes", make_changes)
+    monkeypatch.setattr(Engine, "recompute", after(lambda _, policy: taken.append(policy), Engine.recompute))
+    monkeypatch.setattr(SFTLoss, "compute", after(note, SFTLoss.compute))
+    config = config_of(tmp_path)
+    run = run_here(tmp_path, config, f"packing.mode={mode}", "batch.tokens_per_device=4096", f"peft={peft}")
+    assert asked == [Found(max(slots), fused=False), Found(max(slots), fused=True)]
+    assert max(slots) < 4096 and taken == ["every_2", "none"]
+    monkeypatch.undo()
+    plain = run_here(
+        tmp_path, config, f"packing.mode={mode}", "batch.tokens_per_device=4096", f"peft={peft}", name="plain"
+    )
+    assert_same_bits(run, plain)
