@@ -379,7 +379,7 @@ class Trainer:
     gradient_checkpointing: Checkpointing = key(
         "auto",
         "Layers that compute their activations again in the backward pass, to save memory: none, every fourth to every second, all (full), "
-        "or all but their costliest results (selective). auto: as few as fit the GPU (docs/planning.md).",
+        "or all but their costliest results (selective). auto: as few as fit the GPU, measured before step 1 (docs/planning.md).",
     )
     activation_offload: bool = advanced(
         False,

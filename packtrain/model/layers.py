@@ -61,13 +61,24 @@ def check_offload(device: torch.device) -> None:
         raise UserError(what, where=OFFLOAD_KEY, fix=fix, code="offload-on-cpu")
 
 
+def can_recompute(model: PreTrainedModel, policy: str) -> bool:
+    """Return whether the layers of `model` can recompute by `policy`."""
+    layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    return model.supports_gradient_checkpointing and (policy == "full" or any(layers))
+
+
 def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> None:
-    """Make the layers of `model` recompute by `policy`: full, every_2 … or selective.
+    """Make the layers of `model` recompute by `policy`: none, full, every_2 … or selective. It replaces an earlier policy.
 
     `model` has no adapters around it. `offload`: the kept tensors wait in the host's memory. Raises UserError if no layer can.
     """
+    if "_set_gradient_checkpointing" in vars(model):
+        model.activation_checkpointing_disable()
+        del vars(model)["_set_gradient_checkpointing"]
+    if policy == "none":
+        return
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not model.supports_gradient_checkpointing or (policy != "full" and not layers):
+    if not can_recompute(model, policy):
         what = f"the layers of {type(model).__name__} cannot compute their activations again"
         other = "full" if model.supports_gradient_checkpointing else "none"
         raise UserError(what, where=f"{KEY} ({policy})", fix=f"set {KEY}={other}", code="cannot-recompute")

@@ -15,6 +15,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from typing import cast
 
 from packtrain.config.rules import check_checkpointing, check_strategy
@@ -49,7 +50,8 @@ class FullestBatch:
 
     `masked` counts the keys per query of its mask, None without a mask. Bytes: `weight` of one weight as layers see it, `compute` of one
     number in their computation (2 under autocast), `stream` of one number in the residual stream. `scores` counts the keys per query whose
-    attention scores are kept: torch has no grouped-query kernel for float32 on GPUs.
+    attention scores are kept: torch has no grouped-query kernel for float32 on GPUs. `fused`: whether Liger's kernels compute norms and
+    activations. Norms then keep their input alone, MLPs not the result of the activation. `copies`: see Found.
     """
 
     tokens: int
@@ -58,16 +60,30 @@ class FullestBatch:
     compute: int
     stream: int
     scores: int = 0
+    fused: bool = False
+    copies: float = 1
 
 
-def fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None:
-    """Return the fullest micro-batch that `config` allows. None: it limits neither tokens nor lengths of documents."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Facts that a run finds out: token slots of the largest micro-batch, and whether Liger's kernels proved exact. None: not yet known.
+
+    `copies`: how often attention copies a key of it, for each document that shares its beginning.
+    """
+
+    slots: int | None = None
+    copies: float = 1
+    fused: bool | None = None
+
+
+def fullest(config: RunConfig, width: int, *, gpu: bool, found: Found = Found()) -> FullestBatch | None:
+    """Return the fullest micro-batch, `found` or the one that `config` allows. None: nothing limits its tokens."""
     examples, tokens = config.batch.limits(config.packing.mode)
     longest, bounds = config.data.max_length, [tokens]
     if longest is not None:
         each = config.objective.spec.documents * longest
         bounds += [item and item * each for item in (examples, config.batch.examples_per_step)]
-    most = min((item for item in bounds if item is not None), default=None)
+    most = found.slots or min((item for item in bounds if item is not None), default=None)
     if most is None:
         return None
     masked = most if config.model.backend and config.model.backend.dense_mask else None
@@ -78,18 +94,23 @@ def fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None:
     narrow = mixed and gpu and not strategy.shards_weights  # if changes/residual.py proves exact
     compute = 2 if mixed else width
     scores = min(longest or most, most) if gpu and compute == 4 and masked is None else 0
-    return FullestBatch(most, masked, width, compute, 2 if narrow else width, scores)
+    if (fused := found.fused) is None:  # expected, if they are installed or required
+        wanted = config.model.kernels == "liger" or all(map(find_spec, ("liger_kernel", "triton")))
+        fused = wanted and config.model.kernels in ("auto", "liger") and gpu
+        fused = fused and not (config.trainer.torch_compile or strategy.gathers_by_engine)
+    return FullestBatch(most, masked, width, compute, 2 if narrow else width, scores, fused, found.copies)
 
 
 def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tuple[int, int]:
     """Count bytes kept by all layers between the passes, and the last layer's backward bytes."""
     tile = config.trainer.tokens_per_mlp_tile or batch.tokens
     layer, inside = batch.tokens * _count_layer(config, layers, batch), _count_mlp(config, layers, batch)
-    gradients = min(tile, batch.tokens) * 2 * layers.inner * batch.compute  # of the tensors inside the MLP
+    # of the tensors inside the MLP; Liger writes them over what it has kept
+    gradients = min(tile, batch.tokens) * (1 if batch.fused else 2) * layers.inner * batch.compute
     if tile < batch.tokens:  # MLPs keep only their input, and all their tensors for one tile at a time
         layer -= batch.tokens * (inside - layers.hidden * batch.compute)
         gradients += tile * inside
-    last_norm = batch.tokens * layers.hidden * (4 + batch.stream)
+    last_norm = batch.tokens * layers.hidden * (batch.stream if batch.fused else 4 + batch.stream)
     checkpointing = config.trainer.gradient_checkpointing
     every = period(checkpointing)
     again = math.ceil(layers.number / every) if every else 0
@@ -107,24 +128,29 @@ def _count_layer(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     """Return the bytes per token that a layer keeps for its backward pass."""
     full, compute = config.peft.kind == "none", batch.compute
     norms = 2 * layers.hidden * (4 + (batch.stream if full else 0)) + 8
-    if layers.kind == "qwen3":
-        norms += (layers.query + layers.key) * (4 + (compute if full else 0))
+    heads = layers.query + layers.key if layers.kind == "qwen3" else 0  # norms of heads
+    norms += heads * (4 + (compute if full else 0))
+    if batch.fused:
+        norms = 2 * (layers.hidden * batch.stream + 4) + heads * compute
     scores = batch.scores if layers.key < layers.query else 0
     keys = layers.query if batch.masked or scores else layers.key  # with a mask, sdpa repeats the keys for every head
-    attention = compute * (2 * layers.query + 2 * keys + (batch.masked or 0)) + 4 * layers.heads * (1 + scores)
+    attention = compute * (
+        2 * layers.query + math.ceil(2 * keys * batch.copies) + (batch.masked or 0)
+    ) + 4 * layers.heads * (1 + scores)
     return norms + attention + _count_inputs(config, layers, batch, mlp=False) + _count_mlp(config, layers, batch)
 
 
 def _count_mlp(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     """Return the bytes per token that the MLP of one layer keeps."""
-    return 3 * layers.inner * batch.compute + _count_inputs(config, layers, batch, mlp=True)
+    return (2 if batch.fused else 3) * layers.inner * batch.compute + _count_inputs(config, layers, batch, mlp=True)
 
 
 def _count_inputs(config: RunConfig, layers: Layers, batch: FullestBatch, *, mlp: bool) -> int:
     """Return the bytes per token of the inputs that linear layers keep.
 
     Only linear layers with trained weights or adapters keep inputs. `mlp` selects a layer's MLP, else its attention. Linear layers share the
-    tensor that they read, unless each copies it: in autocast's format, or in the adapters' float32. Attention already keeps o_proj's input;
+    tensor that they read, unless each copies it: in autocast's format, or in the adapters' float32. Liger's norms return the format of the
+    stream, which may be autocast's. Attention already keeps o_proj's input;
     down_proj's input is always new.
     """
     full, autocast = config.peft.kind == "none", config.trainer.mixed_precision == "bf16"
@@ -133,7 +159,7 @@ def _count_inputs(config: RunConfig, layers: Layers, batch: FullestBatch, *, mlp
         targets = config.peft.target_modules
         return sum(full or is_adapted(f"model.layers.0.{part}.{name}", targets) for name in names)
 
-    copied = batch.compute != batch.weight if full else autocast or batch.weight != 4
+    copied = batch.compute != (batch.stream if batch.fused else batch.weight) if full else autocast or batch.weight != 4
     width = batch.compute if full else 2 if autocast else 4
     readers = reading("mlp", "gate_proj", "up_proj") if mlp else reading("self_attn", "q_proj", "k_proj", "v_proj")
     hidden = layers.hidden * (readers if copied else min(readers, 1))
@@ -178,7 +204,8 @@ class Memory:
     `outside` is allowed for on it beside torch's allocator. `checkpointing` is the resolved trainer.gradient_checkpointing, `chosen` the
     reason. FSDP2: `accumulated` are the whole float32 gradients that stay on each GPU between a step's micro-batches if only the last
     one exchanges them. A micro-batch that exchanges gradients sends `leaving` bytes out of each machine. `pictures` are the bytes of `activations`
-    for pixels and towers, if all `picture_tokens` of the fullest micro-batch are of pictures.
+    for pixels and towers, if all `slots` of the fullest micro-batch are tokens of pictures. `fused`: whether Liger's kernels are counted with.
+    `fallbacks`: policies that recompute more than `checkpointing`, if it is a choice of `auto`.
     """
 
     parameters: int
@@ -200,7 +227,9 @@ class Memory:
     leaving: int | None = None
     processes: int = 1
     pictures: int = 0
-    picture_tokens: int = 0
+    slots: int = 0
+    fused: bool = False
+    fallbacks: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
@@ -240,6 +269,7 @@ class Memory:
                 text += f" ({in_gib(self.total * self.processes)} GiB for all {self.processes} processes, if they are on one CPU)"
         else:
             text = f"{in_gib(self.total + self.outside)} of the {in_gib(self.device)} GiB of each GPU"
+            text += ", with Liger's kernels" if self.fused else ""
         if self.activations is None:
             text += f" before activations ({self.unknown})"
         if self.device is None:
@@ -247,7 +277,7 @@ class Memory:
         elif self.fits is not None:
             text += ": fits" if self.fits else f": DOES NOT FIT, {self.advice}"
         if self.pictures:
-            text += f"; up to {in_gib(self.pictures)} GiB of it for pixels and towers, if all {self.picture_tokens:,} tokens of a micro-batch are of pictures"
+            text += f"; up to {in_gib(self.pictures)} GiB of it for pixels and towers, if all {self.slots:,} tokens of a micro-batch are of pictures"
         text += f"; and {in_gib(self.host)} GiB of the machine's own memory per process" if self.host else ""
         return text + (f"; {in_gib(self.leaving)} GiB leave each machine with a micro-batch" if self.leaving else "")
 
@@ -257,10 +287,12 @@ class Memory:
         return {**asdict(self), **derived, "summary": self.sentence()}
 
 
-def estimate(config: RunConfig, processes: int, device_bytes: int | None = None, machines: int = 1) -> Memory | str:
+def estimate(
+    config: RunConfig, processes: int, device_bytes: int | None = None, machines: int = 1, found: Found = Found()
+) -> Memory | str:
     """Estimate the memory of a run on `processes` devices, or say why that is impossible.
 
-    Devices have `device_bytes` each; None plans for CPUs. If the run exceeds the device, `advice` says what to try.
+    Devices have `device_bytes` each; None plans for CPUs. `found`: facts that a run has found out. If the run exceeds the device, `advice` says what to try.
     """
     try:
         model = _measure(config, gpu=device_bytes is not None)
@@ -268,28 +300,29 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None,
         # 8-bit products keep the same tensors as bfloat16 products, except autocast's copies of weights
         decided = decided.replace("fp8", "bf16")
         config = replace(config, trainer=replace(config.trainer, mixed_precision=decided))
-        memory = _choose_checkpointing(config, model, (processes, machines), device_bytes)
+        memory = _choose_checkpointing(config, model, (processes, machines), device_bytes, found)
     except UserError as error:
         return f"not known before loading: {error.in_words()}"
     if memory.fits is not False:
         return memory
-    split = _advise_split(config, model, (processes, machines), device_bytes)
+    split = _advise_split(config, model, (processes, machines), device_bytes, replace(found, slots=None))
     return replace(memory, advice=f"try {split}" if split else _advice(config, processes))
 
 
 def _choose_checkpointing(
-    config: RunConfig, model: ModelSize, spread: tuple[int, int], device_bytes: int | None
+    config: RunConfig, model: ModelSize, spread: tuple[int, int], device_bytes: int | None, found: Found
 ) -> Memory:
     """Resolve trainer.gradient_checkpointing and return the memory. `auto` recomputes just enough to leave SPARE of the device free."""
     counts: dict[str, Memory] = {}
     for policy in CHECKPOINTING:
         tried = replace(config, trainer=replace(config.trainer, gradient_checkpointing=cast(Checkpointing, policy)))
         if not any(check_checkpointing(tried)):
-            counts[policy] = _count(tried, model, *spread, device_bytes)
+            counts[policy] = _count(tried, model, *spread, device_bytes, found)
             counts[policy] = replace(counts[policy], device=device_bytes, checkpointing=policy)
-    asked, kept = config.trainer.gradient_checkpointing, counts["none"]
-    if asked != "auto":
+    if (asked := config.trainer.gradient_checkpointing) != "auto":
         return replace(counts[asked], chosen="asked for")
+    counts = {one: replace(made, fallbacks=(*counts,)[n:]) for n, (one, made) in enumerate(counts.items(), start=1)}
+    kept = counts["none"]
     if device_bytes is None or kept.activations is None:
         return replace(kept, chosen="auto: no GPU" if device_bytes is None else "auto: activations are not known")
     room = (1 - SPARE) * device_bytes - kept.outside
@@ -337,7 +370,9 @@ def _embedding(shapes: Shapes) -> int:
     return max(sizes, default=0) if any(name.endswith(("lm_head.weight", SCORE)) for name in shapes) else 0
 
 
-def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, device_bytes: int | None) -> Memory:
+def _count(
+    config: RunConfig, model: ModelSize, processes: int, machines: int, device_bytes: int | None, found: Found
+) -> Memory:
     spec, full, copied = config.strategy.spec, config.peft.kind == "none", config.strategy.shard_within == "machine"
     shards = processes // machines if copied else processes
     rounded = spec.keeps_masters and model.width == 2  # all weights, adapters too
@@ -360,7 +395,7 @@ def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, d
         split["gradients"] += math.ceil(4 * model.trained / processes)  # also in float32, for the optimizer
         host = max(host, sum(split.values()))
         split = dict.fromkeys(split, 0)
-    batch = fullest(config, model.width, gpu=device_bytes is not None)
+    batch = fullest(config, model.width, gpu=device_bytes is not None, found=found)
     activations, moved, unknown = _activations(config, model, batch, device_bytes or 0)
     pictures = 0 if activations is None or batch is None else _pictures(config, model, batch, activations)
     activations = None if activations is None else activations + pictures
@@ -396,7 +431,8 @@ def _count(config: RunConfig, model: ModelSize, processes: int, machines: int, d
         leaving=overhead.leaving,
         processes=processes,
         pictures=pictures,
-        picture_tokens=batch.tokens if batch and pictures else 0,
+        slots=batch.tokens if batch else 0,
+        fused=batch is not None and batch.fused,
     )
 
 
@@ -527,7 +563,9 @@ def _advice(config: RunConfig, processes: int) -> str:
     return f"try {', '.join(what for what, helps in tries.items() if helps)}"
 
 
-def _advise_split(config: RunConfig, model: ModelSize, spread: tuple[int, int], device_bytes: int | None) -> str:
+def _advise_split(
+    config: RunConfig, model: ModelSize, spread: tuple[int, int], device_bytes: int | None, found: Found
+) -> str:
     """Suggest the smallest split of documents over neighbours that fits. "" if splitting is impossible or does not help."""
     if config.packing.mode == "padding" or config.data.max_length is None or config.objective.sorting_losses:
         return ""
@@ -535,7 +573,7 @@ def _advise_split(config: RunConfig, model: ModelSize, spread: tuple[int, int], 
     for parts in (number for number in range(1, spread[0] + 1) if spread[0] % number == 0):
         part = math.ceil(longest / parts)
         batch = replace(config.batch, tokens_per_device=part, examples_per_device=None)
-        if _choose_checkpointing(replace(config, batch=batch), model, spread, device_bytes).fits:
+        if _choose_checkpointing(replace(config, batch=batch), model, spread, device_bytes, found).fits:
             over = f"strategy.sequence_parallel={parts} batch.tokens_per_device={part}"
             return f"{over}, which splits documents of {longest:,} tokens over {parts} processes" if parts > 1 else ""
     return ""

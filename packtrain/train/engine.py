@@ -82,7 +82,7 @@ class Engine:
     def __init__(self, loss: Loss, settings: LoopSettings) -> None:
         self._optim, self._seed = settings.optim, settings.trainer.seed
         self.spec = STRATEGIES[settings.strategy]
-        self.exchanges_once, self.ema = settings.exchange_once, settings.trainer.ema
+        self.exchanges_once, self.ema = False, settings.trainer.ema
         self.model, self.accelerator = loss.model, loss.accelerator
         self.has_adapters = base_model(self.model) is not self.model
         self.wrapped: nn.Module = self.model
@@ -93,10 +93,19 @@ class Engine:
         if self.spec.shards_weights:  # copies would keep every gathered layer in memory
             self.casting_once = nullcontext
         self.dither = Dither()
-        if settings.checkpointing != "none":
-            if self.has_adapters:
+        self.checkpointing, self._offload = "none", settings.trainer.activation_offload
+        self.fallbacks: list[str] = []
+        """Values of trainer.gradient_checkpointing to try if the current one lacks memory, in order."""
+
+    def recompute(self, policy: str) -> None:
+        """Make layers recompute their activations by `policy` from now on."""
+        if self.has_adapters and (policy == "none") != (self.checkpointing == "none"):
+            if policy == "none":
+                self.model.disable_input_require_grads()
+            else:
                 self.model.enable_input_require_grads()  # else a recomputed layer gives its adapters no gradient
-            recompute(base_model(self.model), settings.checkpointing, offload=settings.trainer.activation_offload)
+        recompute(base_model(self.model), policy, offload=self._offload)
+        self.checkpointing = policy
 
     def prepare(self, steps: int, say: Callable[[str], None]) -> None:
         """Make optimizer and schedule for this number of `steps`, and wrap the model. Raises UserError if one of them cannot be made."""

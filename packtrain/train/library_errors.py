@@ -14,7 +14,6 @@ from packtrain.attention.backends import NEEDED
 from packtrain.config.schema import Batch
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed, UserError, explain, raised_in
 from packtrain.model.spread import Ranks
-from packtrain.plan.memory import estimate
 from packtrain.run_folder import RunFolder
 from packtrain.wording import counted, first_line, size
 
@@ -86,7 +85,7 @@ def memory_error(error: Exception, trainer: StepTrainer, run: Prepared) -> UserE
     work, steps, spikes, config, ranks = trainer.work, trainer.steps, trainer.settings.spikes, run.config, run.ranks
     if (batch := work.batch) is None or not out_of_memory(error):
         return None
-    schedule, total, used = steps.schedule, None, ""
+    schedule, used = steps.schedule, ""
     if (tried := work.tried) is not None:
         numbers, when = tried.tolist(), "before step 1, where the largest micro-batch of the first pass is tried"
     else:
@@ -99,8 +98,8 @@ def memory_error(error: Exception, trainer: StepTrainer, run: Prepared) -> UserE
         total = torch.cuda.get_device_properties(ranks.device).total_memory
         peak = torch.cuda.max_memory_allocated(ranks.device)
         used = f". {size(work.held)} were in use before it, {size(peak)} at the peak, of {size(total)}"
-    if not isinstance(expected := estimate(config, ranks.world_size, total, ranks.copies), str):
-        used += f". Planned were {expected.sentence().partition(': ')[0]}"
+    if not isinstance(run.memory, str):
+        used += f". Planned were {run.memory.sentence().partition(': ')[0]}"
     key, now, least = "batch.examples_per_device", len(numbers), 1
     if config.batch.limits(config.packing.mode)[1] is not None:
         longest = math.ceil(int(schedule.lengths.max()) / schedule.ranks_per_row)

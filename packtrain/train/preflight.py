@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,12 +22,12 @@ from packtrain.changes.spec import NO_GRADIENTS, Make, Proposal
 from packtrain.errors import CheckFailed, Problem, UserError
 from packtrain.model.layers import recompute_in_eval
 from packtrain.model.load import base_model
-from packtrain.model.spread import Ranks
+from packtrain.model.spread import Ranks, max_over_ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.objectives.answers import Inputs
 from packtrain.packing.balance import parts_of_rank
 from packtrain.packing.collate import IGNORE
-from packtrain.plan.memory import optimizer_bytes
+from packtrain.plan.memory import Found, optimizer_bytes
 from packtrain.proof.choice import AttentionChoice, choose_attention
 from packtrain.proof.comparison import (
     ChangeProof,
@@ -38,11 +40,13 @@ from packtrain.proof.comparison import (
 )
 from packtrain.proof.exhibits import Exhibits
 from packtrain.train.engine import Engine
-from packtrain.train.loader import Steps, first_documents
+from packtrain.train.library_errors import shortly
+from packtrain.train.loader import MicroBatch, Steps, first_documents
 from packtrain.train.log.console import Log
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import local
 from packtrain.train.run_state import LoopSettings
+from packtrain.wording import size
 
 if TYPE_CHECKING:
     from packtrain.train.loop import StepTrainer
@@ -257,29 +261,70 @@ def largest_row(steps: Steps, first_step: int) -> tuple[np.ndarray, bool]:
     )
 
 
+def find_largest(steps: Steps, first_step: int) -> Found:
+    """Measure the largest micro-batch of a process. Of a stream it stays unknown: later rows may be larger."""
+    if steps.feed:
+        return Found()
+    (numbers, is_split), schedule = largest_row(steps, first_step), steps.schedule
+    slots, parts = schedule.slots(numbers), schedule.ranks_per_row if is_split else 1
+    return Found(math.ceil(slots / parts), max(1, schedule.lengths[numbers].sum() / slots))
+
+
 def try_largest(trainer: StepTrainer) -> None:
-    """Run the largest micro-batch forward and backward, on every rank. It runs twice: the second time gradients exist.
+    """Run the largest micro-batch forward and backward, on every rank, and measure its memory.
+
+    If memory fails on a rank and trainer.gradient_checkpointing is `auto`, all ranks recompute more, and try again. No trace of a failed try
+    stays. A rank that fails within an exchange would leave the others in it: then the error remains.
+    """
+    steps, engine, device, settings = trainer.steps, trainer.engine, trainer.loss.device, trainer.settings
+    numbers, is_split = largest_row(steps, settings.first_step)
+    batch = steps.collate_part(numbers, is_split)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers()]
+    exchanges, lack = is_split or engine.spec.shards_weights or engine.spec.steps_in_backward, "the first try"
+    while lack:
+        lack = ""
+        trainer.work.begin(settings.first_step, 1, batch, numbers)
+        try:
+            _run_twice(trainer, batch)
+        except torch.OutOfMemoryError as error:
+            if exchanges and engine.fallbacks:
+                why = "a process that lacks memory within an exchange cannot reach the others"
+                settings.say(f"recompute  stays {engine.checkpointing}: under {settings.strategy} {why}")
+            if exchanges or not engine.fallbacks:
+                raise
+            lack = shortly(error)
+        engine.wrapped.zero_grad()
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        if engine.fallbacks and not exchanges and max_over_ranks(bool(lack), device):
+            lack = lack or "on another process"
+            why = f"with {engine.checkpointing} a micro-batch of {batch.slots:,} token slots lacked memory: {lack}"
+            gc.collect()  # frames of the failed pass hold tensors
+            torch.cuda.empty_cache()
+            engine.recompute(engine.fallbacks.pop(0))
+            trainer.changes["recompute"] = f"{engine.checkpointing} (auto: {why})"
+            settings.fact("recompute", trainer.changes["recompute"])
+    trainer.work.end()
+    if device.type == "cuda":
+        peak = size(torch.cuda.max_memory_allocated(device))
+        settings.fact("tried", f"the largest micro-batch, {batch.slots:,} token slots: {peak} at most until here")
+
+
+def _run_twice(trainer: StepTrainer, batch: MicroBatch) -> None:
+    """Run `batch` twice: the second time gradients exist. Memory for the optimizer's states is held meanwhile.
 
     An engine that steps in the backward pass takes it for a step; `ask_before_update` must refuse the update.
     """
-    steps, engine, loss, settings = trainer.steps, trainer.engine, trainer.loss, trainer.settings
-    numbers, is_split = largest_row(steps, settings.first_step)
-    batch, device = steps.collate_part(numbers, is_split), loss.device
-    buffers = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers()]
+    engine, loss, device = trainer.engine, trainer.loss, trainer.loss.device
     counts = torch.tensor(batch.counts, device=device)
-    trainer.work.begin(settings.first_step, 1, batch, numbers)
     engine.wrapped.train()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), loss.keeping_metrics(), engine.trying():
-        held = torch.empty(_states_to_come(engine, settings), dtype=torch.uint8, device=device)
+        held = torch.empty(_states_to_come(engine, trainer.settings), dtype=torch.uint8, device=device)
         for again in (False, True):
             last = engine.spec.steps_in_backward or (engine.exchanges_once and again)
             with engine.casting_once(), engine.exchanging_gradients(last=last):
                 engine.accelerator.backward(loss.compute(engine.wrapped, batch, counts))
         del held
-    engine.wrapped.zero_grad()
-    for buffer, before in buffers:
-        buffer.copy_(before)
-    trainer.work.end()
 
 
 def _states_to_come(engine: Engine, settings: LoopSettings) -> int:

@@ -34,7 +34,7 @@ from packtrain.packing.balance import choose_ranks_per_row
 from packtrain.packing.pictures import Sight
 from packtrain.packing.prefixes import index_prefixes
 from packtrain.packing.schedule import make_schedule, stage
-from packtrain.plan.memory import Memory, estimate
+from packtrain.plan.memory import Found, Memory, estimate
 from packtrain.proof.choice import AttentionChoice, prove_backend
 from packtrain.proof.isolation import DOCUMENTS, TREE
 from packtrain.train.loader import Steps, attention_cost
@@ -65,6 +65,8 @@ class Prepared:
     """None: batches are padded, or nothing runs packed rows."""
     compiled: int = 0
     """Number of compiled layers."""
+    memory: Memory | str = ""
+    """Planned memory of the largest micro-batch, or why it is not known."""
     sight: Sight | None = None
     """Sight of the model; None if the data has no pictures."""
     close_proofs: Callable[[], None] = lambda: None
@@ -240,7 +242,7 @@ def masters_of(run: Prepared) -> Dither:
     return Dither(rounded, exact_in_bfloat16(rounded_weights(run.model, autocast, sharded=sharded)), seed)
 
 
-def plan_memory(run: Prepared) -> Memory | str:
+def plan_memory(run: Prepared, found: Found) -> Memory | str:
     """Estimate memory for the smallest GPU of any rank, so that all decide alike. Return a reason if it is not known."""
     ranks, model, total = run.ranks, run.config.model, None
     if ranks.device.type == "cuda":
@@ -249,8 +251,10 @@ def plan_memory(run: Prepared) -> Memory | str:
         weights: Any = str(run.precision.weights).removeprefix("torch.")
         model = replace(model, init="random", config=base_model(run.model).config.to_dict(), dtype=weights)
     trainer = replace(run.config.trainer, mixed_precision=cast(Any, run.precision.mixed))
-    planned = estimate(replace(run.config, model=model, trainer=trainer), ranks.world_size, total, ranks.copies)
-    return planned if isinstance(planned, Memory) else planned.replace(" before loading", "")
+    config = replace(run.config, model=model, trainer=trainer)
+    planned = estimate(config, ranks.world_size, total, ranks.copies, found)
+    run.memory = planned if isinstance(planned, Memory) else planned.replace(" before loading", "")
+    return run.memory
 
 
 def choose_checkpointing(asked: str, memory: Memory | str) -> tuple[str, str]:

@@ -32,6 +32,7 @@ from packtrain.errors import Json, LostPeers, PacktrainError, UserError, boundar
 from packtrain.inspect.audit import sample_answers
 from packtrain.inspect.corpus import find_places, open_corpus
 from packtrain.model.forward import outputs_of_tokens
+from packtrain.model.layers import can_recompute
 from packtrain.model.load import base_model, check_positions, check_trainable, is_reward_model
 from packtrain.model.precision import settle_kernels
 from packtrain.model.save import end_answers_at, mend_generation_config, try_saving
@@ -39,7 +40,7 @@ from packtrain.model.spread import Ranks, machines_of, open_strategy
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.packing.feed import Feed
-from packtrain.plan.memory import Memory
+from packtrain.plan.memory import Found, Memory
 from packtrain.plan.origin import check_length, check_origin, length_of, origin_in, shared_values
 from packtrain.proof.exhibits import check_pictures
 from packtrain.proof.isolation import check_causal_and_padding
@@ -58,7 +59,7 @@ from packtrain.train.objectives.loss import Setup
 from packtrain.train.objectives.training_objective import Start
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.weight_groups import freeze_unreached, reduce_unreached
-from packtrain.train.preflight import make_changes
+from packtrain.train.preflight import find_largest, make_changes
 from packtrain.train.preparation import Prepared
 from packtrain.train.questions import Question, answer, make_questions
 from packtrain.train.run_state import Listener, LoopSettings, RunState, StopRequest
@@ -293,14 +294,6 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
             check_causal_and_padding(base, padding=padded, autocast=autocast)
             if exhibits := exhibits_of(prepared):
                 check_pictures(base, exhibits, padding=padded, autocast=autocast)
-    memory = preparation.plan_memory(prepared)
-    checkpointing, why = preparation.choose_checkpointing(config.trainer.gradient_checkpointing, memory)
-    if checkpointing != "none" or ranks.device.type == "cuda":
-        moved = ", from inputs of layers in the host's memory" if config.trainer.activation_offload else ""
-        log.fact("recompute", f"{checkpointing} ({why}){moved}")
-    exchange = memory.exchange() if isinstance(memory, Memory) else ""
-    if exchange and ranks.device.type == "cuda":
-        log.fact("gradients", exchange)
     settings = LoopSettings(
         steps,
         evaluation,
@@ -309,8 +302,8 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         origin,
         first_step=step_of(checkpoint) if checkpoint else 0,
         say=log.warn,
+        fact=log.fact,
         strategy=ranks.strategy,
-        exchange_once=isinstance(memory, Memory) and memory.exchanges_once,
         autocast=prepared.precision.autocast,
         backend=prepared.backend.backend.name if prepared.backend else None,
         trainer=config.trainer,
@@ -318,7 +311,6 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         limits=TimeLimits(config.topology.step_timeout),
         spikes=_spike_rules(run, data, steps),
         largest_first=tries_largest(config.trainer, ranks),
-        checkpointing=checkpointing,
         unused_at_times=at_times,
     )
     with boundary("the trainer cannot be made", "optim", code="trainer-unusable"):
@@ -326,10 +318,27 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         trainer = StepTrainer(loss, settings, _listeners(run))
     if peak := trainer.step_metrics.peak:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
+    largest = find_largest(steps, settings.first_step)
+    _settle_memory(run, trainer, largest)  # without changes: their proofs must fit, too
     trainer.changes |= make_changes(loss, ranks, [*proposals(prepared.situation)], log)
+    console.log_memory(log, prepared, _settle_memory(run, trainer, largest))
     trainer.engine.dither = _dither_of(run, trainer)
     prepared.objective.prove(Start(trainer, log, ranks, prepared.precision, prepared.attention, prove))
     return trainer
+
+
+def _settle_memory(run: Run, trainer: StepTrainer, largest: Found) -> str:
+    """Plan the memory of the `largest` micro-batch, with the changes made so far. By it choose the layers that recompute, and when
+    gradients are exchanged. Return why."""
+    engine = trainer.engine
+    memory = preparation.plan_memory(run.prepared, replace(largest, fused="kernels" in trainer.loss.changes))
+    if isinstance(memory, Memory):
+        engine.exchanges_once = memory.exchanges_once
+        engine.fallbacks = [one for one in memory.fallbacks if can_recompute(base_model(engine.model), one)]
+    policy, why = preparation.choose_checkpointing(run.config.trainer.gradient_checkpointing, memory)
+    if policy != engine.checkpointing:
+        engine.recompute(policy)
+    return f"{policy} ({why})"
 
 
 def _training_steps(run: Run) -> Steps:

@@ -37,10 +37,9 @@ _FIELDS = {
 class LoopSettings:
     """Settings of a training loop.
 
-    `origin`: values that must be equal in a resumed run and its checkpoint. `strategy`: strategy.name. `exchange_once`:
-    Memory.exchanges_once. `autocast`: the format of mixed precision (None: the weights' format). `backend`: the attention backend
+    `origin`: values that must be equal in a resumed run and its checkpoint. `strategy`: strategy.name. `autocast`: the format of mixed precision (None: the weights' format). `backend`: the attention backend
     of packed rows (None: the model's own attention). `trainer` and `optim`: the config's groups.
-    `checkpointing`: the decision on trainer.gradient_checkpointing.
+    `say` and `fact` log a warning and a decision.
     """
 
     steps: Steps
@@ -51,8 +50,8 @@ class LoopSettings:
     origin: Json
     first_step: int = 0
     say: Callable[[str], None] = print
+    fact: Callable[[str, str], None] = print
     strategy: str = DEFAULT
-    exchange_once: bool = False
     autocast: torch.dtype | None = None
     backend: str | None = None
     trainer: Trainer = field(default_factory=Trainer)
@@ -60,7 +59,6 @@ class LoopSettings:
     limits: TimeLimits | None = None
     spikes: SpikeRules | None = None
     largest_first: bool = False
-    checkpointing: str = "none"
     unused_at_times: bool = False
     """Whether some weights (experts) get no gradient in some batches."""
 

@@ -108,7 +108,7 @@ def test_pixels_and_towers_count_in_the_plan(tmp_path: Path) -> None:
     frozen, trained = planned(tmp_path, tokens), planned(tmp_path, tokens, "model.towers=trained")
     pixels = 4 * 4 * 4096 * 3 * 14 * 14 * 2  # two frames of 14×14 in three colours, four patches a token
     assert pixels <= frozen.pictures < trained.pictures
-    assert frozen.activations and trained.activations and frozen.picture_tokens == 4096
+    assert frozen.activations and trained.activations and frozen.slots == 4096
     assert trained.activations - frozen.activations == trained.pictures - frozen.pictures > 0
     assert "4,096 tokens of a micro-batch are of pictures" in trained.sentence()
     again = planned(tmp_path, tokens, "model.towers=trained", "trainer.gradient_checkpointing=full")

@@ -26,7 +26,7 @@ from packtrain.model.layers import recompute
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
 from packtrain.packing.segments import Segments
-from packtrain.plan.memory import CHECKPOINTING, GIB, Memory, estimate
+from packtrain.plan.memory import CHECKPOINTING, GIB, Found, Memory, estimate
 from packtrain.train import preparation
 from packtrain.train.preparation import choose_checkpointing, plan_memory
 
@@ -45,7 +45,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def passes(kind: str, attention: str, policy: str) -> tuple[torch.Tensor, list[torch.Tensor | None], Calls]:
+def passes(kind: str, attention: str, *policies: str) -> tuple[torch.Tensor, list[torch.Tensor | None], Calls]:
     """Loss and gradients of a model on a row of three documents (a plain one where attention is sdpa), and what ran."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES)).train()
@@ -53,7 +53,7 @@ def passes(kind: str, attention: str, policy: str) -> tuple[torch.Tensor, list[t
     ids = torch.randint(0, SIZES["vocab_size"], (1, 40))
     positions = torch.cat([torch.arange(length) for length in (10, 20, 10)])[None]
     row = {"segments": Segments((10, 20, 10), (None, None, None)), "position_ids": positions}
-    if policy != "none":
+    for policy in policies:
         recompute(model, policy)
     with Calls() as calls:
         loss = model(input_ids=ids, labels=ids, use_cache=False, **(row if attention == NAME else {})).loss
@@ -70,6 +70,15 @@ def test_losses_and_gradients_are_the_same_bits(kind: str, attention: str) -> No
         other, theirs, _ = passes(kind, attention, policy)
         assert other.equal(loss), policy
         assert all(one is two is None or one.equal(two) for one, two in zip(gradients, theirs, strict=True)), policy
+
+
+def test_a_policy_replaces_the_one_before() -> None:
+    """Bits and operators are those of the last one."""
+    for policies in (["every_4", "selective"], ["selective", "every_3"], ["full", "none"], ["every_2", "none", "full"]):
+        loss, gradients, calls = passes("llama", "sdpa", policies[-1])
+        other, theirs, made = passes("llama", "sdpa", *policies)
+        assert other.equal(loss) and made.of == calls.of, policies
+        assert all(one is two is None or one.equal(two) for one, two in zip(gradients, theirs, strict=True)), policies
 
 
 def test_what_is_computed_again_is_what_the_policy_says() -> None:
@@ -127,7 +136,7 @@ def test_auto_goes_by_the_gpu_that_it_runs_on(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
         ranks = Ranks(0, 1, torch.device(device))
         run: Any = types.SimpleNamespace(config=config, precision=precision, ranks=ranks, model=model)
-        assert choose_checkpointing("auto", plan_memory(run))[0] == expected
+        assert choose_checkpointing("auto", plan_memory(run, Found()))[0] == expected
 
 
 @pytest.mark.parametrize("peft", ["none", "lora"])

@@ -60,7 +60,7 @@ def exchanging_once(*given: Any) -> None:
     """The same, of a plan that has memory for whole gradients."""
     sizes = dict.fromkeys(("parameters", "trained", "weights", "gradients", "optimizer", "buffers", "activations"), 0)
     memory = Memory(**sizes, accumulated=0, device=80 * GIB)
-    training.preparation.plan_memory = lambda _: memory
+    training.preparation.plan_memory = lambda *_: memory
     counting(*given)
 
 

@@ -27,6 +27,7 @@ from packtrain.data.dataset import DataReport
 from packtrain.model.adapters import joint_tensors
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements, language_layers
+from packtrain.plan.memory import Memory
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.comparison import has_routers
@@ -204,6 +205,18 @@ def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | 
         log.warn("isolation  not proved (verify.preflight=false): documents of a row may see each other")
     else:
         log.fact("isolation", _proved(decision.proof, "documents in a row"))
+
+
+def log_memory(log: Log, run: Prepared, recompute: str) -> None:
+    """Log the layers that `recompute`, why, the memory of the largest micro-batch, and when gradients are exchanged."""
+    on_gpu, memory = run.ranks.device.type == "cuda", run.memory
+    moved = ", from inputs of layers in the host's memory" if run.config.trainer.activation_offload else ""
+    if on_gpu or not recompute.startswith("none"):
+        log.fact("recompute", f"{recompute}{moved}")
+    if on_gpu and isinstance(memory, Memory):
+        log.fact("memory", f"planned: {memory.sentence()}; the largest micro-batch has {memory.slots:,} token slots")
+        if exchange := memory.exchange():
+            log.fact("gradients", exchange)
 
 
 def log_pictures(log: Log, run: Prepared) -> None:

@@ -16,7 +16,7 @@ from tiny_models import SIZES
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Strategy
 from packtrain.objectives.spec import head_chunk
-from packtrain.plan.memory import CHECKPOINTING, GIB, NCCL, OUTSIDE, SPARE, Memory, estimate
+from packtrain.plan.memory import CHECKPOINTING, GIB, NCCL, OUTSIDE, SPARE, Found, Memory, estimate
 
 MADE = ["model.init=random", "model.tokenizer=quickstart", "data.train=owner/data", "batch.examples_per_step=4"]
 UNCHECKED = "verify.preflight=false"  # what is checked around step 1 would take more than these tiny models
@@ -34,11 +34,17 @@ NONE, AUTO = "trainer.gradient_checkpointing=none", "trainer.gradient_checkpoint
 SMALLER = "smaller micro-batches (batch.tokens_per_device, examples_per_device)"
 
 
-def known(overrides: list[str], processes: int = 1, device: int | None = None, strategy: Any = "ddp") -> Memory:
+def known(
+    overrides: list[str],
+    processes: int = 1,
+    device: int | None = None,
+    strategy: Any = "ddp",
+    found: Found = Found(fused=False),  # noqa: B008
+) -> Memory:
     config = load_config(None, [*MADE, *overrides])
-    found = estimate(replace(config, strategy=Strategy(name=strategy)), processes, device)
-    assert isinstance(found, Memory), found
-    return found
+    planned = estimate(replace(config, strategy=Strategy(name=strategy)), processes, device, found=found)
+    assert isinstance(planned, Memory), planned
+    return planned
 
 
 def write_weights(folder: Path, *shape: int) -> None:
@@ -432,6 +438,55 @@ def test_auto_computes_as_little_again_as_fits_with_a_tenth_to_spare() -> None:
     assert (least.checkpointing, least.fits) == ("full", False) and "gradient_checkpointing" not in least.advice
     compiled = known([*config, "trainer.torch_compile=true"], 8, asked["selective"].total + 20 * GIB, "zero2")
     assert compiled.checkpointing != "selective"
+
+
+QWEN2_1B = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "vocab_size": 151_936}
+QWEN2_1B |= {"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True}
+QWEN3_600M = {**QWEN3_8B, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+QWEN3_600M |= {"num_attention_heads": 16, "tie_word_embeddings": True}
+BIG, MIDDLE, SMALL = sized("qwen3", **QWEN3_8B), sized("qwen2", **QWEN2_1B), sized("qwen3", **QWEN3_600M)
+BIG += ["peft=lora", "model.dtype=bfloat16", "trainer.gradient_checkpointing=every_4"]
+MASTERS, PADDED, DPO = "model.dtype=bfloat16", "packing.mode=padding", "objective.kind=dpo"
+
+
+@pytest.mark.parametrize(
+    ("config", "found", "measured"),
+    [
+        ([*MIDDLE, MASTERS], Found(16_135, fused=False), 67.6),
+        ([*MIDDLE], Found(16_135, fused=False), 74.4),
+        ([*MIDDLE, MASTERS, PADDED, "data.max_length=8192"], Found(16_270, fused=False), 75.0),
+        ([*MIDDLE, MASTERS], Found(16_135, fused=True), 55.0),
+        ([*SMALL, DPO], Found(16_174, fused=True), 31.3),
+        ([*SMALL, DPO, PADDED], Found(15_208, fused=True), 32.0),
+        (BIG, Found(12_933, fused=False), 90.3),
+        (SMALL, Found(12_766, fused=True), 26.4),
+        (SMALL, Found(12_886, 8.15, fused=True), 35.2),  # sixteen documents about each text
+        (SMALL, Found(16_336, fused=True), 30.3),
+    ],
+)
+def test_plans_are_within_a_tenth_of_peaks_measured_on_an_h200(
+    config: list[str], found: Found, measured: float
+) -> None:
+    """GiB of real runs (benchmarks/RESULTS.md); `found` is their largest micro-batch."""
+    limits = ["batch.tokens_per_device=16384", "data.max_length=2048", "trainer.mixed_precision=bf16"]
+    planned = known([*limits, *config], device=140 * GIB, found=found)
+    assert planned.total / GIB == pytest.approx(measured, rel=0.1)
+    assert planned.slots == found.slots and ("Liger" in planned.sentence()) == found.fused
+
+
+def test_a_plan_expects_ligers_kernels_where_they_are_installed_or_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fused(kernels: Any = "auto", *changes: str, strategy: Any = "ddp", device: int | None = 140 * GIB) -> bool:
+        config = load_config(None, [*MADE, *SMALL, *changes])
+        config = replace(config, strategy=Strategy(name=strategy), model=replace(config.model, kernels=kernels))
+        planned = estimate(config, 1, device)
+        assert isinstance(planned, Memory)
+        return planned.fused
+
+    monkeypatch.setattr("packtrain.plan.memory.find_spec", lambda _: None)
+    assert fused("liger") and not fused()
+    assert not fused("liger", strategy="zero3") and not fused("liger", device=None)
+    monkeypatch.setattr("packtrain.plan.memory.find_spec", lambda _: "here")
+    assert fused() and not fused("none") and not fused("auto", "trainer.torch_compile=true")
 
 
 def test_auto_keeps_all_where_nothing_is_known_to_be_too_much() -> None:

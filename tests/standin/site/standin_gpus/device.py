@@ -21,6 +21,11 @@ pending = threading.local()
 """`error`: what a call of this thread has left behind, which the next kernel raises."""
 
 
+def limit() -> float:
+    """Bytes of tensors that fit on a device, where they are fewer than it says to have."""
+    return float(os.environ.get("STANDIN_LIMIT_MIB", "inf")) * 2**20
+
+
 def register() -> None:
     """Put the stand-in's guard in place of the one that a CUDA build of torch has brought."""
     _guard.standin_register()

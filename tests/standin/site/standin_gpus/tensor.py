@@ -17,7 +17,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from standin_gpus import nccl
-from standin_gpus.device import check, current, index_of, touch
+from standin_gpus.device import check, current, index_of, limit, touch
 
 waits: list[str] = []
 """What made the host wait for a device, in order."""
@@ -86,6 +86,8 @@ class Bytes:
 
     @classmethod
     def _count(cls, key: int, index: int, size: int) -> None:
+        if cls.now[index] + size - cls._sizes[key] > limit():
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / 2**20:.2f} MiB.")
         cls.now[index] += size - cls._sizes[key]
         cls._sizes[key] = size
         cls.most[index] = max(cls.most[index], cls.now[index])
