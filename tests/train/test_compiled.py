@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from packtrain.attention.backends import attending_by
 from packtrain.errors import UserError
 from packtrain.model import layers
-from packtrain.model.layers import compile_layers, is_compiled, recompute
+from packtrain.model.layers import compile_layers, is_compiled
 from packtrain.packing.segments import Segments
 from tests.train import forked
 
@@ -61,24 +61,6 @@ def test_compiled_layers_compute_the_same_for_rows_of_any_lengths_and_are_compil
             assert off(our_gradients, gradients) <= 1e-5
             graphs.append(counters["stats"]["unique_graphs"] - before)
     assert 0 < graphs[0] <= 4 and graphs == graphs[:1] * 6, "norms, projections before and after attention, MLP"
-
-
-def test_compiled_layers_recompute_by_one_policy_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is compiled anew where a policy comes back."""
-    monkeypatch.setattr(layers, "BACKEND", "eager")
-    plain, fast = (tiny_model("llama", num_hidden_layers=3).train() for _ in range(2))
-    compile_layers(fast)
-    graphs: dict[str, int] = {}
-    with attending_by(plain, "segmented"), attending_by(fast, "segmented"):
-        for policy in ("every_2", "none", "full", "every_2", "none", "full"):
-            for model in (plain, fast):
-                recompute(model, policy)
-            (loss, gradients), (ours, our_gradients) = (
-                loss_and_gradients(one, Segments((9, 20))) for one in (plain, fast)
-            )
-            assert abs(ours - loss) <= 1e-6 * abs(loss) and off(our_gradients, gradients) <= 1e-5
-            graphs.setdefault(policy, counters["stats"]["unique_graphs"])
-    assert counters["stats"]["unique_graphs"] == max(graphs.values())
 
 
 def traced(*given: Any) -> None:
