@@ -15,6 +15,7 @@ from running import assert_same_bits, base_config
 from test_experts import loss_and_gradients
 from tiny_models import SIZES as TINY
 from tiny_models import tiny_model
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,6 +23,7 @@ from packtrain.attention.segmented import NAME
 from packtrain.changes.tiles import check_tiles, mlps_of, tile_mlps
 from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
+from packtrain.model import layers
 from packtrain.model.layers import recompute
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
@@ -79,6 +81,24 @@ def test_a_policy_replaces_the_one_before() -> None:
         other, theirs, made = passes("llama", "sdpa", *policies)
         assert other.equal(loss) and made.of == calls.of, policies
         assert all(one is two is None or one.equal(two) for one, two in zip(gradients, theirs, strict=True)), policies
+
+
+def test_compiled_layers_recompute_by_one_policy_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled anew when a policy comes back."""
+    monkeypatch.setattr(layers, "BACKEND", "eager")
+    plain, fast = (tiny_model("llama", num_hidden_layers=3).train() for _ in range(2))
+    layers.compile_layers(fast)
+    graphs = list[int]()
+    for policy in ("every_2", "none", "full", "every_2", "none", "full"):
+        recompute(plain, policy)
+        recompute(fast, policy)
+        (loss, gradients), (ours, our_gradients) = (loss_and_gradients(one, ROW) for one in (plain, fast))
+        assert abs(ours - loss) <= 1e-6 * abs(loss)
+        for name, gradient in our_gradients.items():
+            assert (gradient - gradients[name]).norm() <= 1e-5 * gradients[name].norm(), (name, policy)
+        graphs.append(counters["stats"]["unique_graphs"])
+    torch.compiler.reset()
+    assert graphs[2:] == graphs[2:3] * 4 and graphs[0] > 0
 
 
 def test_what_is_computed_again_is_what_the_policy_says() -> None:
