@@ -94,7 +94,8 @@ def kinds_of(model: PreTrainedModel, before: Mapping[nn.Module, State]) -> dict[
     around = {part for part in places if part not in layers and not {*layers}.isdisjoint(part.modules())}
     changed = {part for part in before if part not in around and _differ(before[part], _state(part))}
     touched = [layer for layer in layers if not changed.isdisjoint(layer.modules())] or layers
-    groups, kinds = [part for part in reversed(places) if isinstance(part, FSDPModule)], dict[str, Kind]()
+    groups: list[Any] = [part for part in reversed(places) if isinstance(part, FSDPModule)]
+    kinds = dict[str, Kind]()
     for part, name in places.items():
         if part in changed or part in touched:
             owner = next((group for group in groups if part in {*group.modules()}), None)

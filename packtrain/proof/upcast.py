@@ -36,8 +36,12 @@ def in_float32(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
     ]  # transformers', the hub's
     lowered = {name: partial(_attend_in, dtype, ALL_ATTENTION_FUNCTIONS[name]) for name in without}
     with ExitStack() as undo:
-        undo.enter_context(holding(ALL_ATTENTION_FUNCTIONS, _local_mapping=lowered))
+        undo.enter_context(
+            holding(ALL_ATTENTION_FUNCTIONS, _local_mapping={**ALL_ATTENTION_FUNCTIONS._local_mapping, **lowered})
+        )
         undo.enter_context(torch.compiler.set_stance("force_eager"))
+        for layer in [layer for layer in model.modules() if "_gradient_checkpointing_func" in vars(layer)]:
+            undo.enter_context(holding(layer, _gradient_checkpointing_func=partial(_run_again, dtype)))
         for part in _parts(backbone, layers_in(model)):
             undo.callback(replace_forward(part, partial(_run, dtype, part.forward)))
         undo.callback(replace_forward(backbone, partial(_without_autocast, model.dtype, backbone.forward)))
@@ -82,11 +86,18 @@ def _parts(module: nn.Module, layers: list[nn.Module]) -> Iterator[nn.Module]:
             yield from _parts(child, layers)
 
 
-def _run(dtype: torch.dtype, own: Callable[..., object], _: nn.Module, *args: object, **kwargs: object) -> object:
+def _run(
+    dtype: torch.dtype, own: Callable[..., object], _: nn.Module | None, *args: object, **kwargs: object
+) -> object:
     args, kwargs = raised((args, kwargs))
     with upcasting(dtype):
         output = own(*args, **kwargs)
     return raised(output)
+
+
+def _run_again(dtype: torch.dtype, function: Callable[..., object], *args: object) -> object:
+    """Checkpoint a layer in full: one that keeps some products counts them, and those here run again by themselves."""
+    return checkpoint(partial(_run, dtype, function, None), *args, use_reentrant=False)
 
 
 def _without_autocast(
