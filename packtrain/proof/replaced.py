@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +21,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import Cache, PreTrainedModel
 
 from packtrain.proof.upcast import LOW, in_float32, layers_in, raised, upcasting
+from packtrain.wording import first_line
 
 _FACTOR = 2  # a replaced module may be this many times as far from float32 as its own code
 _FEW = 32  # errors of n numbers vary by chance: the factor is larger by this many nths
-_FLOOR = 0.25  # of a unit in the last place: a number rounded once more is off by a fifth of it, in the mean square
+_FLOOR = 0.4  # of a unit in the last place: rounding twice more is off by a third of it, in the mean square
 _SMALLEST = 1e-3  # of all gradients of a module's weights: smaller ones are mere rounding
 _LEAST = 0.1  # of the median norm of a token
+CANNOT = "the model cannot compute by it"
 State = dict[object, object]
 Figures = dict[str, torch.Tensor]
 """Outputs of a call and gradients of its inputs [tokens, width], and of weights [1, n], by name."""
@@ -65,8 +67,8 @@ class Kind:
     autocast: torch.dtype | None = None
     call: tuple[nn.Module, Any] | None = None
     differentiable: bool = False
-    exact: Figures | None = None
-    errors: dict[str, float] | None = None
+    exact: Figures = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
 
     def note(self, module: nn.Module, args: object, kwargs: object) -> None:
         """Keep the first call, or the first one whose inputs have gradients."""
@@ -123,23 +125,26 @@ def measure_own(model: PreTrainedModel, kinds: Mapping[str, Kind], dtype: torch.
                     exact = _figures(kind, dtype, exact=True)
                 kind.exact, kind.errors = exact, _errors(_figures(kind, dtype), exact)
             except Exception:  # of its own code, or it was never called
-                kind.exact = None
+                kind.exact = {}
 
 
-def judge(kinds: Mapping[str, Kind], dtype: torch.dtype) -> tuple[str, str]:
-    """Return a refusal, "" if there is none, and the worst error in words. The modules are changed."""
-    worst, said, refused = -1.0, "", False
-    for name, kind in kinds.items():
+def judge(kinds: Mapping[str, Kind], dtype: torch.dtype) -> tuple[list[str], str]:
+    """Return refusals, those of inner modules first, and the worst error in words. The modules are changed."""
+    worst, said, refusals = 0.0, "", list[str]()
+    for name, kind in reversed(kinds.items()):
         with _gathered(kind):
-            if kind.exact is None or kind.errors is None:
+            try:
+                errors = _errors(_figures(kind, dtype), kind.exact) if kind.exact else {}
+            except Exception as error:  # ranks gather the next module together all the same
+                refusals.append(f"{CANNOT}: {first_line(error)}")
                 continue
-            for what, error in _errors(_figures(kind, dtype), kind.exact).items():
-                own, factor = kind.errors[what], _FACTOR + _FEW / kind.exact[what].numel()
-                ratio = error / (factor * own + _FLOOR * torch.finfo(dtype).eps)
-                if ratio > worst:  # the module's own error may be infinite
-                    worst, refused = ratio, ratio > 1
-                    said = f"{what} of {name} off float32 by {error:.2g} (its own code by {own:.2g})"
-    return said if refused else "", said
+        for what, error in errors.items():
+            own, factor = kind.errors[what], _FACTOR + _FEW / kind.exact[what].numel()
+            share = error / (factor * own + _FLOOR * torch.finfo(dtype).eps)  # no number if its own error is infinite
+            words = f"{what} of {name} is off float32 by {error:.2g} (its own code by {own:.2g})"
+            refusals += [words] if share > 1 else []
+            worst, said = (share, words) if share > worst else (worst, said)
+    return refusals, said
 
 
 @contextmanager
