@@ -180,7 +180,7 @@ class ChangeProof:
         if self.own is None:
             return f"loss off by {self.loss:.1g}, gradients by {self.gradients:.1g}{single}"
         loss, gradients = (f"{own:.2g} without it" for own in self.own)
-        words = f"loss off float32 by {self.loss:.2g} ({loss}), gradients by {self.gradients:.2g} ({gradients}){single}"
+        words = f"loss off by {self.loss:.2g} from float32 ({loss}), gradients by {self.gradients:.2g} ({gradients}){single}"
         return "; ".join(filter(None, [words, self.module]))
 
 

@@ -8,6 +8,7 @@ Modules around layers do not, nor hooks of layers under FSDP2.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -141,10 +142,14 @@ def judge(kinds: Mapping[str, Kind], dtype: torch.dtype) -> tuple[list[str], str
         for what, error in errors.items():
             own, factor = kind.errors[what], _FACTOR + _FEW / kind.exact[what].numel()
             share = error / (factor * own + _FLOOR * torch.finfo(dtype).eps)  # no number if its own error is infinite
-            words = f"{what} of {name} is off float32 by {error:.2g} (its own code by {own:.2g})"
+            words = f"{what} of {name} is off by {error:.2g} from float32 (its own code by {own:.2g})"
             refusals += [words] if share > 1 else []
             worst, said = (share, words) if share > worst else (worst, said)
-    return refusals, said
+    alone = sum(bool(kind.exact) for kind in kinds.values())
+    return (
+        refusals,
+        f"{alone} of {len(kinds)} kinds of modules alone, at worst {said}" if alone else "no module runs alone",
+    )
 
 
 @contextmanager
@@ -191,8 +196,7 @@ def _figures(kind: Kind, dtype: torch.dtype, *, exact: bool = False) -> Figures:
 
 def _noise(dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """Return random gradients of an output. They are exact in `dtype`."""
-    generator = torch.Generator(like.device).manual_seed(0)
-    return torch.randn(like.shape, generator=generator, device=like.device).to(dtype).to(like.dtype)
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(dtype).to(like)
 
 
 @contextmanager
@@ -214,12 +218,11 @@ def _float32_weights(module: nn.Module) -> Iterator[None]:
 
 def _errors(figures: Figures, exact: Figures) -> dict[str, float]:
     """Return relative errors by row, in the mean square: rows are tokens, or a whole weight."""
-    whole = torch.tensor([figure.norm() for figure in exact.values() if len(figure) == 1]).norm()
+    whole = math.hypot(*(figure.norm().item() for figure in exact.values() if len(figure) == 1))
     errors = dict[str, float]()
     for name, one in exact.items():
         sizes, off = one.norm(dim=1), figures[name].float().sub(one).norm(dim=1)
-        least = _LEAST * sizes.median() if len(one) > 1 else _SMALLEST * whole
-        errors[name] = (
-            (off / sizes.clamp(min=max(least.item(), 1e-30))).square().mean().sqrt().nan_to_num(torch.inf).item()
-        )
+        least = _LEAST * sizes.median().item() if len(one) > 1 else _SMALLEST * whole
+        mean = (off / sizes.clamp(min=max(least, 1e-30))).square().mean().sqrt().item()
+        errors[name] = math.inf if math.isnan(mean) else mean
     return errors
