@@ -132,7 +132,7 @@ def measure_own(model: PreTrainedModel, kinds: Mapping[str, Kind], dtype: torch.
 def judge(kinds: Mapping[str, Kind], dtype: torch.dtype) -> tuple[list[str], str]:
     """Return refusals, those of inner modules first, and the worst error in words. The modules are changed."""
     worst, said, refusals = 0.0, "", list[str]()
-    for name, kind in reversed(kinds.items()):
+    for name, kind in reversed([*kinds.items()]):
         with _gathered(kind):
             try:
                 errors = _errors(_figures(kind, dtype), kind.exact) if kind.exact else {}
