@@ -302,7 +302,7 @@ def _beside_own(trial: _Trial, tolerance: Tolerance) -> ChangeProof:
 def _beside_float32(
     trial: _Trial, tolerance: Tolerance, model: PreTrainedModel, dtype: torch.dtype
 ) -> ChangeProof | None:
-    """Compare the errors against float32 with the unchanged model's, of replaced modules and of all. None: it cannot compute in float32."""
+    """Compare distances from float32, before and after. None: the model cannot compute in float32."""
     states = states_of(model)
     trial.make()
     if not trial.summed()[1]:

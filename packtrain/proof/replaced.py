@@ -36,11 +36,12 @@ Figures = dict[str, torch.Tensor]
 
 
 def states_of(model: nn.Module) -> dict[nn.Module, State]:
-    """Return all that a change may replace in each module: attributes, parts, hooks, class, and names that its code looks up."""
+    """Return the state of each module."""
     return {module: _state(module) for module in model.modules()}
 
 
 def _state(module: nn.Module) -> State:
+    """Return everything replaceable in a module: attributes, parts, hooks, class, and names in the file of its code."""
     own, code = vars(module), inspect.unwrap(type(module).forward)
     names = code.__code__.co_names if inspect.isfunction(code) else ()
     state: State = {"class": type(module), "code": code, **own}
@@ -92,7 +93,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def kinds_of(model: PreTrainedModel, before: Mapping[nn.Module, State]) -> dict[str, Kind]:
-    """Return the kinds of modules whose states differ from those `before`, and of layers. They are the same on all ranks."""
+    """Return the kinds of layers, and of modules with other states than `before`. All ranks have the same."""
     layers, places = layers_in(model), {module: name for name, module in model.named_modules()}
     around = {part for part in places if part not in layers and not {*layers}.isdisjoint(part.modules())}
     changed = {part for part in before if part not in around and _differ(before[part], _state(part))}
@@ -118,7 +119,7 @@ def capturing(kinds: Mapping[str, Kind]) -> Iterator[None]:
 
 
 def measure_own(model: PreTrainedModel, kinds: Mapping[str, Kind], dtype: torch.dtype) -> None:
-    """Measure the errors of the unchanged modules, which compute in `dtype`. Kinds that cannot run alone are left out."""
+    """Measure the errors of the unchanged modules, computed in `dtype`. Kinds that cannot run alone are left out."""
     for kind in kinds.values():
         with _gathered(kind):
             try:

@@ -31,9 +31,8 @@ def in_float32(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
     """Make `model` compute in float32 inside the block, backward passes included. Without it, it computes in `dtype`."""
     backbone: Any = model.base_model
     without = attention_functions(without="float32")
-    without += [
-        name for name in ALL_ATTENTION_FUNCTIONS if "flash_" in name or "flash-" in name
-    ]  # transformers', the hub's
+    # and those of transformers, and of the hub
+    without += [name for name in ALL_ATTENTION_FUNCTIONS if "flash_" in name or "flash-" in name]
     lowered = {name: partial(_attend_in, dtype, ALL_ATTENTION_FUNCTIONS[name]) for name in without}
     with ExitStack() as undo:
         undo.enter_context(
@@ -75,7 +74,7 @@ def _to(dtype: torch.dtype, value: Any) -> Any:
 
 
 def _parts(module: nn.Module, layers: list[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the layers, and the largest modules beside them. (Sharded weights are gathered by hooks of layers, which must not see the mode.)"""
+    """Yield the layers, and the largest modules beside them. Hooks of layers, which gather sharded weights, do not see the mode."""
     for child in module.children():
         inside = {id(part) for part in child.modules()}
         if child in layers or not (
@@ -118,7 +117,7 @@ def _attend_in(
 
 
 class upcasting(TorchFunctionMode):
-    """Inside the block functions that get float32 tensors get their 16-bit tensors in float32 too, and make no 16-bit ones."""
+    """Inside the block functions of float32 tensors get their other tensors in float32, and make no 16-bit ones."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

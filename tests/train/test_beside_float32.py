@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from answer_runs import of_objective
 from here import run_here
 from peft import LoraConfig, get_peft_model
-from running import base_config, train
+from running import assert_same_bits, base_config, train
 from test_changes import ROW, Scaled, changing
 from tiny_models import EXPERTS, gradient, off, tiny_model
 from torch import nn
@@ -260,7 +260,7 @@ def test_kernels_without_float32_get_their_own_format(monkeypatch: pytest.Monkey
 
 
 def test_a_model_that_cannot_compute_in_float32_is_compared_with_itself() -> None:
-    model: Any = tiny_model("llama").to(BF16)
+    model: Any = tiny_model("llama").bfloat16()
     own = model.model.layers[0].mlp.forward
 
     def picky(x: torch.Tensor) -> torch.Tensor:
@@ -323,7 +323,7 @@ def test_runs_in_bfloat16_keep_a_right_kernel_and_refuse_one_whose_gradients_are
     trainer = {"max_steps": 1, "mixed_precision": "bf16", **more.get("trainer", {})}
     if more.get("model") and not more.get("peft"):
         trainer["mixed_precision"] = "auto"
-    config = of_objective(tmp_path, verb, 12, **more | {"trainer": trainer})
+    config, runs = of_objective(tmp_path, verb, 12, **more | {"trainer": trainer}), []
     for by, said in (
         (1.0, "a fast MLP (loss off by "),
         (0.97, "as the model comes; a fast MLP: the gradient of "),
@@ -332,6 +332,8 @@ def test_runs_in_bfloat16_keep_a_right_kernel_and_refuse_one_whose_gradients_are
             changing(patch, lambda x, by=by: Scaled.apply(x, by))
             run = run_here(tmp_path, config, name=f"by-{by}")
         assert run.summary["changes"]["kernel"].startswith(said), run.summary["changes"]
+        runs.append(run)
+    assert_same_bits(*runs)
 
 
 @pytest.mark.exhaustive
