@@ -145,9 +145,12 @@ def attention_by(name: str) -> Attention:
     return attention
 
 
-def attention_functions() -> list[str]:
-    """Return the names of all backends' attention functions in transformers' AttentionInterface."""
-    every = map(attention_by, BACKENDS.all())
+def attention_functions(without: str = "") -> list[str]:
+    """Return the names of backends' attention functions in transformers' AttentionInterface; only of those `without` a number format."""
+    lacking = [
+        name for name, one in BACKENDS.all().items() if not without or (one.formats and without not in one.formats)
+    ]
+    every = map(attention_by, lacking)
     return [attention.implementation for attention in every if isinstance(attention, AttentionFunction)]
 
 

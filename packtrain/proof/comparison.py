@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 
 from packtrain.attention.backends import NEEDED
 from packtrain.errors import CheckFailed, PacktrainError
+from packtrain.proof.replaced import CANNOT, capturing, judge, kinds_of, measure_own, states_of
+from packtrain.proof.upcast import in_float32
 from packtrain.wording import first_line
 
 CONTROL_FACTOR = 5
@@ -30,6 +32,10 @@ PER_WEIGHT = 5
 """Tolerance of one weight's gradient, as a multiple of the tolerance of all: over all weights rounding errors even out."""
 SMALLEST = 1e-3
 """Smallest share of the total gradient norm: smaller gradients (a key's bias, mere rounding) are measured against this share."""
+SLACK = 1.6
+"""A change may be this many times as far from float32 as the unchanged model, and some more:"""
+BESIDE_FLOAT32 = 0.2
+"""this share of the tolerance between two results that both round (1e-2 in bfloat16)."""
 MakeChange = Callable[[], Callable[[], object]]
 """Makes a change and returns the function that undoes it; if it raises an exception, nothing is changed."""
 
@@ -158,17 +164,24 @@ def model_refusals(what: str, *, fix: str) -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class ChangeProof:
     """Relative errors of `loss` and `gradients` after the change, and of the `worst` weight's gradient. `refusal`: the reason for undoing the
-    change, "" if it stays."""
+    change, "" if it stays. Against float32: `own` are both errors without the change, and `module` is the worst of a replaced module, in words."""
 
     refusal: str = ""
     loss: float = math.inf
     gradients: float = math.inf
     worst: str = ""
     worst_gradient: float = math.inf
+    own: tuple[float, float] | None = None
+    module: str = ""
 
     def figures(self) -> str:
         """Return the figures in words."""
-        return f"loss off by {self.loss:.1g}, gradients by {self.gradients:.1g}, of {self.worst} by {self.worst_gradient:.1g}"
+        single = f", of {self.worst} by {self.worst_gradient:.1g}"
+        if self.own is None:
+            return f"loss off by {self.loss:.1g}, gradients by {self.gradients:.1g}{single}"
+        loss, gradients = (f"{own:.2g} without it" for own in self.own)
+        words = f"loss off by {self.loss:.2g} from float32 ({loss}), gradients by {self.gradients:.2g} ({gradients}){single}"
+        return "; ".join(filter(None, [words, self.module]))
 
 
 def prove_change(
@@ -177,8 +190,13 @@ def prove_change(
     weights: Mapping[str, torch.Tensor],
     tolerance: Tolerance,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+    model: PreTrainedModel | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> ChangeProof:
     """Make the change. Undo it on all ranks unless all find the `loss` and its gradients within `tolerance`.
+
+    A `model` that computes in 16 bits, `dtype`, is compared with float32, before and after the change: two results that both round differ
+    by more than one. If its code cannot compute in float32 (quantised in 8 bits), or without `model`, the unchanged results are compared.
 
     The second time the NEGATIVE loss adds its gradients to the first ones: `.grad` then holds the difference, and no second copy of the
     gradients takes memory. Gradients are compared as one vector, and weight by weight: a norm's gradients are so small a part of the vector that
@@ -186,70 +204,168 @@ def prove_change(
 
     `loss` computes the same scalar each time, with its graph. `weights` are the trained ones by name; they keep no gradients.
     `sum_over_ranks` takes float64 [n] on their device. All ranks call this together. An exception is a refusal on all ranks. If `change`
-    raises it, no rank computes with the change: under FSDP2 the other ranks would wait for this rank's weights.
+    raises it, no rank computes with the change: under FSDP2 the other ranks would wait for this rank's weights. `change` is called twice at
+    most, and undone in between.
     """
-    device, failures = next(iter(weights.values())).device, list[str]()
-    before = after = torch.zeros(1 + len(weights), dtype=torch.float64, device=device)
-
-    def failed() -> torch.Tensor:
-        return torch.tensor([float(bool(failures))], dtype=torch.float64, device=device)
-
-    undo: Callable[[], object] | None = None
+    trial, proof = _Trial(change, loss, weights, sum_over_ranks), None
     try:
-        with _noting(failures, "the loss cannot be computed even without it"):
-            before = _backward(loss(), weights)
-        with _noting(failures, ""):
-            undo = change()
-        if not sum_over_ranks(failed()).item():
-            with _noting(failures, "the model cannot compute by it"):
-                after = _backward(-loss(), weights)
+        if model is not None and dtype.itemsize < 4:
+            proof = _beside_float32(trial, tolerance, model, dtype)
+        proof = proof or _beside_own(trial, tolerance)
     finally:
-        for weight in weights.values():
-            weight.grad = None
-    total = sum_over_ranks(torch.cat([before, after, failed()])).tolist()
-    proof = _compare(total[: len(before)], total[len(before) : -1], [*weights], tolerance)
-    if total[-1]:
-        proof = ChangeProof(failures[0] if failures else "another process cannot compute by it")
-    if proof.refusal and undo is not None:
-        undo()
+        trial.clear()
+    if proof.refusal:
+        trial.undo()
     return proof
 
 
-@contextmanager
-def _noting(failures: list[str], what: str) -> Iterator[None]:
-    """Add an exception of the block to `failures`. Kernels and compilers raise any type."""
-    try:
-        yield
-    except Exception as error:
-        failures.append(": ".join(filter(None, [what, first_line(error)])))
+@dataclass(slots=True)
+class _Trial:
+    """Arguments of `prove_change`, failures of this rank, and the function that undoes the change while it is made."""
+
+    change: MakeChange
+    loss: Callable[[], torch.Tensor]
+    weights: Mapping[str, torch.Tensor]
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
+    failures: list[str] = field(default_factory=list)
+    made: Callable[[], object] | None = None
+
+    @contextmanager
+    def noting(self, what: str = "") -> Iterator[None]:
+        """Add an exception of the block to the failures. Kernels and compilers raise any type."""
+        try:
+            yield
+        except Exception as error:
+            self.failures.append(": ".join(filter(None, [what, first_line(error)])))
+
+    def make(self) -> None:
+        with self.noting():
+            self.made = self.change()
+
+    def undo(self) -> None:
+        if self.made is not None:
+            self.made()
+        self.made = None
+
+    def clear(self) -> None:
+        for weight in self.weights.values():
+            weight.grad = None
+
+    def summed(self, *results: torch.Tensor) -> tuple[list[list[float]], bool]:
+        """Return the sums of `results` over all ranks, and whether no rank has failed."""
+        device = next(iter(self.weights.values())).device
+        failed = torch.tensor([float(bool(self.failures))], dtype=torch.float64, device=device)
+        *sums, failures = self.sum_over_ranks(torch.cat([*results, failed])).tolist()
+        size = 1 + len(self.weights)
+        return [sums[start : start + size] for start in range(0, len(sums), size)], not failures
+
+    def refusal(self) -> ChangeProof:
+        """Return the refusal by a failure of any rank."""
+        return ChangeProof(self.failures[0] if self.failures else "another process cannot compute by it")
+
+    def backward(self, sign: int, what: str) -> torch.Tensor:
+        """Add the gradients of `sign` times the loss. Return it and each weight's Σ x² over this rank's `.grad`, float64 [1 + weights].
+
+        They are zeros if this fails; `what` says at what."""
+        device = next(iter(self.weights.values())).device
+        results = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(1 + len(self.weights))]
+        with self.noting(what):
+            loss = sign * self.loss()
+            loss.backward()
+            results[0] = loss.detach().double()
+            for number, weight in enumerate(self.weights.values(), 1):
+                if weight.grad is not None:
+                    own = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+                    results[number] = torch.linalg.vector_norm(own, dtype=torch.float32).double().square()
+        return torch.stack(results)
 
 
-def _backward(loss: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Add gradients by a backward pass. Return float64 [1 + weights]: the loss, and each weight's Σ x² over this rank's `.grad`."""
-    loss.backward()
-    squares = [loss.detach().new_zeros((), dtype=torch.float64) for _ in weights]
-    for number, weight in enumerate(weights.values()):
-        if weight.grad is not None:
-            own = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
-            squares[number] = torch.linalg.vector_norm(own, dtype=torch.float32).double().square()
-    return torch.stack([loss.detach().double(), *squares])
+_WITHOUT = "the loss cannot be computed even without it"
 
 
-def _compare(before: list[float], after: list[float], names: list[str], tolerance: Tolerance) -> ChangeProof:
-    """Compare two results of `_backward`. The second has the negative loss, and gradients added to the first ones."""
-    whole = math.sqrt(sum(before[1:]))
-    if not (0 < abs(before[0]) < math.inf and 0 < whole < math.inf):
+def _beside_own(trial: _Trial, tolerance: Tolerance) -> ChangeProof:
+    """Compare the loss and its gradients with the unchanged model's."""
+    before = after = trial.backward(1, _WITHOUT)
+    trial.make()
+    if trial.summed()[1]:
+        after = trial.backward(-1, CANNOT)
+    (unchanged, moved), fine = trial.summed(before, after)
+    if not fine:
+        return trial.refusal()
+    if not _has_gradients(unchanged):
         return ChangeProof("the first rows have no loss to compare, or one that is not finite")
-    loss, gradients = abs(before[0] + after[0]) / abs(before[0]), math.sqrt(sum(after[1:])) / whole
-    off = [
-        math.sqrt(moved) / max(math.sqrt(own), SMALLEST * whole)
-        for own, moved in zip(before[1:], after[1:], strict=True)
-    ]
-    worst = max(range(len(off)), key=lambda number: math.inf if math.isnan(off[number]) else off[number])
-    single, refusal = PER_WEIGHT * tolerance.gradients, ""
-    if not loss <= tolerance.loss:
-        refusal = f"the loss of the first rows is off by {loss:.2g} (tolerance {tolerance.loss:.1g})"
-    elif not (gradients <= tolerance.gradients and off[worst] <= single):
-        which = f"{gradients:.2g}, those of {names[worst]} by {off[worst]:.2g}"
-        refusal = f"its gradients are off by {which} (tolerances {tolerance.gradients:.1g} and {single:.1g})"
-    return ChangeProof(refusal, loss, gradients, names[worst], off[worst])
+    errors = _Errors.of(unchanged, unchanged[0] + moved[0], moved)
+    single = [PER_WEIGHT * tolerance.gradients] * len(trial.weights)
+    return _judge_all(errors, _Errors(tolerance.loss, tolerance.gradients, single), [*trial.weights])
+
+
+def _beside_float32(
+    trial: _Trial, tolerance: Tolerance, model: PreTrainedModel, dtype: torch.dtype
+) -> ChangeProof | None:
+    """Compare distances from float32, before and after. None: the model cannot compute in float32."""
+    states = states_of(model)
+    trial.make()
+    if not trial.summed()[1]:
+        return trial.refusal()
+    kinds = kinds_of(model, states)
+    trial.undo()
+    with capturing(kinds):
+        results = trial.backward(1, _WITHOUT)
+    exact = torch.zeros_like(results)
+    with trial.noting(), in_float32(model, dtype):
+        exact = trial.backward(-1, _WITHOUT)
+    (own, apart), fine = trial.summed(results, exact)
+    if not (fine and _has_gradients(own) and math.isfinite(sum(apart))):
+        trial.failures.clear()
+        trial.clear()
+        return None
+    trial.backward(-1, _WITHOUT)  # leaves minus float32's gradients
+    measure_own(model, kinds, dtype)
+    trial.make()
+    refusals, module = judge(kinds, dtype)
+    trial.failures += refusals
+    if not trial.summed()[1]:
+        return trial.refusal()
+    (after,), fine = trial.summed(trial.backward(1, CANNOT))
+    if not fine:
+        return trial.refusal()
+    without, single = _Errors.of(own, own[0] + apart[0], apart), PER_WEIGHT * tolerance.gradients
+    allowed = _Errors(
+        SLACK * without.loss + tolerance.loss,
+        SLACK * without.gradients + BESIDE_FLOAT32 * tolerance.gradients,
+        [SLACK * own + single for own in without.single],
+    )
+    proof = _judge_all(_Errors.of(own, after[0] + apart[0], after), allowed, [*trial.weights])
+    return replace(proof, own=(without.loss, without.gradients), module=module)
+
+
+@dataclass(frozen=True, slots=True)
+class _Errors:
+    """Errors relative to the loss, to all gradients as one vector, and to each weight's."""
+
+    loss: float
+    gradients: float
+    single: list[float]
+
+    @classmethod
+    def of(cls, unchanged: list[float], loss: float, moved: list[float]) -> _Errors:
+        """Relate an error of the `loss` and the squares of `backward` to the results of the unchanged model."""
+        whole, pairs = math.sqrt(sum(unchanged[1:])), zip(unchanged[1:], moved[1:], strict=True)
+        single = [math.sqrt(off) / max(math.sqrt(own), SMALLEST * whole) for own, off in pairs]
+        return cls(abs(loss) / abs(unchanged[0]), math.sqrt(sum(moved[1:])) / whole, single)
+
+
+def _has_gradients(results: list[float]) -> bool:
+    return 0 < abs(results[0]) < math.inf and 0 < sum(results[1:]) < math.inf
+
+
+def _judge_all(errors: _Errors, allowed: _Errors, names: list[str]) -> ChangeProof:
+    shares = [off / most for off, most in zip(errors.single, allowed.single, strict=True)]
+    worst = max(range(len(shares)), key=lambda number: math.inf if math.isnan(shares[number]) else shares[number])
+    single, most, refusal = errors.single[worst], allowed.single[worst], ""
+    if not errors.loss <= allowed.loss:
+        refusal = f"the loss of the first rows is off by {errors.loss:.2g} (tolerance {allowed.loss:.1g})"
+    elif not (errors.gradients <= allowed.gradients and single <= most):
+        which = f"{errors.gradients:.2g}, those of {names[worst]} by {single:.2g}"
+        refusal = f"its gradients are off by {which} (tolerances {allowed.gradients:.1g} and {most:.1g})"
+    return ChangeProof(refusal, errors.loss, errors.gradients, names[worst], single)

@@ -190,8 +190,11 @@ def _prove(loss: Loss, proposal: Proposal) -> ChangeProof:
             return cast(torch.Tensor, loss.accelerator.reduce(values, reduction="sum"))
 
     weights = {name: weight for name, weight in loss.model.named_parameters() if weight.requires_grad}
-    tolerance = proposal.tolerance or tolerance_of(loss.compute_dtype, routed=has_routers(base))
-    return prove_change(_on_all(loss, proposal.make), loss_of_rows, weights, tolerance, sum_over_ranks)
+    make, dtype = _on_all(loss, proposal.make), loss.compute_dtype
+    if proposal.tolerance:  # it allows more than rounding, so the unchanged results are the definition
+        return prove_change(make, loss_of_rows, weights, proposal.tolerance, sum_over_ranks)
+    tolerance = tolerance_of(dtype, routed=has_routers(base))
+    return prove_change(make, loss_of_rows, weights, tolerance, sum_over_ranks, base, dtype)
 
 
 @dataclass(frozen=True, slots=True)

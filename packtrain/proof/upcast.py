@@ -1,0 +1,144 @@
+"""The model's own computation in float32, without a float32 copy of the model.
+
+Layers get float32 inputs. Where a function meets them with a 16-bit weight, that weight is cast for this call, and again in the backward pass.
+Kernels without float32 (flash attention, grouped products) and the output head compute in their own format, as without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from packtrain.attention.backends import attention_functions
+from packtrain.attention.forwards import replace_forward
+from packtrain.system import holding
+
+LOW = (torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def in_float32(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
+    """Make `model` compute in float32 inside the block, backward passes included. Without it, it computes in `dtype`."""
+    backbone: Any = model.base_model
+    without = attention_functions(without="float32")
+    # and those of transformers, and of the hub
+    without += [name for name in ALL_ATTENTION_FUNCTIONS if "flash_" in name or "flash-" in name]
+    lowered = {name: partial(_attend_in, dtype, ALL_ATTENTION_FUNCTIONS[name]) for name in without}
+    with ExitStack() as undo:
+        undo.enter_context(
+            holding(ALL_ATTENTION_FUNCTIONS, _local_mapping={**ALL_ATTENTION_FUNCTIONS._local_mapping, **lowered})
+        )
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        for layer in [layer for layer in model.modules() if "_gradient_checkpointing_func" in vars(layer)]:
+            undo.enter_context(holding(layer, _gradient_checkpointing_func=partial(_run_again, dtype)))
+        for part in _parts(backbone, layers_in(model)):
+            undo.callback(replace_forward(part, partial(_run, dtype, part.forward)))
+        undo.callback(replace_forward(backbone, partial(_without_autocast, model.dtype, backbone.forward)))
+        yield
+
+
+def layers_in(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers: the modules named in `_no_split_modules`."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def raised(value: Any) -> Any:
+    """Return `value`, its 16-bit tensors and formats in float32."""
+    return tree_map(_raised, value)
+
+
+def _raised(leaf: Any) -> Any:
+    if isinstance(leaf, torch.dtype):
+        return torch.float32 if leaf in LOW else leaf
+    return leaf.float() if _is(leaf, LOW) else leaf
+
+
+def _is(leaf: object, dtypes: tuple[torch.dtype, ...]) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dtype in dtypes
+
+
+def _to(dtype: torch.dtype, value: Any) -> Any:
+    """Return `value`, its float32 tensors in `dtype`."""
+    return tree_map(lambda leaf: leaf.to(dtype) if _is(leaf, (torch.float32,)) else leaf, value)
+
+
+def _parts(module: nn.Module, layers: list[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the layers, and the largest modules beside them. Hooks of layers, which gather sharded weights, do not see the mode."""
+    for child in module.children():
+        inside = {id(part) for part in child.modules()}
+        if child in layers or not (
+            isinstance(child, (nn.ModuleList, nn.ModuleDict)) or any(id(layer) in inside for layer in layers)
+        ):
+            yield child
+        else:
+            yield from _parts(child, layers)
+
+
+def _run(
+    dtype: torch.dtype, own: Callable[..., object], _: nn.Module | None, *args: object, **kwargs: object
+) -> object:
+    args, kwargs = raised((args, kwargs))
+    with upcasting(dtype):
+        output = own(*args, **kwargs)
+    return raised(output)
+
+
+def _run_again(dtype: torch.dtype, function: Callable[..., object], *args: object) -> object:
+    """Checkpoint a layer in full: one that keeps some products counts them, and those here run again by themselves."""
+    return checkpoint(partial(_run, dtype, function, None), *args, use_reentrant=False)
+
+
+def _without_autocast(
+    weights: torch.dtype, own: Callable[..., object], model: nn.Module, *args: object, **kwargs: object
+) -> object:
+    """Run the backbone. Its output has the format that the head knows."""
+    kind = next(model.parameters()).device.type
+    with torch.autocast(kind, enabled=False):
+        return _to(weights, own(*args, **kwargs))
+
+
+def _attend_in(
+    dtype: torch.dtype, own: Callable[..., Any], module: nn.Module, *args: object, **kwargs: object
+) -> object:
+    with torch._C.DisableTorchFunction():
+        args, kwargs = _to(dtype, (args, kwargs))
+        return raised(own(module, *args, **kwargs))
+
+
+class upcasting(TorchFunctionMode):
+    """Inside the block functions of float32 tensors get their other tensors in float32, and make no 16-bit ones."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func`."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "__get__":
+            return func(*args, **kwargs)
+        if "grouped_mm" in name:
+            return raised(func(*_to(self.dtype, args), **_to(self.dtype, kwargs)))
+        leaves = tree_leaves((args, kwargs))
+        low = [leaf for leaf in leaves if _is(leaf, LOW)]
+        mixed = low and any(_is(leaf, (torch.float32,)) for leaf in leaves)
+        if not mixed and (low or not any(leaf in LOW for leaf in leaves if isinstance(leaf, torch.dtype))):
+            return func(*args, **kwargs)
+
+        def call(*args: object, **kwargs: object) -> object:
+            return func(*raised(args), **raised(kwargs))
+
+        if torch.is_grad_enabled() and any(leaf.dim() > 1 for leaf in low):  # keep the weight, not its float32 copy
+            return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return call(*args, **kwargs)
