@@ -80,7 +80,9 @@ def test_a_policy_replaces_the_one_before() -> None:
         loss, gradients, calls = passes("llama", "sdpa", policies[-1])
         other, theirs, made = passes("llama", "sdpa", *policies)
         assert other.equal(loss) and made.of == calls.of, policies
-        assert all(one is two is None or one.equal(two) for one, two in zip(gradients, theirs, strict=True)), policies
+        assert all(
+            one is not None and two is not None and one.equal(two) for one, two in zip(gradients, theirs, strict=True)
+        ), policies
 
 
 def test_compiled_layers_recompute_by_one_policy_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
