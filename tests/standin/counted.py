@@ -1,13 +1,13 @@
-"""What a micro-batch of training costs a GPU, counted without one: launches, bytes, and what is kept for the backward pass.
+"""Count the costs of a micro-batch without a GPU: launches, bytes moved, bytes kept for the backward pass.
 
     python -m tests.standin.counted     # writes today's figures into counted_costs.json
 
-packtrain trains by a config as ever, from loading to the backward pass, but tensors on a GPU are torch's fake ones: they have shapes and
-formats, and no values. So models have their real widths, and take no memory. What reads a value gets 1. Nothing can be proved that way, so
-attention and changes of the model are taken unproved. What one layer costs is the difference between a model of two layers and of one.
+packtrain trains by a config, from loading to the backward pass, but tensors on a GPU are torch's fake ones: they have shapes and formats, and
+no values. So models have their real widths, and take no memory. Code that reads a value gets 1. Nothing can be proved without values, so
+attention and changes of the model are taken unproved. The cost of a layer is the difference between a model of two layers and of one.
 
-A view is no launch, all other operators are one each. An operator's bytes are those of its arguments and results; products and attention
-have theirs left out of `bytes`, as they do not wait for memory. TRL's kernels of the output head, written in Triton, count as one launch.
+A view is no launch; each other operator is one. It moves its arguments and results. `bytes` leaves out products and attention, which do not
+wait for memory. TRL's kernels of the output head, written in Triton, count as one launch.
 """
 
 from __future__ import annotations
