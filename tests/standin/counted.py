@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from packtrain.attention import flash, varlen
 from packtrain.attention.kernel_choice import KernelChoice
+from packtrain.changes import lora
 from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
 from packtrain.model import adapters
@@ -132,7 +133,7 @@ class Ghosts(TorchDispatchMode):
             self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
 
     def kept(self) -> int:
-        """The bytes of what has been made and is still there."""
+        """Return the bytes of made tensors that still exist."""
         return sum(bytes for storage, bytes in self._made.values() if not storage.expired())
 
 
@@ -228,7 +229,7 @@ def count(shape: str, layers: int, fault: Fault = nullcontext) -> tuple[Ghosts, 
 
 
 def without_values(ghosts: Ghosts) -> list[tuple[Any, str, Any]]:
-    """What a run does otherwise if tensors have no values: module, name, and what stands there."""
+    """Return replacements for code that needs values: module, name, replacement."""
     load, kernels = preparation.load_model, import_module("trl.kernels.chunked_logprob")
     flash_kernel = KernelChoice(varlen.Kernel("torch", varlen.from_torch()), ())
 
@@ -264,7 +265,7 @@ def without_values(ghosts: Ghosts) -> list[tuple[Any, str, Any]]:
 
 
 def costs_of(shape: str, fault: Fault = nullcontext) -> Costs:
-    """Count a `shape`, bytes per token: what one layer costs, and what all else costs (embeddings, head, loss).
+    """Count the costs of one layer, and of the rest (embeddings, head, loss). Bytes are per token.
 
     Below adapters the first layer has no gradient of its input: the rest is less by that, and may be negative.
     """
@@ -285,7 +286,7 @@ def costs_of(shape: str, fault: Fault = nullcontext) -> Costs:
 
 
 def growth(now: Costs, before: Costs, most: float = 0.01) -> list[str]:
-    """Return what has grown by more than this share, a line for each figure with the operators that grew most."""
+    """Return a line for each figure that grew by a larger share than `most`, and its operators that grew most."""
     lines = []
     for figure, value in now["figures"].items():
         ceiling = before["figures"].get(figure, 0)
@@ -315,15 +316,13 @@ def pad_by_nothing() -> AbstractContextManager[None]:
     return holding(flash, attend_by_segments=padded)
 
 
-def cast_inputs() -> AbstractContextManager[None]:
-    """A fault: adapters cast their inputs to float32, as PEFT has them do."""
-    return holding(adapters, _cast_unless_autocast=lambda x, dtype: x.to(dtype))
-
-
 @contextmanager
-def with_faults() -> Iterator[None]:
-    """Both faults."""
-    with pad_by_nothing(), cast_inputs():
+def cast_inputs() -> Iterator[None]:
+    """A fault: adapters run by PEFT's code, and cast their inputs to float32."""
+    with (
+        holding(lora, plain_layers=lambda model: iter(())),
+        holding(adapters, _cast_unless_autocast=lambda x, dtype: x.to(dtype)),
+    ):
         yield
 
 
@@ -333,10 +332,10 @@ def versions() -> dict[str, str]:
 
 
 def count_all() -> None:
-    """Count every shape, and one with faults, into the file $COUNTED; run by a process that has stand-in GPUs."""
+    """Count every shape, and one with each fault, into the file $COUNTED. This process needs stand-in GPUs."""
     found = {shape: costs_of(shape) for shape in SHAPES}
     if "COUNTED_FAULTS" in os.environ:
-        found["faults"] = costs_of("LoRA 8B", with_faults)
+        found |= {fault.__name__: costs_of("LoRA 8B", fault) for fault in (pad_by_nothing, cast_inputs)}
     lines = json.dumps({"made by": versions(), **found}, indent=1, sort_keys=True)
     Path(os.environ["COUNTED"]).write_text(lines + "\n")
 
