@@ -6,10 +6,8 @@ from typing import Any
 
 
 def install() -> None:
-    """Make the interpreter compute as compiled kernels do.
-
-    It would leave floats as Python's, round fma twice, and lacks bfloat16 in operations, NVIDIA's functions, and tensors of the stand-in.
-    """
+    """Has it take what compiled kernels take: numbers with a comma, which it leaves as Python's, tensors of the stand-in, which it
+    reads where they are, bfloat16 in operations, NVIDIA's functions, which it has not, and fma, which it rounds twice."""
     import numpy as np
     import triton.language as tl
     from triton.language.extra import libdevice
