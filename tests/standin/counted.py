@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from packtrain.attention import flash, varlen
 from packtrain.attention.kernel_choice import KernelChoice
+from packtrain.changes import lora
 from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
 from packtrain.model import adapters
@@ -299,7 +300,7 @@ def growth(now: Costs, before: Costs, most: float = 0.01) -> list[str]:
         )
         lines += [
             f"    {name.partition(': ')[2]}: {theirs.get(name, 0):,.0f} → {own[name]:,.0f}"
-            for name in by_growth[:4]
+            for name in by_growth[:8]
             if own[name] > theirs.get(name, 0)
         ]
     return lines
@@ -315,9 +316,12 @@ def pad_by_nothing() -> AbstractContextManager[None]:
     return holding(flash, attend_by_segments=padded)
 
 
-def cast_inputs() -> AbstractContextManager[None]:
-    """A fault: adapters cast their inputs to float32, as PEFT has them do."""
-    return holding(adapters, _cast_unless_autocast=lambda x, dtype: x.to(dtype))
+@contextmanager
+def cast_inputs() -> Iterator[None]:
+    """A fault: adapters run by PEFT's own code, and cast their inputs to float32 as PEFT has them do."""
+    casting = holding(adapters, _cast_unless_autocast=lambda x, dtype: x.to(dtype))
+    with casting, holding(lora, plain_layers=lambda model: iter(())):
+        yield
 
 
 @contextmanager
