@@ -31,19 +31,12 @@ def test_a_micro_batch_costs_no_more_than_before(shape: str, now, ceilings) -> N
     assert not grown, f"{shape} costs more. If that is meant: {counted.RENEW}\n" + "\n".join(grown)
 
 
-@pytest.mark.parametrize(
-    ("fault", "figure", "operator"),
-    [
-        ("pad_by_nothing", "layer forward: bytes", "constant_pad_nd"),
-        ("cast_inputs", "layer: bytes kept", "_to_copy"),
-    ],
-)
-def test_copies_before_attention_and_casts_of_adapters_are_seen_and_named(
-    fault: str, figure: str, operator: str, now, ceilings
-) -> None:
-    grown = counted.growth(now[fault], ceilings["LoRA 8B"])
-    assert any(line.startswith(figure) for line in grown)
-    assert operator in {line.strip().partition(":")[0] for line in grown}
+def test_copies_before_attention_and_casts_of_adapters_are_seen_and_named(now, ceilings) -> None:
+    grown = counted.growth(now["faults"], ceilings["LoRA 8B"])
+    assert any(line.startswith("layer forward: bytes") for line in grown) and any(
+        "bytes kept" in line for line in grown
+    )
+    assert {"constant_pad_nd", "_to_copy"} <= {line.strip().partition(":")[0] for line in grown}
 
 
 def test_it_counts_what_real_widths_take(now) -> None:
