@@ -91,8 +91,9 @@ def test_it_remains_an_error_where_nothing_else_can_be_done(tmp_path: Path, over
     """A policy that was asked for stays, and after the last one there is none."""
     seen: list[str] = []
     plant(lambda engine: not seen.append(engine.checkpointing))
-    with pytest.raises(UserError, match=r"\[out-of-memory\]"):
+    with pytest.raises(UserError, match=r"\[out-of-memory\]") as raised:
         run_here(tmp_path, base_config(tmp_path), *overrides)
+    assert (f"{ASKED}=full" in str(raised.value.problems[0].fix)) == (tries == 1)
     assert len(seen) == tries and len({*seen}) == tries
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
