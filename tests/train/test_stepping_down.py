@@ -115,6 +115,15 @@ def test_where_ranks_exchange_within_a_pass_the_error_remains(tmp_path: Path, st
     assert "recompute" not in log.partition("stays none")[2]
 
 
+def test_auto_steps_down_where_no_plan_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "estimate", lambda *_: "not known before loading: no sizes")
+    plant(lambda engine: engine.checkpointing != "every_2")
+    run = run_here(tmp_path, base_config(tmp_path, trainer={"max_steps": 1}))
+    assert run.summary["changes"]["recompute"].startswith("every_2 (auto: with selective ")
+    with pytest.raises(UserError, match=r"\[out-of-memory\]"):
+        run_here(tmp_path, base_config(tmp_path), f"{ASKED}=full", name="asked")
+
+
 @pytest.mark.parametrize(("mode", "peft"), [("packed", "none"), ("padding", "lora")])
 def test_auto_goes_by_the_largest_micro_batch_and_by_the_changes_that_were_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, peft: str
