@@ -117,8 +117,13 @@ def _try_all(layer: LayerFeatures, device: torch.device, timed: bool) -> KernelC
         store, key = distributed_c10d._get_default_store(), f"packtrain/kernel/{layer}"
         agreed = store.compare_set(key, "", fastest.name).decode()
         fastest = next((kernel for kernel in right if kernel.name == agreed), fastest)
-    row = f"ms for {_DOCUMENTS.tokens:,} tokens, forward and backward, {fastest.name} {times[fastest.name]:.3g}"
-    slower = [(name, f"{time:.3g} {row}") for name, time in times.items() if name != fastest.name]
+    own = times.pop(fastest.name)
+    row = f"ms for {_DOCUMENTS.tokens:,} tokens, forward and backward, {fastest.name} {own:.3g}"
+    slower = [
+        (name, f"{time:.3g} {row}" if max(time, own) < torch.inf else "not timed") for name, time in times.items()
+    ]
+    if any(time < _FASTER * own for time in times.values()):
+        slower = [(name, f"{why}, as another rank chose") for name, why in slower]
     return KernelChoice(fastest, (*lacks, *slower))
 
 

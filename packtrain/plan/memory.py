@@ -308,16 +308,21 @@ def estimate(
     return replace(memory, advice=f"try {split}" if split else _advice(config, processes))
 
 
+def possible_policies(config: RunConfig) -> dict[str, RunConfig]:
+    """Return the config with each value of trainer.gradient_checkpointing that its other keys allow."""
+    asked = {one: replace(config.trainer, gradient_checkpointing=cast(Checkpointing, one)) for one in CHECKPOINTING}
+    tried = {policy: replace(config, trainer=trainer) for policy, trainer in asked.items()}
+    return {policy: one for policy, one in tried.items() if not any(check_checkpointing(one))}
+
+
 def _choose_checkpointing(
     config: RunConfig, model: ModelSize, spread: tuple[int, int], device_bytes: int | None, found: Found
 ) -> Memory:
     """Resolve trainer.gradient_checkpointing and return the memory. `auto` recomputes just enough to leave SPARE of the device free."""
     counts: dict[str, Memory] = {}
-    for policy in CHECKPOINTING:
-        tried = replace(config, trainer=replace(config.trainer, gradient_checkpointing=cast(Checkpointing, policy)))
-        if not any(check_checkpointing(tried)):
-            counts[policy] = _count(tried, model, *spread, device_bytes, found)
-            counts[policy] = replace(counts[policy], device=device_bytes, checkpointing=policy)
+    for policy, tried in possible_policies(config).items():
+        counts[policy] = _count(tried, model, *spread, device_bytes, found)
+        counts[policy] = replace(counts[policy], device=device_bytes, checkpointing=policy)
     if (asked := config.trainer.gradient_checkpointing) != "auto":
         return replace(counts[asked], chosen="asked for")
     counts = {one: replace(made, fallbacks=(*counts,)[n:]) for n, (one, made) in enumerate(counts.items(), start=1)}
