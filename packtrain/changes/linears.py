@@ -72,7 +72,8 @@ def linears_together(model: nn.Module) -> list[tuple[nn.Module, list[nn.Linear]]
     """Return groups of plain linear modules with one input, each with the module around it."""
     around = [module for layer in language_layers(model) for module in layer.modules()]
     found = [(one, [getattr(one, name, None) for name in names]) for one in around for names in _READERS]
-    plain = [(one, [layer for layer in layers if type(layer) is nn.Linear]) for one, layers in found]
+    own = [(one, [layer for layer in layers if type(layer) is nn.Linear]) for one, layers in found]
+    plain = [(one, [layer for layer in layers if "forward" not in vars(layer)]) for one, layers in own]
     return [(one, layers) for one, layers in plain if len(layers) > 1]
 
 
