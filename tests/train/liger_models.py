@@ -70,6 +70,7 @@ if __name__ == "__main__":
         ("qwen3", bfloat16, {"adapters": True, "autocast": True}),
         ("gemma2", bfloat16, {}),
         ("qwen3_moe", bfloat16, {"autocast": True}),
+        ("qwen3_moe", bfloat16, {"adapters": True, "autocast": True}),
         ("gemma2", bfloat16, {"wrong": True}),
     ]
     for family, dtype, how in cases:

@@ -384,8 +384,8 @@ def test_ligers_own_kernels_compute_the_models_losses_and_gradients_and_leave_no
     ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr
     results = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert len(results) == 8
+    assert len(results) == 9
     for number, result in enumerate(results):
-        assert bool(result["refusal"]) == (number == 7) and result["inside"] == [number < 7, number < 6], result
+        assert bool(result["refusal"]) == (number == 8) and result["inside"] == [number < 8, number < 6], result
         assert ("from float32" in result["figures"] + result["refusal"]) == (number not in (0, 2, 3)), result
         assert result["after"] == [False, False] and result["rotation"].startswith("transformers."), result
