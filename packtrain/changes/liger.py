@@ -65,7 +65,8 @@ def fuse_by_liger(model: PreTrainedModel) -> Callable[[], None]:
             changed += [(place, name, old.get(name, _ABSENT)) for name in names]
         if sys.exc_info()[0] is not None:
             undo()
-    experts = {id(vars(module)) for module in modules if hasattr(module, "_is_expert_parallel")}
+    bare = [(module, getattr(module, "get_base_layer", lambda module=module: module)()) for module in modules]
+    experts = {id(vars(module)) for module, own in bare if hasattr(own, "_is_expert_parallel")}  # adapted ones too
     for place, name, value in [change for change in changed if id(change[0]) in experts]:
         _put_back(place, name, value)
     for place, name, value in changed:

@@ -76,7 +76,8 @@ def linears_together(model: nn.Module) -> list[tuple[nn.Module, list[nn.Linear]]
     """Return groups of plain linear modules with one input, each with the module around it."""
     modules = [module for layer in language_layers(model) for module in layer.modules()]
     found = [(around, [getattr(around, name, None) for name in names]) for around in modules for names in _READERS]
-    plain = [(around, [layer for layer in layers if type(layer) is nn.Linear]) for around, layers in found]
+    linear = [(around, [layer for layer in layers if type(layer) is nn.Linear]) for around, layers in found]
+    plain = [(around, [layer for layer in layers if "forward" not in vars(layer)]) for around, layers in linear]
     return [(around, layers) for around, layers in plain if len(layers) > 1]
 
 

@@ -186,6 +186,7 @@ QUANTIZED_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0, "fp8": 1.0
 """Bytes of a weight by model.quantize. nf4: 4 bits, an 8-bit scale per 64 weights, a 32-bit scale per 256 of those scales.
 Scales of whole rows count as nothing."""
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
+_FIRST_TOKENS = 2048  # of documents that changes are proved on (train/loader.py)
 CHECKPOINTING = ("none", "every_4", "every_3", "selective", "every_2", "full")
 """Values of trainer.gradient_checkpointing, from the fewest recomputed matrix products to all of them."""
 SPARE = 0.1
@@ -423,6 +424,7 @@ def _count(
         # neither gradients nor states exist before step 1
         _first_check(config, model, batch) - (activations or 0) - split["gradients"] - split["optimizer"],
         _first_watch(config, batch) - (activations or 0) - split["gradients"],
+        (_first_proofs(config, model, batch) if device_bytes else 0) - (activations or 0) - split["optimizer"],
     )
     return Memory(
         **{**split, "buffers": buffers if spec.offloads else max(buffers, least), "activations": activations},
@@ -510,6 +512,18 @@ def _first_watch(config: RunConfig, batch: FullestBatch | None) -> int:
     if config.objective.spec.examples != "documents" or not config.verify.preflight or batch is None:
         return 0
     return min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute
+
+
+def _first_proofs(config: RunConfig, model: ModelSize, batch: FullestBatch | None) -> int:
+    """Return the bytes of activations in the proofs of changes. In bfloat16 they compute first documents in float32."""
+    if batch is None or batch.compute != 2 or config.strategy.spec.gathers_by_engine or config.model.kernels == "none":
+        return 0
+    try:
+        layers = read_layers(model.sizes)
+    except UserError:
+        return 0
+    exact = replace(batch, tokens=min(batch.tokens, _FIRST_TOKENS), compute=4, stream=4, fused=False)
+    return sum(count_layers(config, layers, exact))
 
 
 def _autocast_copies(config: RunConfig, model: ModelSize) -> int:

@@ -1,5 +1,5 @@
 """Liger's kernels in Triton's interpreter on tiny models, in a process of its own, since Triton decides as it is imported: the proof of
-each, as JSON, in float32 and under autocast, and the names that it leaves behind."""
+each, as JSON, in float32, in bfloat16 and under autocast, and the names that it leaves behind."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.standin.site import triton_interpreter
 ROW = torch.arange(14)[None] * 7 % 94 + 3
 
 
-def proved(family: str, dtype: torch.dtype, *, adapters: bool) -> dict[str, Any]:
-    """The proof, whether the kernels were in place in its second half, and whether undoing them leaves what was there."""
-    model: Any = tiny_model(family, num_hidden_layers=2)
+def proved(family: str, dtype: torch.dtype, *, autocast: bool, adapters: bool, wrong: bool) -> dict[str, Any]:
+    """The proof, of norms with another offset if `wrong`, whether the kernels were in place in its second half, and whether undoing them leaves what was there."""
+    model: Any = tiny_model(family, num_hidden_layers=2).to(torch.float32 if autocast else dtype)
     model.gradient_checkpointing_enable()
     if adapters:
         model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
@@ -30,18 +30,22 @@ def proved(family: str, dtype: torch.dtype, *, adapters: bool) -> dict[str, Any]
     parts = (layer.input_layernorm, getattr(layer.mlp, "experts", layer.mlp))
 
     def loss() -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return model(input_ids=ROW, labels=ROW).loss
 
     def make() -> Any:
         undo.append(fuse_by_liger(model))
-        return undo[0]
+        norms = [module for module in base_model(model).modules() if hasattr(module, "offset")] if wrong else []
+        for norm in norms:
+            norm.offset = 1 - norm.offset
+        return undo[-1]
 
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     tolerance = tolerance_of(dtype, routed=has_routers(base_model(model)))
-    proof = prove_change(make, loss, weights, tolerance, lambda values: values)
+    proof = prove_change(make, loss, weights, tolerance, lambda values: values, base_model(model), dtype)
     inside = ["forward" in vars(module) for module in parts]
-    undo[0]()
+    if not proof.refusal:
+        undo[-1]()
     after = ["forward" in vars(module) for module in parts]
     rotation = vars(__import__(type(layer).__module__, fromlist=["_"]))["apply_rotary_pos_emb"].__module__
     return {
@@ -57,12 +61,20 @@ if __name__ == "__main__":
     triton_interpreter.install()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    cases = [
-        ("llama", torch.float32, False),
-        ("llama", torch.bfloat16, False),
-        ("qwen3", torch.float32, True),
-        ("gemma2", torch.float32, False),
-        ("qwen3_moe", torch.bfloat16, False),
+    bfloat16 = torch.bfloat16
+    cases: list[tuple[str, torch.dtype, dict[str, bool]]] = [
+        ("llama", torch.float32, {}),
+        ("llama", bfloat16, {"autocast": True}),
+        ("qwen3", torch.float32, {"adapters": True}),
+        ("gemma2", torch.float32, {}),
+        ("qwen3", bfloat16, {"adapters": True, "autocast": True}),
+        ("gemma2", bfloat16, {}),
+        ("qwen3_moe", bfloat16, {"autocast": True}),
+        ("qwen3_moe", bfloat16, {"adapters": True, "autocast": True}),
+        ("gemma2", bfloat16, {"wrong": True}),
     ]
-    for family, dtype, adapters in cases:
-        print(json.dumps(proved(family, dtype, adapters=adapters)), flush=True)
+    for family, dtype, how in cases:
+        print(
+            json.dumps(proved(family, dtype, **{"autocast": False, "adapters": False, "wrong": False} | how)),
+            flush=True,
+        )

@@ -87,6 +87,14 @@ def test_adapted_layers_and_frozen_ones_train_as_before() -> None:
     assert not linears_together(tiny_model("gpt2"))  # one module for all three
 
 
+def test_a_linear_layer_with_code_of_its_own_keeps_it() -> None:
+    model: Any = tiny_model("llama").double()
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.forward = lambda x, own=layer.self_attn.v_proj: nn.functional.linear(x, 2 * own.weight)
+    assert [len(layers) for _, layers in linears_together(model)] == [2] * 6
+    assert_equal(model, 2 * 3)
+
+
 class Odd(nn.Module):
     """q reads another tensor than k, and v is not used if `drops`."""
 

@@ -7,7 +7,8 @@ from typing import Any
 
 def install() -> None:
     """Has it take what compiled kernels take: numbers with a comma, which it leaves as Python's, tensors of the stand-in, which it
-    reads where they are, bfloat16 in operations, NVIDIA's functions, which it has not, and fma, which it rounds twice."""
+    reads where they are, bfloat16 in operations, rounded to the nearest where it cuts off, NVIDIA's functions, which it has not, and
+    fma, which it rounds twice."""
     import numpy as np
     import triton.language as tl
     from triton.language.extra import libdevice
@@ -15,7 +16,8 @@ def install() -> None:
     from triton.runtime import interpreter
 
     own, run = interpreter._implicit_cvt, interpreter.GridExecutor.__call__
-    binary = interpreter.InterpreterBuilder.binary_op
+    builder = interpreter.InterpreterBuilder
+    binary, cast = builder.binary_op, builder.cast_impl
 
     def convert(value: Any) -> Any:
         if isinstance(value, float):
@@ -34,6 +36,13 @@ def install() -> None:
         output = binary(self, *(self.cast_impl(side, tl.float32) for side in (left, right)), op)
         return output if output.data.dtype == np.bool_ else self.cast_impl(output, tl.bfloat16)
 
+    def cast_impl(self: Any, value: Any, kind: Any) -> Any:
+        if (value.dtype.scalar, kind.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, value, kind)
+        bits = np.ascontiguousarray(value.data).view(np.uint32)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return interpreter.TensorHandle(np.where(np.isnan(value.data), np.uint16(0x7FC0), rounded), tl.bfloat16)
+
     def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         product, added = x.data.astype(np.float64) * y.data, z.data.astype(np.float64)  # exact
         total = product + added
@@ -49,4 +58,4 @@ def install() -> None:
         library.rsqrt = lambda x: tl.math.rsqrt(x)
         library.tanh = lambda x: 2 / (1 + tl.math.exp(-2 * x)) - 1
     interpreter._implicit_cvt, interpreter.GridExecutor.__call__ = convert, call
-    interpreter.InterpreterBuilder.binary_op, interpreter.InterpreterBuilder.create_fma = operate, fma
+    builder.binary_op, builder.cast_impl, builder.create_fma = operate, cast_impl, fma
