@@ -35,7 +35,9 @@ def proved(family: str, dtype: torch.dtype, *, autocast: bool, adapters: bool, w
 
     def make() -> Any:
         undo.append(fuse_by_liger(model))
-        norms = [module for module in base_model(model).modules() if hasattr(module, "offset")] if wrong else []
+        norms: list[Any] = (
+            [module for module in base_model(model).modules() if hasattr(module, "offset")] if wrong else []
+        )
         for norm in norms:
             norm.offset = 1 - norm.offset
         return undo[-1]
