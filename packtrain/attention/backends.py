@@ -146,7 +146,9 @@ def attention_by(name: str) -> Attention:
 
 
 def attention_functions(without: str = "") -> list[str]:
-    """Return the names of backends' attention functions in transformers' AttentionInterface; only of those `without` a number format."""
+    """Return the names of backends' functions in transformers' AttentionInterface.
+
+    `without`: only of backends that cannot compute in this number format."""
     lacking = [
         name for name, one in BACKENDS.all().items() if not without or (one.formats and without not in one.formats)
     ]

@@ -3,8 +3,8 @@
 A successful import proves little: a package may lack code for this GPU, the backward pass, or a combination of features, and
 some versions were wrong in corner cases. So each candidate, in a fixed order, runs forward and backward on a small row with
 exactly the features of the layer, and is compared with a dense float64 reference. It costs milliseconds a kernel (seconds if it
-compiles), once per kind of layer and process. If several agree on a GPU, they are timed on a row of documents. One replaces another before
-it only if it is clearly faster; the first rank that has chosen decides for all. A deterministic run takes the first that agrees.
+compiles), once per kind of layer and process. If several agree on a GPU, they are timed on a row of documents. A later one is chosen only
+if it is clearly faster. The first rank that has chosen decides for all. A deterministic run takes the first that agrees.
 
 A layer may ask for its kernel in a forward pass that gradient checkpointing runs again, or under autocast. So kernels are tried in a
 separate thread, without modes or hooks on saved tensors (checkpointing counts them, and ends a recomputation by an exception).
@@ -32,11 +32,8 @@ _TREE = Segments((37, 1, 150, 128, 20), (None, 0, 0, None, 0))
 _GROUPS = Segments((37, 1, 150, 20, 128, 1, 70, 3), (None, 0, 0, 0, None, None, 5, 5))  # these permit reading in place
 _DOCUMENTS = Segments((4096, *[2048] * 2, *[1024] * 4, *[512] * 4, *[256] * 4, *[64] * 16))  # 16,384 tokens to time
 _TIMED_WIDTH, _TIMED_WINDOW = 2048, 1024  # of all query heads: 64 MiB a tensor, and more to do than to launch
-_TURNS, _CALLS, _FASTER = (
-    4,
-    3,
-    0.97,
-)  # a kernel is faster if its time is below this share of another's: the rest is noise
+_TURNS, _CALLS = 4, 3
+_FASTER = 0.97  # a kernel is faster if its time is below this share of another's: the rest is noise
 _WINDOW = 33  # reaches from the third segment back into its prefix
 _KV_HEADS = 2
 
@@ -57,7 +54,7 @@ class LayerFeatures:
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The chosen kernel, None if none is right. `lacks`: (name, reason) for every candidate before it, and for those timed beside it."""
+    """The chosen kernel, None if none is right. `lacks`: (name, reason) of the candidates before the first right one, and of slower ones."""
 
     kernel: Kernel | None
     lacks: tuple[tuple[str, str], ...]
@@ -90,7 +87,7 @@ def _choose(layer: LayerFeatures, device: torch.device, deterministic: bool) -> 
 
 
 def try_kernels(dtype: torch.dtype) -> dict[str, str]:
-    """Try the kernels on a usual layer. Return those of the choice with their lacks, and the chosen one with the lack ""."""
+    """Try the kernels on a usual layer. Return the reasons against them by name; "" for the chosen one."""
     choice = choose_kernel(LayerFeatures(dtype, 4, 128, 128), torch.device("cuda", 0))
     return {**dict(choice.lacks), **({choice.kernel.name: ""} if choice.kernel else {})}
 
@@ -106,7 +103,7 @@ def _try_all(layer: LayerFeatures, device: torch.device, timed: bool) -> KernelC
         for name, load in CANDIDATES:
             if right and not timed:
                 break
-            with suppress(torch.OutOfMemoryError) if right else nullcontext():
+            with suppress(torch.OutOfMemoryError) if right else nullcontext():  # another one serves
                 found = _try(name, load, layer, device)
                 if isinstance(found, Kernel):
                     right.append(found)
@@ -120,13 +117,18 @@ def _try_all(layer: LayerFeatures, device: torch.device, timed: bool) -> KernelC
         store, key = distributed_c10d._get_default_store(), f"packtrain/kernel/{layer}"
         agreed = store.compare_set(key, "", fastest.name).decode()
         fastest = next((kernel for kernel in right if kernel.name == agreed), fastest)
-    row = f"ms for {_DOCUMENTS.tokens:,} tokens, forward and backward, {fastest.name} {times[fastest.name]:.3g}"
-    slower = [(name, f"{time:.3g} {row}") for name, time in times.items() if name != fastest.name]
+    own = times.pop(fastest.name)
+    row = f"ms for {_DOCUMENTS.tokens:,} tokens, forward and backward, {fastest.name} {own:.3g}"
+    slower = [
+        (name, f"{time:.3g} {row}" if max(time, own) < torch.inf else "not timed") for name, time in times.items()
+    ]
+    if any(time < _FASTER * own for time in times.values()):
+        slower = [(name, f"{why}, as another rank chose") for name, why in slower]
     return KernelChoice(fastest, (*lacks, *slower))
 
 
 def _try(name: str, load: Callable[[], Attend], layer: LayerFeatures, device: torch.device) -> Kernel | str:
-    """Return the kernel, or why it is not right. It reads shared keys in place if it should and that is right, too."""
+    """Return the kernel, or why it is not right. It reads shared keys in place if the layer asks for it and that is right, too."""
     right, reason = None, ""
     try:
         kernel = Kernel(name, load())
@@ -204,7 +206,7 @@ def kernel_error(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> 
 
 
 def _draw(layer: LayerFeatures, kv_heads: int, tokens: int, device: torch.device, times: int = 1) -> list[torch.Tensor]:
-    """Draw queries, keys, values, and sinks if there are any. The `tokens` are repeated so many `times`."""
+    """Draw queries, keys and values of `tokens`, repeated `times`; and sinks if the layer has them."""
     random, heads = torch.Generator().manual_seed(0), layer.group * kv_heads
     shapes = [(heads, layer.head_dim), (kv_heads, layer.head_dim), (kv_heads, layer.value_dim)]
     drawn = [

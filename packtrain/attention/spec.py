@@ -30,7 +30,7 @@ class Backend:
     formats: tuple[str, ...] = ()
     """Number formats that it computes in, by torch's names. () means all."""
     kernels: str = ""
-    """Module with `try_kernels(dtype)`, for `packtrain env`: each kernel tried with its lack, or its time. That of the chosen one is "".
+    """Module with `try_kernels(dtype)`, for `packtrain env`: each kernel tried, with its lack or its time, "" for the chosen one.
 
     "" if it needs no kernel. The module should import fast."""
     get_kernels: str = ""

@@ -2,9 +2,8 @@
 
 All of them take queries, keys and values [tokens, heads, d] and the running sums of the segments' lengths, and align causality at the
 bottom right: a segment may have more keys than queries. So shared prefixes are served by gathering the keys and values of a segment's
-whole path, its own tokens last. torch's own kernel can also read them in place, by two calls that are merged. Per channel, a gathered key
-moves 24 bytes a key/value head and 8 a query head (copies and gradients of k and v), the second call 54 a query head and token (outputs
-and gradients of q once more). A kernel's signature shows whether it has soft-cap or sinks; kernel_choice.py checks that it is correct.
+whole path, its own tokens last. torch's own kernel can also read them in place, by two calls that are merged. A kernel's signature shows
+whether it has soft-cap or sinks; kernel_choice.py checks that it is correct.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class Borders:
     """A row's segments in the form that kernels take.
 
     `queries` and `keys`: int32 [segments + 1] on the device, running sums of lengths; `longest_*` in tokens. `gather`:
-    int64, for each key its token in the row, or None if the keys are exactly the row. `copies`: the places of all keys, those of
-    token t from `starts[t]` on. `prompts`: borders of a second call, in which answers see their whole prompt (`causal` is False).
+    int64, for each key its token in the row, or None if the keys are exactly the row. The keys of token t are `copies[starts[t] :
+    starts[t + 1]]`. `prompts`: borders of a second call, in which answers see their whole prompt (`causal` is False).
     """
 
     queries: torch.Tensor
@@ -82,7 +81,6 @@ def borders_of(segments: Segments, device: torch.device, in_place: bool = False)
     def sums_of(lengths: list[int]) -> torch.Tensor:
         return to_device(torch.tensor((0, *accumulate(lengths)), dtype=torch.int32), device)
 
-    lengths = [own + before for own, before in zip(segments.lengths, segments.prefix_lengths, strict=True)]
     longest = max(segments.lengths)
     with torch.inference_mode(False):  # an evaluation's cached tensors are used again in training
         queries = to_device(segments.cumulative_lengths(), device)
@@ -94,21 +92,25 @@ def borders_of(segments: Segments, device: torch.device, in_place: bool = False)
             seen = [length for prompt, answers in trees for length in (0, prompt, answers)]
             prompts = Borders(sums_of(seeing), sums_of(seen), max(seeing), max(seen), causal=False)
             return Borders(queries, queries, longest, longest, prompts=prompts)
-        keys = sums_of(lengths)
+        lengths = [own + before for own, before in zip(segments.lengths, segments.prefix_lengths, strict=True)]
         tokens = segments.tokens_along(range(len(lengths)))
         counts = np.bincount(tokens)
-        gather = (tokens, tokens.argsort(kind="stable"), counts.cumsum() - counts)
-        gather, copies, starts = (to_device(torch.from_numpy(one), device) for one in gather)
-        return Borders(queries, keys, longest, max(lengths), gather, copies, starts)
+        arrays = (tokens, tokens.argsort(kind="stable"), counts.cumsum() - counts)
+        gather, copies, starts = (to_device(torch.from_numpy(one), device) for one in arrays)
+        return Borders(queries, sums_of(lengths), longest, max(lengths), gather, copies, starts)
 
 
 def fewer_bytes_in_place(segments: Segments, heads: int, kv_heads: int) -> bool:
-    """Return whether a second call moves fewer bytes than the keys that are gathered: eighths of those named above."""
+    """Return whether a second call moves fewer bytes than gathering keys.
+
+    Per channel, a gathered key moves 24 bytes for each key/value head and 8 for each query head (copies and gradients of k and v). The
+    second call moves 54 for each token and query head (outputs and gradients of q once more). All are divided by 8.
+    """
     return sum(segments.prefix_lengths) * (3 * kv_heads + heads) > 7 * segments.tokens * heads
 
 
 def _prompts_and_answers(segments: Segments) -> list[tuple[int, int]]:
-    """Return the lengths of each segment without prefix and of those after it, which continue it. [] if a segment continues another one."""
+    """Return the lengths of each prompt and of all its answers. [] unless the answers to a prompt follow it at once."""
     roots = [number for number, prefix in enumerate(segments.shared) if prefix is None]
     trees = list(zip(roots, [*roots[1:], len(segments.lengths)], strict=True))
     if any(segments.shared[number] != root for root, end in trees for number in range(root + 1, end)):
@@ -246,7 +248,7 @@ def _for_torch(borders: Borders, scoring: Scoring) -> tuple[tuple[torch.Tensor |
 
 
 class ByLogSums(torch.autograd.Function):
-    """Attention with sinks, and to keys of two calls, by torch's operators, which have neither.
+    """Attention with sinks, or to the keys of two calls. torch's operators have neither.
 
     The operator returns outputs o and log-sums l of the scores. Two calls merge to l' = log(exp l1 + exp l2) and o' = o1 exp(l1 - l') +
     o2 exp(l2 - l'). A sink s is a key of that score without a value: o' = o σ(l - s), l' = log(exp l + exp s). The
@@ -270,11 +272,11 @@ class ByLogSums(torch.autograd.Function):
         operator = torch.ops.aten._flash_attention_forward
         results = [operator(q, k, v, *arguments, False, **options) for arguments, options in ctx.calls]
         output, log_sums, *random = results[0]  # log_sums: [heads, T]
-        for other, others, *_ in results[1:]:
-            others = others.masked_fill(others.isinf(), -torch.inf)  # of queries without keys some kernels say inf
-            before, log_sums = log_sums, torch.logaddexp(log_sums, others)
-            share, rest = ((one - log_sums).exp().T[..., None] for one in (before, others))
-            output.mul_(share).addcmul_(other, rest)
+        for of_prompts, sums, *_ in results[1:]:
+            sums = sums.masked_fill(sums.isinf(), -torch.inf)  # some kernels return inf for queries without keys
+            before, log_sums = log_sums, torch.logaddexp(log_sums, sums)
+            share, rest = ((one - log_sums).exp().T[..., None] for one in (before, sums))
+            output.mul_(share).addcmul_(of_prompts, rest)
         if sinks is not None:
             sink = sinks.to(log_sums.dtype)[:, None]
             output = (output * torch.sigmoid(log_sums - sink).T[..., None]).to(q.dtype)

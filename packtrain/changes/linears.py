@@ -1,8 +1,8 @@
-"""Linear layers that read one tensor add up its gradient inside of their products.
+"""Linear layers that read one tensor add up its gradient inside their products.
 
 Autograd makes a gradient of the input for each of q, k and v, and for gate and up of an MLP, and adds them up in passes of their own. Here each
-product adds to the result of the one before. Under autocast the tensor is also cast once for all of them. Every layer still runs by itself. It gives
-autograd no gradient of its input: a node of the tensor gives the sum, after all layers that take part in the backward pass.
+product adds to the result of the one before. Under autocast the tensor is also cast once for all of them. Every layer still runs by itself, but
+gives autograd no gradient of its input. Instead a node between the tensor and the layers gives the sum, after their backward passes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _Sums = dict[int, torch.Tensor]
 
 
 class _Node(torch.autograd.Function):
+    """A view of the tensor. Layers give it no gradient; in its backward pass it takes their sum."""
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sums: _Sums) -> torch.Tensor:
         ctx.sums, ctx.shape = sums, tensor.shape
@@ -41,6 +43,8 @@ class _Node(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
+    """A linear layer that adds the gradient of its input to `sums`."""
+
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, sums: _Sums, weight: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
@@ -57,7 +61,7 @@ class _Product(torch.autograd.Function):
 
 
 def _run(layer: nn.Linear, read: list[Any], hidden: torch.Tensor) -> torch.Tensor:
-    """Return `layer` of `hidden` [..., h]. `read` is the tensor that was read last, as the products take it, and its sums."""
+    """Return `layer` of `hidden` [..., h]. `read`: the `hidden` of the layer before, its node in the format of the products, its sums."""
     if not (torch.is_grad_enabled() and hidden.requires_grad):
         return F.linear(hidden, layer.weight, layer.bias)
     if not read or read[0] is not hidden:
@@ -70,11 +74,11 @@ def _run(layer: nn.Linear, read: list[Any], hidden: torch.Tensor) -> torch.Tenso
 
 def linears_together(model: nn.Module) -> list[tuple[nn.Module, list[nn.Linear]]]:
     """Return groups of plain linear modules with one input, each with the module around it."""
-    around = [module for layer in language_layers(model) for module in layer.modules()]
-    found = [(one, [getattr(one, name, None) for name in names]) for one in around for names in _READERS]
-    own = [(one, [layer for layer in layers if type(layer) is nn.Linear]) for one, layers in found]
-    plain = [(one, [layer for layer in layers if "forward" not in vars(layer)]) for one, layers in own]
-    return [(one, layers) for one, layers in plain if len(layers) > 1]
+    modules = [module for layer in language_layers(model) for module in layer.modules()]
+    found = [(around, [getattr(around, name, None) for name in names]) for around in modules for names in _READERS]
+    own = [(around, [layer for layer in layers if type(layer) is nn.Linear]) for around, layers in found]
+    plain = [(around, [layer for layer in layers if "forward" not in vars(layer)]) for around, layers in own]
+    return [(around, layers) for around, layers in plain if len(layers) > 1]
 
 
 def add_in_products(model: nn.Module) -> Callable[[], None]:

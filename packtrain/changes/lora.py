@@ -1,18 +1,18 @@
 """`model.kernels=lora`: a linear layer and its LoRA adapter as one function of autograd.
 
-y = x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ. PEFT runs three layers, then scales and adds the result of the third. Here the last product scales and adds while it
-is written (addmm), and so does the adapter's part of the gradient of x. The product with W comes first, as PEFT computes it: new adapters, whose
-B is zero, change no bit of it.
+y = x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ. PEFT runs three layers, then scales and adds the result of the third. Here the last product also scales and adds
+(addmm), for y and for the gradient of x. The product with W comes first, as PEFT computes it: a new adapter, whose B is zero, changes no bit
+of y.
 
-PEFT's own forward stays for the rest: dropout, DoRA and other variants, biases of adapters, quantised or sharded weights, Conv1D, several active
-adapters, adapters that are off or merged, compiled code.
+PEFT's own forward stays for dropout, DoRA and other variants, biases of adapters, quantised or sharded weights, Conv1D, several active
+adapters, adapters that are off or merged, and compiled code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -86,12 +86,11 @@ def _forward(layer: Linear, x: Tensor, *given: object, **named: object) -> Tenso
     off = layer.disable_adapters or layer.merged or torch.compiler.is_compiling()
     if given or named or off or len(names) != 1:
         return type(layer).forward(layer, x, *given, **named)
-    parts: Any = layer.base_layer, layer.lora_A[names[0]], layer.lora_B[names[0]]
-    base, a, b = parts
+    base, a, b = (cast(nn.Linear, one) for one in (layer.base_layer, layer.lora_A[names[0]], layer.lora_B[names[0]]))
     tensors = x.reshape(-1, x.shape[-1]), base.weight, base.bias, a.weight, b.weight
     if (dtype := _format_of([one for one in tensors if one is not None])) is None:
         return type(layer).forward(layer, x)
-    # not cast by autocast inside: copies made without gradients would stay in its cache
+    # cast here, with gradients: casts within the function would stay in autocast's cache without them
     out = AdaptedProduct.apply(*(one if one is None else one.to(dtype) for one in tensors), layer.scaling[names[0]])
     return out.view(*x.shape[:-1], out.shape[-1])
 
@@ -110,10 +109,12 @@ def _propose(situation: Situation) -> Proposal | None:
     asked, model = situation.config.model.kernels, situation.model
     if situation.config.peft.kind != "lora" or (asked == "auto" and not situation.on_gpu):
         return None
-    count, lacks = len([*plain_layers(model)]), "trainer.torch_compile fuses them already" if is_compiled(model) else ""
-    what = f"{counted(count, 'adapted layers')} as one function each"
-    none = "none has a plain adapter on plain weights (docs/speed.md)"
-    return Proposal(what=what, make=fuse_adapters, lacks=lacks if count else none)
+    count, lacks = len([*plain_layers(model)]), ""
+    if not count:
+        lacks = "none has a plain adapter on plain weights (docs/speed.md)"
+    elif is_compiled(model):
+        lacks = "trainer.torch_compile fuses them already"
+    return Proposal(what=f"{counted(count, 'adapted layers')} as one function each", make=fuse_adapters, lacks=lacks)
 
 
 CHANGE = Change(name="lora", propose=_propose)

@@ -51,7 +51,7 @@ class FullestBatch:
     `masked` counts the keys per query of its mask, None without a mask. Bytes: `weight` of one weight as layers see it, `compute` of one
     number in their computation (2 under autocast), `stream` of one number in the residual stream. `scores` counts the keys per query whose
     attention scores are kept: torch has no grouped-query kernel for float32 on GPUs. `fused`: whether Liger's kernels compute norms and
-    activations. Norms then keep their input alone, MLPs not the result of the activation. `copies`: see Found.
+    activations. Norms then keep only their input, and MLPs do not keep the activation's result. `copies`: see Found.
     """
 
     tokens: int
@@ -66,9 +66,10 @@ class FullestBatch:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Facts that a run finds out: token slots of the largest micro-batch, and whether Liger's kernels proved exact. None: not yet known.
+    """Facts about the largest micro-batch that only a run finds out. None: not yet known.
 
-    `copies`: how often attention copies a key of it, for each document that shares its beginning.
+    `slots` of tokens. `copies`: how many copies of a key attention keeps on average, where documents share a beginning. `fused`: whether
+    Liger's kernels proved exact.
     """
 
     slots: int | None = None
@@ -94,7 +95,7 @@ def fullest(config: RunConfig, width: int, *, gpu: bool, found: Found = Found())
     narrow = mixed and gpu and not strategy.shards_weights  # if changes/residual.py proves exact
     compute = 2 if mixed else width
     scores = min(longest or most, most) if gpu and compute == 4 and masked is None else 0
-    if (fused := found.fused) is None:  # expected, if they are installed or required
+    if (fused := found.fused) is None:  # expect them if they are installed or required
         wanted = config.model.kernels == "liger" or all(map(find_spec, ("liger_kernel", "triton")))
         fused = wanted and config.model.kernels in ("auto", "liger") and gpu
         fused = fused and not (config.trainer.torch_compile or strategy.gathers_by_engine)
@@ -105,7 +106,7 @@ def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tupl
     """Count bytes kept by all layers between the passes, and the last layer's backward bytes."""
     tile = config.trainer.tokens_per_mlp_tile or batch.tokens
     layer, inside = batch.tokens * _count_layer(config, layers, batch), _count_mlp(config, layers, batch)
-    # of the tensors inside the MLP; Liger writes them over what it has kept
+    # of the tensors inside the MLP; Liger writes half of them over the kept tensors
     gradients = min(tile, batch.tokens) * (1 if batch.fused else 2) * layers.inner * batch.compute
     if tile < batch.tokens:  # MLPs keep only their input, and all their tensors for one tile at a time
         layer -= batch.tokens * (inside - layers.hidden * batch.compute)
@@ -134,9 +135,8 @@ def _count_layer(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
         norms = 2 * (layers.hidden * batch.stream + 4) + heads * compute
     scores = batch.scores if layers.key < layers.query else 0
     keys = layers.query if batch.masked or scores else layers.key  # with a mask, sdpa repeats the keys for every head
-    attention = compute * (
-        2 * layers.query + math.ceil(2 * keys * batch.copies) + (batch.masked or 0)
-    ) + 4 * layers.heads * (1 + scores)
+    copied = math.ceil(2 * keys * batch.copies)  # keys and values
+    attention = compute * (2 * layers.query + copied + (batch.masked or 0)) + 4 * layers.heads * (1 + scores)
     return norms + attention + _count_inputs(config, layers, batch, mlp=False) + _count_mlp(config, layers, batch)
 
 
@@ -150,8 +150,7 @@ def _count_inputs(config: RunConfig, layers: Layers, batch: FullestBatch, *, mlp
 
     Only linear layers with trained weights or adapters keep inputs. `mlp` selects a layer's MLP, else its attention. Linear layers share the
     tensor that they read, unless each copies it: in autocast's format, or in the adapters' float32. Liger's norms return the format of the
-    stream, which may be autocast's. Attention already keeps o_proj's input;
-    down_proj's input is always new.
+    stream, which may be autocast's. Attention already keeps o_proj's input; down_proj's input is always new.
     """
     full, autocast = config.peft.kind == "none", config.trainer.mixed_precision == "bf16"
 
@@ -309,16 +308,21 @@ def estimate(
     return replace(memory, advice=f"try {split}" if split else _advice(config, processes))
 
 
+def possible_policies(config: RunConfig) -> dict[str, RunConfig]:
+    """Return the config with each value of trainer.gradient_checkpointing that its other keys allow."""
+    asked = {one: replace(config.trainer, gradient_checkpointing=cast(Checkpointing, one)) for one in CHECKPOINTING}
+    tried = {policy: replace(config, trainer=trainer) for policy, trainer in asked.items()}
+    return {policy: one for policy, one in tried.items() if not any(check_checkpointing(one))}
+
+
 def _choose_checkpointing(
     config: RunConfig, model: ModelSize, spread: tuple[int, int], device_bytes: int | None, found: Found
 ) -> Memory:
     """Resolve trainer.gradient_checkpointing and return the memory. `auto` recomputes just enough to leave SPARE of the device free."""
     counts: dict[str, Memory] = {}
-    for policy in CHECKPOINTING:
-        tried = replace(config, trainer=replace(config.trainer, gradient_checkpointing=cast(Checkpointing, policy)))
-        if not any(check_checkpointing(tried)):
-            counts[policy] = _count(tried, model, *spread, device_bytes, found)
-            counts[policy] = replace(counts[policy], device=device_bytes, checkpointing=policy)
+    for policy, tried in possible_policies(config).items():
+        counts[policy] = _count(tried, model, *spread, device_bytes, found)
+        counts[policy] = replace(counts[policy], device=device_bytes, checkpointing=policy)
     if (asked := config.trainer.gradient_checkpointing) != "auto":
         return replace(counts[asked], chosen="asked for")
     counts = {one: replace(made, fallbacks=(*counts,)[n:]) for n, (one, made) in enumerate(counts.items(), start=1)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -26,16 +26,14 @@ from packtrain.wording import first_line
 
 CONTROL_FACTOR = 5
 """A control leaks on purpose: it must differ by this many times what rounding may cause."""
-
-
 PER_WEIGHT = 5
 """Tolerance of one weight's gradient, as a multiple of the tolerance of all: over all weights rounding errors even out."""
 SMALLEST = 1e-3
 """Smallest share of the total gradient norm: smaller gradients (a key's bias, mere rounding) are measured against this share."""
 SLACK = 1.6
-"""A change may be this many times as far from float32 as the unchanged model, and some more:"""
+"""A changed model may be this many times as far from float32 as the unchanged one, plus BESIDE_FLOAT32."""
 BESIDE_FLOAT32 = 0.2
-"""this share of the tolerance between two results that both round (1e-2 in bfloat16)."""
+"""Share of the tolerance of gradients (1e-2 in bfloat16): float32 does not round, so less is needed than between two rounded results."""
 MakeChange = Callable[[], Callable[[], object]]
 """Makes a change and returns the function that undoes it; if it raises an exception, nothing is changed."""
 
@@ -163,8 +161,11 @@ def model_refusals(what: str, *, fix: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ChangeProof:
-    """Relative errors of `loss` and `gradients` after the change, and of the `worst` weight's gradient. `refusal`: the reason for undoing the
-    change, "" if it stays. Against float32: `own` are both errors without the change, and `module` is the worst of a replaced module, in words."""
+    """Relative errors of `loss` and `gradients` after the change, and of the `worst` weight's gradient.
+
+    `refusal`: the reason for undoing the change, "" if it stays. Beside float32, `own` are the errors of loss and gradients without the
+    change, and `module` names the worst replaced module and its error.
+    """
 
     refusal: str = ""
     loss: float = math.inf
@@ -195,11 +196,11 @@ def prove_change(
 ) -> ChangeProof:
     """Make the change. Undo it on all ranks unless all find the `loss` and its gradients within `tolerance`.
 
-    A `model` that computes in 16 bits, `dtype`, is compared with float32, before and after the change: two results that both round differ
-    by more than one. If its code cannot compute in float32 (quantised in 8 bits), or without `model`, the unchanged results are compared.
+    A `model` that computes in 16 bits (`dtype`) is compared with its own float32 results, before and after the change. Without `model`, or
+    if its code cannot compute in float32 (quantised in 8 bits), the changed results are compared with the unchanged ones.
 
-    The second time the NEGATIVE loss adds its gradients to the first ones: `.grad` then holds the difference, and no second copy of the
-    gradients takes memory. Gradients are compared as one vector, and weight by weight: a norm's gradients are so small a part of the vector that
+    To compare, the second pass uses the NEGATIVE loss: `.grad` then holds the difference, and no second copy of the gradients takes
+    memory. Gradients are compared as one vector, and weight by weight: a norm's gradients are so small a part of the vector that
     errors in them would not show.
 
     `loss` computes the same scalar each time, with its graph. `weights` are the trained ones by name; they keep no gradients.
@@ -212,23 +213,32 @@ def prove_change(
         if model is not None and dtype.itemsize < 4:
             proof = _beside_float32(trial, tolerance, model, dtype)
         proof = proof or _beside_own(trial, tolerance)
+    except _Failed as failure:
+        proof = ChangeProof(str(failure))
     finally:
-        trial.clear()
+        trial.clear_gradients()
     if proof.refusal:
-        trial.undo()
+        trial.made.close()
     return proof
+
+
+_WITHOUT = "the loss cannot be computed even without it"
+
+
+class _Failed(Exception):
+    """A rank has failed. All ranks raise it together."""
 
 
 @dataclass(slots=True)
 class _Trial:
-    """Arguments of `prove_change`, failures of this rank, and the function that undoes the change while it is made."""
+    """Arguments of `prove_change`, and failures of this rank. Closing `made` undoes the change, if it is made."""
 
     change: MakeChange
     loss: Callable[[], torch.Tensor]
     weights: Mapping[str, torch.Tensor]
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
     failures: list[str] = field(default_factory=list)
-    made: Callable[[], object] | None = None
+    made: ExitStack = field(default_factory=ExitStack)
 
     @contextmanager
     def noting(self, what: str = "") -> Iterator[None]:
@@ -240,58 +250,46 @@ class _Trial:
 
     def make(self) -> None:
         with self.noting():
-            self.made = self.change()
+            self.made.callback(self.change())
 
-    def undo(self) -> None:
-        if self.made is not None:
-            self.made()
-        self.made = None
-
-    def clear(self) -> None:
+    def clear_gradients(self) -> None:
         for weight in self.weights.values():
             weight.grad = None
 
-    def summed(self, *results: torch.Tensor) -> tuple[list[list[float]], bool]:
-        """Return the sums of `results` over all ranks, and whether no rank has failed."""
-        device = next(iter(self.weights.values())).device
-        failed = torch.tensor([float(bool(self.failures))], dtype=torch.float64, device=device)
-        *sums, failures = self.sum_over_ranks(torch.cat([*results, failed])).tolist()
+    def zeros(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.float64, device=next(iter(self.weights.values())).device)
+
+    def sum(self, *results: torch.Tensor) -> list[list[float]]:
+        """Return the sums of `results` of `backward` over all ranks. Raises _Failed if any rank has failures."""
+        total = self.sum_over_ranks(torch.cat([*results, self.zeros(1) + bool(self.failures)])).tolist()
+        if total.pop():
+            raise _Failed(self.failures[0] if self.failures else "another process cannot compute by it")
         size = 1 + len(self.weights)
-        return [sums[start : start + size] for start in range(0, len(sums), size)], not failures
+        return [total[start : start + size] for start in range(0, len(total), size)]
 
-    def refusal(self) -> ChangeProof:
-        """Return the refusal by a failure of any rank."""
-        return ChangeProof(self.failures[0] if self.failures else "another process cannot compute by it")
+    def backward(self, sign: int, failing: str) -> torch.Tensor:
+        """Add the gradients of `sign` times the loss. Return that loss and each weight's Σ x² over this rank's `.grad`, float64 [1 + weights].
 
-    def backward(self, sign: int, what: str) -> torch.Tensor:
-        """Add the gradients of `sign` times the loss. Return it and each weight's Σ x² over this rank's `.grad`, float64 [1 + weights].
-
-        They are zeros if this fails; `what` says at what."""
-        device = next(iter(self.weights.values())).device
-        results = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(1 + len(self.weights))]
-        with self.noting(what):
+        An exception is noted as `failing`; numbers that it left out are zeros.
+        """
+        results = self.zeros(1 + len(self.weights))
+        with self.noting(failing):
             loss = sign * self.loss()
             loss.backward()
-            results[0] = loss.detach().double()
+            results[0] = loss.detach()
             for number, weight in enumerate(self.weights.values(), 1):
                 if weight.grad is not None:
                     own = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
                     results[number] = torch.linalg.vector_norm(own, dtype=torch.float32).double().square()
-        return torch.stack(results)
-
-
-_WITHOUT = "the loss cannot be computed even without it"
+        return results
 
 
 def _beside_own(trial: _Trial, tolerance: Tolerance) -> ChangeProof:
     """Compare the loss and its gradients with the unchanged model's."""
-    before = after = trial.backward(1, _WITHOUT)
+    before = trial.backward(1, _WITHOUT)
     trial.make()
-    if trial.summed()[1]:
-        after = trial.backward(-1, CANNOT)
-    (unchanged, moved), fine = trial.summed(before, after)
-    if not fine:
-        return trial.refusal()
+    trial.sum()
+    unchanged, moved = trial.sum(before, trial.backward(-1, CANNOT))
     if not _has_gradients(unchanged):
         return ChangeProof("the first rows have no loss to compare, or one that is not finite")
     errors = _Errors.of(unchanged, unchanged[0] + moved[0], moved)
@@ -305,30 +303,28 @@ def _beside_float32(
     """Compare distances from float32, before and after. None: the model cannot compute in float32."""
     states = states_of(model)
     trial.make()
-    if not trial.summed()[1]:
-        return trial.refusal()
+    trial.sum()
     kinds = kinds_of(model, states)
-    trial.undo()
+    trial.made.close()
     with capturing(kinds):
         results = trial.backward(1, _WITHOUT)
     exact = torch.zeros_like(results)
     with trial.noting(), in_float32(model, dtype):
         exact = trial.backward(-1, _WITHOUT)
-    (own, apart), fine = trial.summed(results, exact)
-    if not (fine and _has_gradients(own) and math.isfinite(sum(apart))):
+    own = apart = [math.inf]
+    with suppress(_Failed):
+        own, apart = trial.sum(results, exact)
+    if not (_has_gradients(own) and math.isfinite(sum(apart))):
         trial.failures.clear()
-        trial.clear()
+        trial.clear_gradients()
         return None
     trial.backward(-1, _WITHOUT)  # leaves minus float32's gradients
     measure_own(model, kinds, dtype)
     trial.make()
     refusals, module = judge(kinds, dtype)
     trial.failures += refusals
-    if not trial.summed()[1]:
-        return trial.refusal()
-    (after,), fine = trial.summed(trial.backward(1, CANNOT))
-    if not fine:
-        return trial.refusal()
+    trial.sum()
+    (after,) = trial.sum(trial.backward(1, CANNOT))
     without, single = _Errors.of(own, own[0] + apart[0], apart), PER_WEIGHT * tolerance.gradients
     allowed = _Errors(
         SLACK * without.loss + tolerance.loss,
@@ -349,7 +345,7 @@ class _Errors:
 
     @classmethod
     def of(cls, unchanged: list[float], loss: float, moved: list[float]) -> _Errors:
-        """Relate an error of the `loss` and the squares of `backward` to the results of the unchanged model."""
+        """Divide errors by the `unchanged` results. `loss` is a difference of losses, `moved` has the squares of `backward`."""
         whole, pairs = math.sqrt(sum(unchanged[1:])), zip(unchanged[1:], moved[1:], strict=True)
         single = [math.sqrt(off) / max(math.sqrt(own), SMALLEST * whole) for own, off in pairs]
         return cls(abs(loss) / abs(unchanged[0]), math.sqrt(sum(moved[1:])) / whole, single)

@@ -1,4 +1,4 @@
-"""Each kind of module that a change replaces, alone on inputs of the run, beside its own computation in float32.
+"""Compare replaced modules with float32, each kind alone on inputs of the run.
 
 Over many layers rounding errors add up to some percent, and a small fault would not show in them. In one module they are some thousandths.
 A module also counts as replaced if its code looks up a replaced function, as attention does with the rotation. Layers always count.
@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,14 +21,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import Cache, PreTrainedModel
 
-from packtrain.proof.upcast import LOW, in_float32, layers_in, raised, upcasting
+from packtrain.proof.upcast import LOW, UpcastMode, in_float32, layers_in, raised
 from packtrain.wording import first_line
 
-_FACTOR = 2  # a replaced module may be this many times as far from float32 as its own code
-_FEW = 32  # errors of n numbers vary by chance: the factor is larger by this many nths
-_FLOOR = 0.4  # of a unit in the last place: rounding twice more is off by a third of it, in the mean square
-_SMALLEST = 1e-3  # of all gradients of a module's weights: smaller ones are mere rounding
-_LEAST = 0.1  # of the median norm of a token
+# A replaced module may be off from float32 by (_FACTOR + _FEW / n) times the error of its own code, plus _FLOOR.
+_FACTOR = 2
+_FEW = 32  # errors of n numbers vary by chance, the more the smaller n
+_FLOOR = 0.4  # units in the last place: rounding twice more is off by a third of one, in the mean square
+# Smaller rows are mere rounding; their errors are relative to
+_SMALLEST_WEIGHT = 1e-3  # of the gradients of all weights of the module
+_SMALLEST_TOKEN = 0.1  # of the median norm of a token
 CANNOT = "the model cannot compute by it"
 State = dict[object, object]
 Figures = dict[str, torch.Tensor]
@@ -41,7 +43,7 @@ def states_of(model: nn.Module) -> dict[nn.Module, State]:
 
 
 def _state(module: nn.Module) -> State:
-    """Return everything replaceable in a module: attributes, parts, hooks, class, and names in the file of its code."""
+    """Return everything replaceable: attributes, parts, hooks, class, and globals that the forward looks up."""
     own, code = vars(module), inspect.unwrap(type(module).forward)
     names = code.__code__.co_names if inspect.isfunction(code) else ()
     state: State = {"class": type(module), "code": code, **own}
@@ -60,7 +62,7 @@ class Kind:
     """Modules in the same place of different layers, of one class.
 
     `owner` has their weights under FSDP2. `call` is a call of one of them: the module and its arguments. `exact` are its figures in
-    float32, and `errors` those of the module's own code.
+    float32, {} if it cannot run alone; `errors` of the module's own code are relative to them.
     """
 
     modules: list[nn.Module]
@@ -121,36 +123,30 @@ def capturing(kinds: Mapping[str, Kind]) -> Iterator[None]:
 def measure_own(model: PreTrainedModel, kinds: Mapping[str, Kind], dtype: torch.dtype) -> None:
     """Measure the errors of the unchanged modules, computed in `dtype`. Kinds that cannot run alone are left out."""
     for kind in kinds.values():
-        with _gathered(kind):
-            try:
-                with in_float32(model, dtype):
-                    exact = _figures(kind, dtype, exact=True)
-                kind.exact, kind.errors = exact, _errors(_figures(kind, dtype), exact)
-            except Exception:  # of its own code, or it was never called
-                kind.exact = {}
+        with _gathered(kind), suppress(Exception):  # of the model's code, or the module was never called
+            with in_float32(model, dtype):
+                exact = _figures(kind, dtype, exact=True)
+            kind.exact, kind.errors = exact, _errors(_figures(kind, dtype), exact)
 
 
 def judge(kinds: Mapping[str, Kind], dtype: torch.dtype) -> tuple[list[str], str]:
-    """Return refusals, those of inner modules first, and the worst error in words. The modules are changed."""
-    worst, said, refusals = 0.0, "", list[str]()
+    """Return refusals, inner modules first, and the worst error in words. The modules are changed."""
+    found = list[tuple[float, str]]()  # error as a share of the allowed one, in words
     for name, kind in reversed([*kinds.items()]):
         with _gathered(kind):
             try:
                 errors = _errors(_figures(kind, dtype), kind.exact) if kind.exact else {}
             except Exception as error:  # ranks gather the next module together all the same
-                refusals.append(f"{CANNOT}: {first_line(error)}")
-                continue
+                errors = dict[str, float]()
+                found.append((math.inf, f"{CANNOT}: {first_line(error)}"))
         for what, error in errors.items():
             own, factor = kind.errors[what], _FACTOR + _FEW / kind.exact[what].numel()
-            share = error / (factor * own + _FLOOR * torch.finfo(dtype).eps)  # no number if its own error is infinite
-            words = f"{what} of {name} is off by {error:.2g} from float32 (its own code by {own:.2g})"
-            refusals += [words] if share > 1 else []
-            worst, said = (share, words) if share > worst else (worst, said)
-    alone = sum(bool(kind.exact) for kind in kinds.values())
-    return (
-        refusals,
-        f"{alone} of {len(kinds)} kinds of modules alone, at worst {said}" if alone else "no module runs alone",
-    )
+            if own < math.inf:
+                words = f"{what} of {name} is off by {error:.2g} from float32 (its own code by {own:.2g})"
+                found.append((error / (factor * own + _FLOOR * torch.finfo(dtype).eps), words))
+    alone = f"{sum(bool(kind.exact) for kind in kinds.values())} of {len(kinds)} kinds of modules alone"
+    module = f"{alone}, at worst {max(found)[1]}" if found else "no module runs alone"
+    return [words for share, words in found if share > 1], module
 
 
 @contextmanager
@@ -168,7 +164,8 @@ def _figures(kind: Kind, dtype: torch.dtype, *, exact: bool = False) -> Figures:
     assert kind.call is not None
     module, given = kind.call
     args, kwargs = tree_map(_detached, raised(given) if exact else given)
-    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if _is_float(leaf) and leaf.requires_grad]
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if _is_float(leaf) and leaf.requires_grad]
+    inputs = {f"input {number}": leaf for number, leaf in enumerate(leaves, 1)}
     autocast = None if exact else kind.autocast
     with ExitStack() as undo:
         for part in [part for part in module.modules() if part.training]:
@@ -176,54 +173,45 @@ def _figures(kind: Kind, dtype: torch.dtype, *, exact: bool = False) -> Figures:
             part.training = False
         if exact:
             undo.enter_context(_float32_weights(module))
-            undo.enter_context(upcasting(dtype))
+            undo.enter_context(UpcastMode(dtype))
         undo.enter_context(torch.autocast(kind.device, autocast, enabled=autocast is not None))
         output = module.forward(*args, **kwargs) if isinstance(module, FSDPModule) else module(*args, **kwargs)
-        weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+        sources = {**inputs, **{name: one for name, one in module.named_parameters() if one.requires_grad}}
     outputs = [leaf for leaf in tree_leaves(output) if _is_float(leaf)]
-    ends = [leaf for leaf in outputs if leaf.requires_grad]
-    sources = [*inputs, *weights.values()]
-    names = [
-        f"the gradient of {name}" for name in (*(f"input {number}" for number in range(1, len(inputs) + 1)), *weights)
-    ]
     figures = {f"output {number}": leaf.detach().reshape(-1, leaf.shape[-1]) for number, leaf in enumerate(outputs, 1)}
+    ends = [leaf for leaf in outputs if leaf.requires_grad]
     if ends and sources:
-        noise = [_noise(dtype, end) for end in ends]
-        found = torch.autograd.grad(ends, sources, noise, materialize_grads=True, allow_unused=True)
-        for number, (name, gradient) in enumerate(zip(names, found, strict=True)):
-            figures[name] = gradient.reshape((-1, gradient.shape[-1]) if number < len(inputs) else (1, -1))
+        # random gradients of the outputs, exact in `dtype`
+        noise = [torch.randn(end.shape, generator=torch.Generator().manual_seed(0)).to(dtype).to(end) for end in ends]
+        found = torch.autograd.grad(ends, [*sources.values()], noise, materialize_grads=True, allow_unused=True)
+        for name, gradient in zip(sources, found, strict=True):
+            rows = (-1, gradient.shape[-1]) if name in inputs else (1, -1)
+            figures[f"the gradient of {name}"] = gradient.reshape(rows)
     return figures
-
-
-def _noise(dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """Return random gradients of an output. They are exact in `dtype`."""
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(dtype).to(like)
 
 
 @contextmanager
 def _float32_weights(module: nn.Module) -> Iterator[None]:
     """Give `module` float32 copies of its 16-bit weights inside the block."""
-    places = [(part._parameters, name) for part in module.modules() for name in part._parameters]
-    low = [
-        (place, name, weight) for place, name in places if (weight := place[name]) is not None and weight.dtype in LOW
-    ]
-    copies = {id(weight): weight.detach().float().requires_grad_(weight.requires_grad) for _, _, weight in low}
-    for place, name, weight in low:
-        place[name] = copies[id(weight)]  # type: ignore[assignment]
+    dicts = [part._parameters for part in module.modules()]
+    low = [(own, name, one) for own in dicts for name, one in own.items() if one is not None and one.dtype in LOW]
+    copies = {weight: weight.detach().float().requires_grad_(weight.requires_grad) for _, _, weight in low}
     try:
+        for own, name, weight in low:
+            own[name] = copies[weight]  # type: ignore[assignment]
         yield
     finally:
-        for place, name, weight in low:
-            place[name] = weight
+        for own, name, weight in low:
+            own[name] = weight
 
 
 def _errors(figures: Figures, exact: Figures) -> dict[str, float]:
-    """Return relative errors by row, in the mean square: rows are tokens, or a whole weight."""
-    whole = math.hypot(*(figure.norm().item() for figure in exact.values() if len(figure) == 1))
+    """Return the relative error of each figure: the root mean square over its rows."""
+    weights = math.hypot(*(figure.norm().item() for figure in exact.values() if len(figure) == 1))
     errors = dict[str, float]()
     for name, one in exact.items():
         sizes, off = one.norm(dim=1), figures[name].float().sub(one).norm(dim=1)
-        least = _LEAST * sizes.median().item() if len(one) > 1 else _SMALLEST * whole
-        mean = (off / sizes.clamp(min=max(least, 1e-30))).square().mean().sqrt().item()
+        smallest = _SMALLEST_TOKEN * sizes.median().item() if len(one) > 1 else _SMALLEST_WEIGHT * weights
+        mean = (off / sizes.clamp(min=max(smallest, 1e-30))).square().mean().sqrt().item()
         errors[name] = math.inf if math.isnan(mean) else mean
     return errors

@@ -1,7 +1,7 @@
 """The model's own computation in float32, without a float32 copy of the model.
 
-Layers get float32 inputs. Where a function meets them with a 16-bit weight, that weight is cast for this call, and again in the backward pass.
-Kernels without float32 (flash attention, grouped products) and the output head compute in their own format, as without it.
+Layers get float32 inputs. A function that gets a float32 tensor and a 16-bit weight casts the weight for this call, and again in the backward
+pass. Kernels without float32 (flash attention, grouped products) and the output head compute in their own format.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ LOW = (torch.bfloat16, torch.float16)
 
 @contextmanager
 def in_float32(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
-    """Make `model` compute in float32 inside the block, backward passes included. Without it, it computes in `dtype`."""
+    """Make `model` compute in float32 inside the block, backward passes included. Outside it computes in `dtype`."""
     backbone: Any = model.base_model
+    # functions of transformers and of the hub have "flash" in their names
     without = attention_functions(without="float32")
-    # and those of transformers, and of the hub
     without += [name for name in ALL_ATTENTION_FUNCTIONS if "flash_" in name or "flash-" in name]
     lowered = {name: partial(_attend_in, dtype, ALL_ATTENTION_FUNCTIONS[name]) for name in without}
+    mapping = {**ALL_ATTENTION_FUNCTIONS._local_mapping, **lowered}
     with ExitStack() as undo:
-        undo.enter_context(
-            holding(ALL_ATTENTION_FUNCTIONS, _local_mapping={**ALL_ATTENTION_FUNCTIONS._local_mapping, **lowered})
-        )
+        undo.enter_context(holding(ALL_ATTENTION_FUNCTIONS, _local_mapping=mapping))
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         for layer in [layer for layer in model.modules() if "_gradient_checkpointing_func" in vars(layer)]:
             undo.enter_context(holding(layer, _gradient_checkpointing_func=partial(_run_again, dtype)))
@@ -76,10 +75,8 @@ def _to(dtype: torch.dtype, value: Any) -> Any:
 def _parts(module: nn.Module, layers: list[nn.Module]) -> Iterator[nn.Module]:
     """Yield the layers, and the largest modules beside them. Hooks of layers, which gather sharded weights, do not see the mode."""
     for child in module.children():
-        inside = {id(part) for part in child.modules()}
-        if child in layers or not (
-            isinstance(child, (nn.ModuleList, nn.ModuleDict)) or any(id(layer) in inside for layer in layers)
-        ):
+        is_around = isinstance(child, (nn.ModuleList, nn.ModuleDict)) or not {*layers}.isdisjoint(child.modules())
+        if child in layers or not is_around:
             yield child
         else:
             yield from _parts(child, layers)
@@ -89,20 +86,23 @@ def _run(
     dtype: torch.dtype, own: Callable[..., object], _: nn.Module | None, *args: object, **kwargs: object
 ) -> object:
     args, kwargs = raised((args, kwargs))
-    with upcasting(dtype):
+    with UpcastMode(dtype):
         output = own(*args, **kwargs)
     return raised(output)
 
 
 def _run_again(dtype: torch.dtype, function: Callable[..., object], *args: object) -> object:
-    """Checkpoint a layer in full: one that keeps some products counts them, and those here run again by themselves."""
+    """Checkpoint a layer in full.
+
+    A policy that keeps some products counts them. It would count products twice here, since UpcastMode runs them again by itself.
+    """
     return checkpoint(partial(_run, dtype, function, None), *args, use_reentrant=False)
 
 
 def _without_autocast(
     weights: torch.dtype, own: Callable[..., object], model: nn.Module, *args: object, **kwargs: object
 ) -> object:
-    """Run the backbone. Its output has the format that the head knows."""
+    """Run the backbone. Its output has the format of the head's `weights`."""
     kind = next(model.parameters()).device.type
     with torch.autocast(kind, enabled=False):
         return _to(weights, own(*args, **kwargs))
@@ -116,8 +116,8 @@ def _attend_in(
         return raised(own(module, *args, **kwargs))
 
 
-class upcasting(TorchFunctionMode):
-    """Inside the block functions of float32 tensors get their other tensors in float32, and make no 16-bit ones."""
+class UpcastMode(TorchFunctionMode):
+    """Functions of float32 tensors get their other tensors in float32, and make no 16-bit ones."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

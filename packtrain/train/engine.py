@@ -90,7 +90,7 @@ class Engine:
         """Names of the trained weights, in the order of the optimizer."""
         self.casting_once: Callable[[], AbstractContextManager[None]] = weights_cast_once
         """Context of the micro-batches of a step."""
-        if self.spec.shards_weights:  # copies would keep every gathered layer in memory
+        if self.spec.shards_weights or settings.autocast is None:  # copies would keep every gathered layer in memory
             self.casting_once = nullcontext
         self.dither = Dither()
         self.checkpointing, self._offload = "none", settings.trainer.activation_offload

@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 
 # source locations of NCCL and gloo
 _PLACES = re.compile(r"(?<=NCCL error) in: /\S+?:\d+(?=,)|\[\S+\.(?:cc|cpp|h|hpp|cu):\d+\] ?")
+# torch's allocator for CPUs, and what CUDA and its libraries want beside torch's allocator
+_NO_MEMORY = re.compile(r"DefaultCPUAllocator|CUDA error: (?:out of memory|CUBLAS_STATUS_ALLOC_FAILED)")
 _ADVICE = re.compile(r"[.,;]? *(?:This is typically|Check the logs|GLHF)")
 _GO_ON = "start the same command again: complete checkpoints are kept"
+_RECOMPUTE = "trainer.gradient_checkpointing=full, or "
 _LESS_MEMORY = (
-    "trainer.gradient_checkpointing=full, or strategy=fsdp2 or zero3 on several devices: each trains the same; or take peft=lora. "
+    f"{_RECOMPUTE}strategy=fsdp2 or zero3 on several devices: each trains the same; or take peft=lora. "
     f"packtrain plan shows what takes how much. Then {_GO_ON}"
 )
 """Last advice for a lack of memory."""
@@ -105,9 +108,10 @@ def memory_error(error: Exception, trainer: StepTrainer, run: Prepared) -> UserE
         longest = math.ceil(int(schedule.lengths.max()) / schedule.ranks_per_row)
         key, now, least = "batch.tokens_per_device", schedule.slots(np.array(numbers)) // batch.parts, longest
     half = max(now // 2, least)
-    fix = f"set {key}={half}, or {_LESS_MEMORY}"
+    less = _LESS_MEMORY.removeprefix(_RECOMPUTE if trainer.engine.checkpointing == "full" else "")
+    fix = f"set {key}={half}, or {less}"
     if half >= now:
-        key, fix = "data.max_length", f"set it lower, which cuts documents, or {_LESS_MEMORY}"
+        key, fix = "data.max_length", f"set it lower, which cuts documents, or {less}"
     row = f"{counted(len(numbers), 'documents')} in {batch.slots:,} token slots ({names})"
     what = f"out of memory on {ranks.device} {when}: {row}{used}. {shortly(error)}"
     return UserError(what, where=key, fix=fix, code="out-of-memory")
@@ -121,7 +125,7 @@ def is_of_storage(error: BaseException) -> bool:
 
 def out_of_memory(error: BaseException) -> bool:
     """Return whether a device lacked memory for a tensor. A CPU's memory is the machine's."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error).partition("\n")[0]
+    return isinstance(error, torch.OutOfMemoryError) or _NO_MEMORY.search(str(error).partition("\n")[0]) is not None
 
 
 def shortly(error: BaseException) -> str:

@@ -265,7 +265,7 @@ def largest_row(steps: Steps, first_step: int) -> tuple[np.ndarray, bool]:
 
 
 def find_largest(steps: Steps, first_step: int) -> Found:
-    """Measure the largest micro-batch of a process. Of a stream it stays unknown: later rows may be larger."""
+    """Measure the largest micro-batch of a process. A stream's is unknown: later rows may be larger."""
     if steps.feed:
         return Found()
     (numbers, is_split), schedule = largest_row(steps, first_step), steps.schedule
@@ -276,15 +276,15 @@ def find_largest(steps: Steps, first_step: int) -> Found:
 def try_largest(trainer: StepTrainer) -> None:
     """Run the largest micro-batch forward and backward, on every rank, and measure its memory.
 
-    If memory fails on a rank and trainer.gradient_checkpointing is `auto`, all ranks recompute more, and try again. No trace of a failed try
-    stays. A rank that fails within an exchange would leave the others in it: then the error remains.
+    If memory fails on a rank and trainer.gradient_checkpointing is `auto`, all ranks recompute more, and try again. A failed try leaves no
+    trace. If ranks exchange within the pass, the others would wait for a rank that fails: then its error ends the run.
     """
     steps, engine, device, settings = trainer.steps, trainer.engine, trainer.loss.device, trainer.settings
     numbers, is_split = largest_row(steps, settings.first_step)
     batch = steps.collate_part(numbers, is_split)
     buffers = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers()]
-    exchanges, lack = is_split or engine.spec.shards_weights or engine.spec.steps_in_backward, "the first try"
-    while lack:
+    exchanges = is_split or engine.spec.shards_weights or engine.spec.steps_in_backward
+    while True:
         lack = ""
         trainer.work.begin(settings.first_step, 1, batch, numbers)
         try:
@@ -299,14 +299,14 @@ def try_largest(trainer: StepTrainer) -> None:
         engine.wrapped.zero_grad()
         for buffer, before in buffers:
             buffer.copy_(before)
-        if engine.fallbacks and not exchanges and max_over_ranks(bool(lack), device):
-            lack = lack or "on another process"
-            why = f"with {engine.checkpointing} a micro-batch of {batch.slots:,} token slots lacked memory: {lack}"
-            gc.collect()  # frames of the failed pass hold tensors
-            torch.cuda.empty_cache()
-            engine.recompute(engine.fallbacks.pop(0))
-            trainer.changes["recompute"] = f"{engine.checkpointing} (auto: {why})"
-            settings.fact("recompute", trainer.changes["recompute"])
+        if exchanges or not engine.fallbacks or not max_over_ranks(bool(lack), device):
+            break
+        why = f"with {engine.checkpointing} a micro-batch of {batch.slots:,} token slots lacked memory: {lack or 'on another process'}"
+        gc.collect()  # frames of the failed pass hold tensors
+        torch.cuda.empty_cache()
+        engine.recompute(engine.fallbacks.pop(0))
+        trainer.changes["recompute"] = f"{engine.checkpointing} (auto: {why})"
+        settings.fact("recompute", trainer.changes["recompute"])
     trainer.work.end()
     if device.type == "cuda":
         peak = size(torch.cuda.max_memory_allocated(device))

@@ -40,7 +40,7 @@ from packtrain.model.spread import Ranks, machines_of, open_strategy
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.packing.feed import Feed
-from packtrain.plan.memory import Found, Memory
+from packtrain.plan.memory import Found, Memory, possible_policies
 from packtrain.plan.origin import check_length, check_origin, length_of, origin_in, shared_values
 from packtrain.proof.exhibits import check_pictures
 from packtrain.proof.isolation import check_causal_and_padding
@@ -332,10 +332,12 @@ def _settle_memory(run: Run, trainer: StepTrainer, largest: Found) -> str:
     gradients are exchanged. Return why."""
     engine = trainer.engine
     memory = preparation.plan_memory(run.prepared, replace(largest, fused="kernels" in trainer.loss.changes))
+    asked = run.config.trainer.gradient_checkpointing
+    following = [*possible_policies(run.config)][1:] if asked == "auto" else []  # after none
     if isinstance(memory, Memory):
-        engine.exchanges_once = memory.exchanges_once
-        engine.fallbacks = [one for one in memory.fallbacks if can_recompute(base_model(engine.model), one)]
-    policy, why = preparation.choose_checkpointing(run.config.trainer.gradient_checkpointing, memory)
+        engine.exchanges_once, following = memory.exchanges_once, memory.fallbacks
+    engine.fallbacks = [one for one in following if can_recompute(base_model(engine.model), one)]
+    policy, why = preparation.choose_checkpointing(asked, memory)
     if policy != engine.checkpointing:
         engine.recompute(policy)
     return f"{policy} ({why})"

@@ -99,7 +99,7 @@ def outcome_in_this_process(name: str) -> dict[str, Any]:
 
 
 def write_outcomes(file: Path) -> None:
-    """Those of all cases, in this process, which has imported no model yet."""
+    """Write the outcomes of all cases. This process must not have imported a model before."""
     sys.modules.update(PACKAGES)
     file.write_text(json.dumps({case: outcome_in_this_process(case) for case in CASES}))
 

@@ -56,7 +56,7 @@ def test_a_kernel_is_right_in_output_and_gradients_or_says_what_it_lacks(
 
 @pytest.mark.parametrize("case", [case for case in NEEDS if case not in TORCH_HAS_NOT and "window" not in case])
 def test_torchs_kernel_reads_shared_keys_in_place(case: str, device: torch.device) -> None:
-    """Its output and gradients are as right; a run that finds them wrong would gather the keys."""
+    """Outputs and gradients are within the tolerance. If they were not, a run would gather the keys."""
     kernel = Kernel(TORCH, dict(CANDIDATES)[TORCH](), in_place=True)
     assert kernel_error(kernel, NEEDS[case], device) <= kernel_tolerance(NEEDS[case].dtype)
 

@@ -103,8 +103,9 @@ def test_availability_names_the_kernel(device: torch.device) -> None:
 
 
 def test_compiled_layers_compute_the_same_around_flash(device: torch.device) -> None:
-    """Compiled kernels round in other places: they may be off from float32 by twice what the model's own layers are. Rows of other
-    lengths and numbers of documents have nothing compiled anew."""
+    """Compiled kernels round elsewhere: up to twice as far from float32 as the model's own layers.
+
+    Rows of other lengths and numbers of documents compile nothing anew."""
     if lack := lack_of_compiler():
         pytest.skip(lack)
     exact = tiny_model("llama").to(device).train()

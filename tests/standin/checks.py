@@ -282,11 +282,14 @@ def takes_the_fastest_of_the_right_kernels() -> None:
     for threes, torchs in (([3] * 4, [2.95] * 4), ([3] * 4, no_time), (no_time, no_time)):
         choice = chosen(threes, torchs)
         assert choice.kernel and choice.kernel.name == "FlashAttention 3"
+        assert choice.why_not().endswith("not timed") == (torchs is no_time)
     with deterministic():
         assert chosen([], []).kernel.name == "FlashAttention 3"  # the first, in every run
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for threes in ([2] * 4, [9] * 4):  # the second as on another rank
-        assert chosen(threes, [3] * 4).kernel.name == "FlashAttention 3"
+        choice = chosen(threes, [3] * 4)
+        assert choice.kernel and choice.kernel.name == "FlashAttention 3"
+        assert choice.why_not().endswith("as another rank chose") == (threes == [9] * 4)
     dist.destroy_process_group()
 
 

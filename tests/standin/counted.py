@@ -1,13 +1,13 @@
-"""What a micro-batch of training costs a GPU, counted without one: launches, bytes, and what is kept for the backward pass.
+"""Count the costs of a micro-batch without a GPU: launches, bytes moved, bytes kept for the backward pass.
 
     python -m tests.standin.counted     # writes today's figures into counted_costs.json
 
-packtrain trains by a config as ever, from loading to the backward pass, but tensors on a GPU are torch's fake ones: they have shapes and
-formats, and no values. So models have their real widths, and take no memory. What reads a value gets 1. Nothing can be proved that way, so
-attention and changes of the model are taken unproved. What one layer costs is the difference between a model of two layers and of one.
+packtrain trains by a config, from loading to the backward pass, but tensors on a GPU are torch's fake ones: they have shapes and formats, and
+no values. So models have their real widths, and take no memory. Code that reads a value gets 1. Nothing can be proved without values, so
+attention and changes of the model are taken unproved. The cost of a layer is the difference between a model of two layers and of one.
 
-A view is no launch, all other operators are one each. An operator's bytes are those of its arguments and results; products and attention
-have theirs left out of `bytes`, as they do not wait for memory. TRL's kernels of the output head, written in Triton, count as one launch.
+A view is no launch; each other operator is one. It moves its arguments and results. `bytes` leaves out products and attention, which do not
+wait for memory. TRL's kernels of the output head, written in Triton, count as one launch.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from packtrain.attention import flash, varlen
 from packtrain.attention.kernel_choice import KernelChoice
+from packtrain.changes import lora
 from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
 from packtrain.model import adapters
@@ -132,7 +133,7 @@ class Ghosts(TorchDispatchMode):
             self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
 
     def kept(self) -> int:
-        """The bytes of what has been made and is still there."""
+        """Return the bytes of made tensors that still exist."""
         return sum(bytes for storage, bytes in self._made.values() if not storage.expired())
 
 
@@ -228,7 +229,7 @@ def count(shape: str, layers: int, fault: Fault = nullcontext) -> tuple[Ghosts, 
 
 
 def without_values(ghosts: Ghosts) -> list[tuple[Any, str, Any]]:
-    """What a run does otherwise if tensors have no values: module, name, and what stands there."""
+    """Return replacements for code that needs values: module, name, replacement."""
     load, kernels = preparation.load_model, import_module("trl.kernels.chunked_logprob")
     flash_kernel = KernelChoice(varlen.Kernel("torch", varlen.from_torch()), ())
 
@@ -264,7 +265,7 @@ def without_values(ghosts: Ghosts) -> list[tuple[Any, str, Any]]:
 
 
 def costs_of(shape: str, fault: Fault = nullcontext) -> Costs:
-    """Count a `shape`, bytes per token: what one layer costs, and what all else costs (embeddings, head, loss).
+    """Count the costs of one layer, and of the rest (embeddings, head, loss). Bytes are per token.
 
     Below adapters the first layer has no gradient of its input: the rest is less by that, and may be negative.
     """
@@ -285,7 +286,7 @@ def costs_of(shape: str, fault: Fault = nullcontext) -> Costs:
 
 
 def growth(now: Costs, before: Costs, most: float = 0.01) -> list[str]:
-    """Return what has grown by more than this share, a line for each figure with the operators that grew most."""
+    """Return a line for each figure that grew by a larger share than `most`, and its operators that grew most."""
     lines = []
     for figure, value in now["figures"].items():
         ceiling = before["figures"].get(figure, 0)
@@ -299,7 +300,7 @@ def growth(now: Costs, before: Costs, most: float = 0.01) -> list[str]:
         )
         lines += [
             f"    {name.partition(': ')[2]}: {theirs.get(name, 0):,.0f} → {own[name]:,.0f}"
-            for name in by_growth[:4]
+            for name in by_growth[:8]
             if own[name] > theirs.get(name, 0)
         ]
     return lines
@@ -315,9 +316,12 @@ def pad_by_nothing() -> AbstractContextManager[None]:
     return holding(flash, attend_by_segments=padded)
 
 
-def cast_inputs() -> AbstractContextManager[None]:
-    """A fault: adapters cast their inputs to float32, as PEFT has them do."""
-    return holding(adapters, _cast_unless_autocast=lambda x, dtype: x.to(dtype))
+@contextmanager
+def cast_inputs() -> Iterator[None]:
+    """A fault: adapters run by PEFT's own code, and cast their inputs to float32 as PEFT has them do."""
+    casting = holding(adapters, _cast_unless_autocast=lambda x, dtype: x.to(dtype))
+    with casting, holding(lora, plain_layers=lambda model: iter(())):
+        yield
 
 
 @contextmanager
@@ -333,7 +337,7 @@ def versions() -> dict[str, str]:
 
 
 def count_all() -> None:
-    """Count every shape, and one with faults, into the file $COUNTED; run by a process that has stand-in GPUs."""
+    """Count every shape, and one with faults, into the file $COUNTED. This process needs stand-in GPUs."""
     found = {shape: costs_of(shape) for shape in SHAPES}
     if "COUNTED_FAULTS" in os.environ:
         found["faults"] = costs_of("LoRA 8B", with_faults)

@@ -1,15 +1,15 @@
-"""The memory that a plan foresees, against the bytes that a run's tensors take on stand-in GPUs at the fullest moment.
+"""Planned memory against the peak of the bytes of a run's tensors on stand-in GPUs.
 
-The peak is that of the whole run, proofs and the trial of the largest micro-batch before step 1 included, as metrics.jsonl has it.
+metrics.jsonl has the peak of the whole run, with proofs and the trial of the largest micro-batch before step 1.
 Documents are as long as `data.max_length` allows, so that each micro-batch is as full as a plan must assume. The model has four
-layers and a small vocabulary: weights, optimizer, activations and the output head are each a share that shows. Kernels that a GPU
-has as one, and which are computed in steps on a CPU (attention, Triton's for the output head), count as what they return.
-DeepSpeed's buckets, up to 380 MiB whatever the model, are taken out of both sides. Gradients that FSDP2 keeps whole for one exchange a step are not added: on two ranks they are no more than the
-shares and buffers that are not there meanwhile.
-Not counted: what CUDA's allocator rounds up (512 bytes a tensor) or cannot use.
+layers and a small vocabulary: weights, optimizer, activations and the output head are each a share that shows. For kernels that a
+CPU computes in steps (attention, Triton's for the output head), only the results count. DeepSpeed's buckets, up to 380 MiB for any
+model, are taken out of both sides. Gradients that FSDP2 keeps whole for one exchange a step are not added: on two ranks they are no
+more than the shares and buffers that do not exist meanwhile. CUDA's allocator also rounds up (512 bytes a tensor) and cannot use
+all of its memory; that is not counted.
 
-Other settings have documents of 40 to 250 tokens, four or eight a step, whose rows are never full: there the plan is that of a run, which
-knows its largest micro-batch. One has Liger's kernels, in Triton's interpreter.
+Other settings have documents of 40 to 250 tokens, four or eight a step, so rows are never full. There the plan knows the largest
+micro-batch, as in a run. One setting has Liger's kernels, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of each objective a file of shorter ones."""
+    """Return a file of shorter documents for each objective."""
     return written_to(tmp_path_factory.mktemp("short"), 5, 35)
 
 
@@ -120,7 +120,7 @@ def written_to(folder: Path, least: int, most: int) -> dict[str, Path]:
 def planned_and_counted(
     gpus, data: dict[str, Path], folder: Path, name: str, *, partly: bool = False
 ) -> tuple[int, int]:
-    """The bytes of the plan (`partly`: of the run's, which has found the largest micro-batch), and those of the run."""
+    """Return planned and counted bytes. `partly`: rows are not full, and the plan knows the largest micro-batch."""
     verb, processes, *changes = (NOT_FULL if partly else SETTINGS)[name]
     arguments = [
         *(f"model.config.{key}={value}" for key, value in SIZES.items()),
@@ -148,7 +148,7 @@ def planned_and_counted(
 
 
 def planned_slots(config: RunConfig) -> int:
-    """Of the fullest micro-batch that the config allows."""
+    """Return the token slots of the fullest micro-batch that the config allows."""
     batch = fullest(config, 4, gpu=True)
     assert batch is not None
     return batch.tokens
@@ -172,7 +172,7 @@ def test_a_run_that_knows_its_rows_plans_within_a_tenth(
 
 @pytest.mark.exhaustive
 def test_a_gpu_that_has_less_than_planned_makes_a_run_recompute(gpus, data: dict[str, Path], tmp_path: Path) -> None:
-    """It steps down until the largest micro-batch fits, leaves nothing behind, and trains as a run that was told to."""
+    """It recomputes more until the largest micro-batch fits, and then trains as if the config had asked for that."""
     config = base_config(tmp_path, trainer={"max_steps": 2})
     config["model"] = {"init": "random", "tokenizer": "quickstart", "config": {**SIZES, "num_hidden_layers": 8}}
     config["data"] = {"train": str(data["sft"]), "max_length": LENGTH, "cache_dir": str(tmp_path)}

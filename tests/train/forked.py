@@ -59,7 +59,7 @@ def use_shared_server() -> None:
 
 
 def tokenise_in_forks(patch: pytest.MonkeyPatch) -> None:
-    """Have the processes that tokenise forked from the shared server too, for tests that send them no signals."""
+    """Fork the processes that tokenise from the shared server too. Tests that send them signals must not do this."""
     if SHARED in os.environ:
         use_shared_server()
         patch.setattr(forkserver, "ensure_running", lambda: None)

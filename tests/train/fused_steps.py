@@ -223,8 +223,8 @@ def check_runs() -> None:
             runs_go_on_from_each_other(Path(made), *how)
 
 
-if __name__ == "__main__":
+def check_by_triton(what: str) -> None:
+    """Check `steps` or `runs` with the kernel itself."""
     in_interpreter()
     torch.set_num_threads(1)
-    {"steps": check_steps, "runs": check_runs}[sys.argv[1]]()
-    print("all alike")
+    {"steps": check_steps, "runs": check_runs}[what]()

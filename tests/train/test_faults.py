@@ -37,6 +37,12 @@ GPU_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00
     [
         (GPU_MEMORY, UserError, "out-of-memory"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), UserError, "out-of-memory"),
+        (torch.AcceleratorError("CUDA error: out of memory"), UserError, "out-of-memory"),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+            UserError,
+            "out-of-memory",
+        ),
         (RuntimeError("CUDA error: an illegal memory access was encountered\nmore"), PeerFailed, "device-failed"),
         (RuntimeError("CUDA error: device-side assert triggered"), None, ""),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), PeerFailed, "loader-killed"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +17,7 @@ from running import LLAMA, assert_same_bits, base_config, train
 from packtrain.train.optim import fused_adamw
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.float32_step import stepping_in_float32
+from tests.train import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 MASTERS = pytest.mark.parametrize("masters", [True, False], ids=list(HOW))
@@ -104,8 +103,5 @@ def test_shards_are_rounded_as_by_the_plain_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["steps", pytest.param("runs", marks=pytest.mark.exhaustive)])
 def test_tritons_own_kernel_is_the_plain_step(what: str) -> None:
     """In its interpreter, in a process of its own."""
-    known = [str(ROOT), str(ROOT / "tests/train"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(known)}
-    command = [sys.executable, "-m", "fused_steps", what]
-    ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert ran.returncode == 0 and ran.stdout.endswith("all alike\n"), ran.stderr
+    (process := forked.begun(fused_steps.check_by_triton, what)).join(600)
+    assert process.exitcode == 0

@@ -91,8 +91,9 @@ def test_it_remains_an_error_where_nothing_else_can_be_done(tmp_path: Path, over
     """A policy that was asked for stays, and after the last one there is none."""
     seen: list[str] = []
     plant(lambda engine: not seen.append(engine.checkpointing))
-    with pytest.raises(UserError, match=r"\[out-of-memory\]"):
+    with pytest.raises(UserError, match=r"\[out-of-memory\]") as raised:
         run_here(tmp_path, base_config(tmp_path), *overrides)
+    assert (f"{ASKED}=full" in str(raised.value.problems[0].fix)) == (tries == 1)
     assert len(seen) == tries and len({*seen}) == tries
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -112,6 +113,15 @@ def test_where_ranks_exchange_within_a_pass_the_error_remains(tmp_path: Path, st
     log = (run.folder / "logs/rank-00000.log").read_text()
     assert f"stays none: under {strategy} a process that lacks memory within an exchange cannot reach the others" in log
     assert "recompute" not in log.partition("stays none")[2]
+
+
+def test_auto_steps_down_where_no_plan_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "estimate", lambda *_: "not known before loading: no sizes")
+    plant(lambda engine: engine.checkpointing != "every_2")
+    run = run_here(tmp_path, base_config(tmp_path, trainer={"max_steps": 1}))
+    assert run.summary["changes"]["recompute"].startswith("every_2 (auto: with selective ")
+    with pytest.raises(UserError, match=r"\[out-of-memory\]"):
+        run_here(tmp_path, base_config(tmp_path), f"{ASKED}=full", name="asked")
 
 
 @pytest.mark.parametrize(("mode", "peft"), [("packed", "none"), ("padding", "lora")])

@@ -208,7 +208,7 @@ def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | 
 
 
 def log_memory(log: Log, run: Prepared, recompute: str) -> None:
-    """Log the layers that `recompute`, why, the memory of the largest micro-batch, and when gradients are exchanged."""
+    """Log which layers `recompute` and why, the planned memory, and when gradients are exchanged."""
     on_gpu, memory = run.ranks.device.type == "cuda", run.memory
     moved = ", from inputs of layers in the host's memory" if run.config.trainer.activation_offload else ""
     if on_gpu or not recompute.startswith("none"):

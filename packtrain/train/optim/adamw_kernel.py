@@ -1,10 +1,10 @@
 """AdamW for bfloat16 weights as one Triton kernel.
 
-It reads and writes each number of a weight and its states once, for the bits of float32_step.py over torch's fused AdamW on a CPU with FMA.
-The order is the one of torch's vector code: in both moments a product is fused into the sum, and nowhere else. Roots and quotients are rounded
-as IEEE 754 says, numbers near zero are kept, and the compiler may fuse nothing more. So the bits of GPUs should be the same;
-fused_adamw.py compares them on each one. One exception: torch's CPU code fuses differently in the last (size modulo 16) second moments of a
-weight. torch's own fused AdamW for GPUs rounds in another order.
+It reads and writes each number of a weight and its states once. The result has the bits of float32_step.py with torch's fused AdamW on a CPU
+with FMA, and the order of operations of torch's vector code: in both moments a product is fused into the sum, and nowhere else. Roots and
+quotients are rounded as IEEE 754 says, numbers near zero are kept, and the compiler may fuse nothing more. So the bits of GPUs should be the
+same; fused_adamw.py compares them on each one. One exception: torch's CPU code fuses differently in the last (size modulo 16) second moments
+of a weight. torch's own fused AdamW for GPUs rounds in another order.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 _FOURS = tl.constexpr(256)
-"""Groups of four numbers that a program steps. One number of SplitMix64 serves four."""
+"""Groups of four numbers that a program steps. One random number of SplitMix64 rounds four."""
 
 
 def adamw_(tensors: list[Tensor], group: dict[str, Any], count: float, streams: list[int], first: int) -> None:
     """Make update number `count`, from 1, in place.
 
-    `tensors`: weight, exp_avg, exp_avg_sq, master, gradient [n each] and the optimizer's step. A bfloat16 master means that there is none.
-    `streams` of weight, exp_avg and exp_avg_sq (dither.py::stream_of) then round them, from flat index `first` of the whole weight on.
+    `tensors`: weight, exp_avg, exp_avg_sq, master, gradient [n each], and the optimizer's step. Without masters, pass the bfloat16 weight as
+    its master: `streams` (dither.py::stream_of) then round weight, exp_avg and exp_avg_sq, from flat index `first` of the whole weight on.
     """
     (beta1, beta2), rate, size, offset = group["betas"], group["lr"], len(tensors[0]), first % 4
     rates = (1 - rate * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, -(rate / (1 - beta1**count)))
@@ -92,7 +92,7 @@ def _moved(number, stream, fours, place):
 
 @triton.jit
 def _exact(number):
-    """Return bfloat16 or float32 numbers in float32. Triton's interpreter would cast the smallest bfloat16 numbers wrongly."""
+    """Return bfloat16 or float32 numbers in float32. Triton's interpreter casts the smallest bfloat16 numbers wrongly."""
     if number.dtype == tl.bfloat16:
         number = (number.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return number
@@ -100,7 +100,7 @@ def _exact(number):
 
 @triton.jit
 def _bfloat16(number):
-    """Round float32 numbers to the nearest bfloat16 number, ties to even. Triton's interpreter would cut them off."""
+    """Round float32 numbers to the nearest bfloat16 number, ties to even. Triton's interpreter cuts them off."""
     bits = number.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(number != number, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)

@@ -1,4 +1,4 @@
-"""AdamW for bfloat16 weights in one kernel each, after a proof of its bits."""
+"""AdamW for bfloat16 weights, in one kernel for each. A check compares its bits with the CPU's first."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def step_by_kernel(optimizer: Optimizer, device: torch.device, say: Callable[[str], None]) -> None:
-    """Make `optimizer` step by the kernel if it can on every rank. Collective, so that all ranks round alike."""
+    """Make `optimizer` step by the kernel if every rank can. Collective, so that all ranks round alike."""
     if not (isinstance(optimizer, Float32Step) and isinstance(optimizer, AdamW)) or device.type != _DEVICE:
         return
-    if not optimizer.defaults["fused"] or optimizer.defaults["betas"][0] <= 0.5:  # torch's lerp is another one there
+    if (
+        not optimizer.defaults["fused"] or optimizer.defaults["betas"][0] <= 0.5
+    ):  # there torch's lerp takes another formula
         return
     why = _refusal(device, masters=optimizer.masters)
     refused = torch.tensor(float(why != ""), device=device)
@@ -39,7 +41,7 @@ def step_by_kernel(optimizer: Optimizer, device: torch.device, say: Callable[[st
 class FusedAdamW:
     """The step of torch's AdamW over bfloat16 weights, in one kernel for each weight.
 
-    The plain step makes and converts the states, in a weight's first step. Each goes on from the other's states.
+    A weight's first step is plain: it makes the states. Plain steps and the kernel go on from each other's states.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,14 +81,14 @@ class FusedAdamW:
             streams = [stream_of(by.seed, one) for one in (key, *(f"{key} {name}" for name in _MOMENTS))]
             state[ROUNDINGS] += 1
         version, count = self._counts.get(step, (-1, 0.0))
-        if version != step._version:  # a new or a loaded one; only then the device is read
+        if version != step._version:  # not written by the kernel: only then read the device, and wait for it
             count = step.item()
-        self._counts[step] = step._version, count + 1  # a kernel's write leaves the version
+        self._counts[step] = step._version, count + 1  # the kernel's own writes do not raise the version
         self._adamw_([*(local(one.detach()).reshape(-1) for one in kept), step], group, count + 1, streams, first)
 
 
 def _refusal(device: torch.device, *, masters: bool) -> str:
-    """Return why the kernel cannot be used; "" if a small weight gets the CPU's bits."""
+    """Return why the kernel cannot be used. "" if it gives a small weight the bits of the CPU."""
     if find_spec("triton") is None:
         return "triton is not installed"
 

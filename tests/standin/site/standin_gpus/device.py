@@ -22,7 +22,7 @@ pending = threading.local()
 
 
 def limit() -> float:
-    """Bytes of tensors that fit on a device, where they are fewer than it says to have."""
+    """Return the bytes of tensors that fit on a device. They may be fewer than the memory that it reports."""
     return float(os.environ.get("STANDIN_LIMIT_MIB", "inf")) * 2**20
 
 

@@ -66,7 +66,7 @@ def _backward(
 
 
 def _check(q, k, v, dropout_p, is_causal, left, right) -> bool:
-    """What the kernel refuses, and what this file does not do. Returns whether queries see no later keys."""
+    """Refuse the kernel's own refusals, and features that this file lacks. Return whether queries see no later keys."""
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     if q.shape[-1] % 8 or q.shape[-1] > 256 or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
@@ -94,7 +94,7 @@ def _segments(cum_seq_q, cum_seq_k, max_q: int, max_k: int) -> Iterator[tuple[sl
 def _scores(
     q, k, v, scale: float | None, left: int | None, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores [heads, queries, keys], if causal from the bottom right, and keys and values repeated for every head."""
+    """Return scores [heads, queries, keys], causal from the bottom right, and keys and values repeated for every head."""
     keys, values = (one.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for one in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
     behind = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))[None]
