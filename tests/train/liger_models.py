@@ -21,11 +21,13 @@ ROW = torch.arange(14)[None] * 7 % 94 + 3
 
 def proved(family: str, dtype: torch.dtype, *, autocast: bool, adapters: bool, wrong: bool) -> dict[str, Any]:
     """The proof, of norms with another offset if `wrong`, whether the kernels were in place in its second half, and whether undoing them leaves what was there."""
-    model: Any = tiny_model(family, num_hidden_layers=2).to(torch.float32 if autocast else dtype)
+    model: Any = tiny_model(family, num_hidden_layers=2)
+    model.to(torch.float32 if autocast else dtype)
     model.gradient_checkpointing_enable()
     if adapters:
         model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
-    layer: Any = base_model(model).base_model.layers[0]
+    inner: Any = base_model(model).base_model
+    layer = inner.layers[0]
     undo: list[Any] = []
     parts = (layer.input_layernorm, getattr(layer.mlp, "experts", layer.mlp))
 
@@ -35,7 +37,9 @@ def proved(family: str, dtype: torch.dtype, *, autocast: bool, adapters: bool, w
 
     def make() -> Any:
         undo.append(fuse_by_liger(model))
-        norms = [module for module in base_model(model).modules() if hasattr(module, "offset")] if wrong else []
+        norms: list[Any] = (
+            [module for module in base_model(model).modules() if hasattr(module, "offset")] if wrong else []
+        )
         for norm in norms:
             norm.offset = 1 - norm.offset
         return undo[-1]
