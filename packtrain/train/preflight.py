@@ -27,8 +27,7 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.objectives.answers import Inputs
 from packtrain.packing.balance import parts_of_rank
 from packtrain.packing.collate import IGNORE
-from packtrain.plan.activations import Found
-from packtrain.plan.memory import optimizer_bytes
+from packtrain.plan.memory import Found, optimizer_bytes
 from packtrain.proof.choice import AttentionChoice, choose_attention
 from packtrain.proof.comparison import (
     ChangeProof,

@@ -38,7 +38,7 @@ from packtrain.model.layers import recompute
 from packtrain.model.spread import Ranks
 from packtrain.objectives.spec import equal_weights, head_chunk
 from packtrain.packing.segments import Segments
-from packtrain.plan.activations import STASHED
+from packtrain.plan.memory import STASHED
 from packtrain.system import holding
 from packtrain.train.run import train
 from packtrain.train.sync import limit_collectives

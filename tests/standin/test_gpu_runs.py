@@ -17,8 +17,7 @@ from answer_runs import of_objective as of_rows
 from running import Run, assert_same_bits, base_config, conversations, packtrain, train, write_jsonl, written
 
 from packtrain.config.compose import load_config
-from packtrain.plan.activations import STASHED
-from packtrain.plan.memory import GIB, Memory, estimate
+from packtrain.plan.memory import GIB, STASHED, Memory, estimate
 from tests.standin import checks
 from tests.standin import gpus as standin
 

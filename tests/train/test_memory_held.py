@@ -24,9 +24,8 @@ from packtrain.config.schema import RunConfig
 from packtrain.model.layers import recompute
 from packtrain.model.save import return_freed_memory
 from packtrain.model.spread import Ranks, spread
-from packtrain.plan.activations import FullestBatch, count_layers
 from packtrain.plan.known_model import Layers, read_layers
-from packtrain.plan.memory import Memory, estimate
+from packtrain.plan.memory import FullestBatch, Memory, count_layers, estimate
 from packtrain.train.loop import StepTrainer
 from tests.train import forked
 

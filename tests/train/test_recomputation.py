@@ -28,8 +28,7 @@ from packtrain.model.layers import recompute
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
 from packtrain.packing.segments import Segments
-from packtrain.plan.activations import Found
-from packtrain.plan.memory import CHECKPOINTING, GIB, Memory, estimate
+from packtrain.plan.memory import CHECKPOINTING, GIB, Found, Memory, estimate
 from packtrain.train import preparation
 from packtrain.train.preparation import choose_checkpointing, plan_memory
 

@@ -16,8 +16,7 @@ from tiny_models import SIZES
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Strategy
 from packtrain.objectives.spec import head_chunk
-from packtrain.plan.activations import Found
-from packtrain.plan.memory import CHECKPOINTING, GIB, NCCL, OUTSIDE, SPARE, Memory, estimate
+from packtrain.plan.memory import CHECKPOINTING, GIB, NCCL, OUTSIDE, SPARE, Found, Memory, estimate
 
 MADE = ["model.init=random", "model.tokenizer=quickstart", "data.train=owner/data", "batch.examples_per_step=4"]
 UNCHECKED = "verify.preflight=false"  # what is checked around step 1 would take more than these tiny models
@@ -483,10 +482,10 @@ def test_a_plan_expects_ligers_kernels_where_they_are_installed_or_required(monk
         assert isinstance(planned, Memory)
         return planned.fused
 
-    monkeypatch.setattr("packtrain.plan.activations.find_spec", lambda _: None)
+    monkeypatch.setattr("packtrain.plan.memory.find_spec", lambda _: None)
     assert fused("liger") and not fused()
     assert not fused("liger", strategy="zero3") and not fused("liger", device=None)
-    monkeypatch.setattr("packtrain.plan.activations.find_spec", lambda _: "here")
+    monkeypatch.setattr("packtrain.plan.memory.find_spec", lambda _: "here")
     assert fused() and not fused("none") and not fused("auto", "trainer.torch_compile=true")
 
 
