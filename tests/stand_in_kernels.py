@@ -16,7 +16,7 @@ MODULES = {
 def attend(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, softcap=None, sinks=None, causal=True
 ) -> Any:
-    """Return outputs and log-sums of each sequence, causal from the bottom right, as the kernels document.
+    """Return outputs and log-sums of each sequence, causal from the bottom right.
 
     A query without keys has the output 0 and the log-sum inf, as in FlashAttention 2. In half precision the scores are float32 and the weights are rounded, as in the kernels.
     """

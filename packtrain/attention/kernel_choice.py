@@ -206,7 +206,7 @@ def kernel_error(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> 
 
 
 def _draw(layer: LayerFeatures, kv_heads: int, tokens: int, device: torch.device, times: int = 1) -> list[torch.Tensor]:
-    """Draw queries, keys and values of `tokens`, repeated `times`; and sinks if the layer has them."""
+    """Draw queries, keys, values, and the layer's sinks. The `tokens` are repeated `times`."""
     random, heads = torch.Generator().manual_seed(0), layer.group * kv_heads
     shapes = [(heads, layer.head_dim), (kv_heads, layer.head_dim), (kv_heads, layer.value_dim)]
     drawn = [

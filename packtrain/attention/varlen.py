@@ -47,7 +47,7 @@ class Borders:
 
     `queries` and `keys`: int32 [segments + 1] on the device, running sums of lengths; `longest_*` in tokens. `gather`:
     int64, for each key its token in the row, or None if the keys are exactly the row. The keys of token t are `copies[starts[t] :
-    starts[t + 1]]`. `prompts`: borders of a second call, in which answers see their whole prompt (`causal` is False).
+    starts[t + 1]]`. `prompts`: borders of a second call. In it answers see their whole prompt (`causal` is False).
     """
 
     queries: torch.Tensor

@@ -103,7 +103,7 @@ def test_availability_names_the_kernel(device: torch.device) -> None:
 
 
 def test_compiled_layers_compute_the_same_around_flash(device: torch.device) -> None:
-    """Compiled kernels round elsewhere: up to twice as far from float32 as the model's own layers.
+    """Compiled kernels are at most twice as far from float32 as the model's layers.
 
     Rows of other lengths and numbers of documents compile nothing anew."""
     if lack := lack_of_compiler():

@@ -1,4 +1,4 @@
-"""Count the costs of a micro-batch without a GPU: launches, bytes moved, bytes kept for the backward pass.
+"""Count launches and bytes of a micro-batch without a GPU.
 
     python -m tests.standin.counted     # writes today's figures into counted_costs.json
 
@@ -90,7 +90,7 @@ Costs = dict[str, dict[str, float]]
 
 
 class Ghosts(TorchDispatchMode):
-    """Tensors of GPUs become fake ones, those of the CPU stay real. While `phase` is set, what runs on a GPU is counted."""
+    """Tensors of GPUs become fake. Tensors of the CPU stay real. While `phase` is set, what runs on a GPU is counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Ghosts(TorchDispatchMode):
 
 
 def size(tensor: torch.Tensor) -> int:
-    """Bytes that a kernel reads or writes of it; an expanded tensor has fewer than it shows."""
+    """Bytes in memory of a tensor. An expanded one has fewer than it shows."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) if tensor.numel() else 0
 
 
@@ -162,7 +162,7 @@ class Counted(Exception):
 
 
 def documents(verb: str, length: int) -> Iterator[dict[str, Any]]:
-    """Rows of tokens that fill ROW tokens; pairs have a prompt of half of `length`, which both answers share."""
+    """Rows that fill ROW tokens. Half of the `length` of a pair is its shared prompt."""
     random = np.random.default_rng(0)
     words = ["river", "stone", "cloud", "green"]
 
@@ -286,7 +286,7 @@ def costs_of(shape: str, fault: Fault = nullcontext) -> Costs:
 
 
 def growth(now: Costs, before: Costs, most: float = 0.01) -> list[str]:
-    """Return a line for each figure that grew by a larger share than `most`, and its operators that grew most."""
+    """Return a line for each figure that grew by more than `most`. Its fastest growing operators follow."""
     lines = []
     for figure, value in now["figures"].items():
         ceiling = before["figures"].get(figure, 0)
@@ -318,7 +318,7 @@ def pad_by_nothing() -> AbstractContextManager[None]:
 
 @contextmanager
 def cast_inputs() -> Iterator[None]:
-    """A fault: adapters run by PEFT's own code, and cast their inputs to float32 as PEFT has them do."""
+    """A fault: adapters run by PEFT's own code, which casts their inputs to float32."""
     casting = holding(adapters, _cast_unless_autocast=lambda x, dtype: x.to(dtype))
     with casting, holding(lora, plain_layers=lambda model: iter(())):
         yield

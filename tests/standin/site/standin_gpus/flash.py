@@ -94,7 +94,7 @@ def _segments(cum_seq_q, cum_seq_k, max_q: int, max_k: int) -> Iterator[tuple[sl
 def _scores(
     q, k, v, scale: float | None, left: int | None, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return scores [heads, queries, keys], causal from the bottom right, and keys and values repeated for every head."""
+    """Return causal scores [heads, queries, keys], and keys and values of every head."""
     keys, values = (one.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for one in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
     behind = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))[None]

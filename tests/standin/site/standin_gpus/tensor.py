@@ -45,7 +45,7 @@ def note_wait(name: str) -> None:
 
 def set_sync_debug_mode(mode: int) -> None:
     global sync_debug_mode, _said
-    if not _said:  # as torch does, whatever the mode
+    if not _said:  # as torch does in every mode
         what = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
         warnings.warn(what, stacklevel=2)
     sync_debug_mode, _said = mode, True
