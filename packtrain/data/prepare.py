@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from packtrain.data.streaming import Stream
 
-VERSION = 25
+VERSION = 26
 """Increase it whenever the same rows would give other tokens or masks, so that old caches are not used."""
 FEW_ROWS, FEW_BYTES, FEW_CHUNKS = 10_000, 4 << 20, 40
 """Limits of the data that this process tokenises itself, in about the time that workers take to start."""

@@ -83,7 +83,8 @@ class Fate(NamedTuple):
     `content` is a hash of the row itself (formats/columns.py), independent of its documents. DataReport explains the fields up to
     `two_bos`. `packtrain inspect` shows the faults `marker` (the text has control tokens of the template) and `drops_system` (the
     template leaves the system prompt out). `margin` is the chosen answer's lead (reward only). `desirable` is the label of the row's first
-    document (kto only); the second one of a pair is not desirable. `cut_pictures` were lost to data.max_length.
+    document (kto only); the second one of a pair is not desirable. `cut_pictures` were lost to data.max_length. `turns`: the row gave a
+    document for each trained answer, and they are one example; the number says why (0: the row is not rendered so).
     """
 
     content: int
@@ -102,9 +103,10 @@ class Fate(NamedTuple):
     margin: float = 0.0
     desirable: bool = False
     cut_pictures: int = 0
+    turns: int = 0
 
 
-FATES = np.dtype("u8,i8,i4,i4,i2,?,?,?,?,?,?,?,?,f4,?,i4", align=True)
+FATES = np.dtype("u8,i8,i4,i4,i2,?,?,?,?,?,?,?,?,f4,?,i4,i1", align=True)
 FATES.names = Fate._fields
 """A Fate on disk; its `dropped` is the number of the reason, 0 if the row is kept."""
 
