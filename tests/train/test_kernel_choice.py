@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from running import base_config, joined, train, written
+from running import Run, base_config, joined, train, written
 
 from packtrain.attention import kernel_choice
 from packtrain.attention.spec import BACKENDS
@@ -21,6 +23,11 @@ KERNELS = {
     "FlashAttention 3": ("flash_attn_interface", flash_attention_3),
     "FlashAttention 2": ("flash_attn", flash_attention_2),
 }
+
+
+def kept_by(run: Run, step: int) -> set[str]:
+    """The kernels that a checkpoint names."""
+    return {*json.loads((run.checkpoint(step) / "kernels.json").read_text()).values()}
 
 
 def with_kernels(arguments: Any, environment: dict[str, str], *rest: Any, without: str = "") -> None:
@@ -37,12 +44,30 @@ def with_other_kernels_on_each_rank(arguments: Any, environment: dict[str, str],
     with_kernels(arguments, environment, *rest, without="" if environment["RANK"] == "0" else "FlashAttention 3")
 
 
-def test_all_ranks_take_the_first_kernel_that_is_right_and_checkpoints_name_none(tmp_path: Path) -> None:
+def test_all_ranks_take_the_first_kernel_that_is_right_and_checkpoints_name_it(tmp_path: Path) -> None:
     config = base_config(tmp_path, trainer={"max_steps": 1, "checkpoint_every": 1})
     run = train(tmp_path, config, processes=2, begin=with_kernels)
     assert run.summary["attention"] == "flash (FlashAttention 3)"
-    (checkpoint,) = (run.folder / "checkpoints").glob("step-*")
-    assert "kernel" not in origin_in(checkpoint)
+    assert "kernel" not in origin_in(run.checkpoint(1))  # another one is no reason to refuse a checkpoint
+    assert kept_by(run, 1) == {"FlashAttention 3"}
+
+
+def test_a_resumed_run_keeps_its_kernel_while_that_is_right(tmp_path: Path) -> None:
+    """It began without the kernel that others take first, and goes on with it, then without its own."""
+    config = base_config(tmp_path, trainer={"max_steps": 1, "checkpoint_every": 1})
+    run = train(tmp_path, config, begin=partial(with_kernels, without="FlashAttention 3"))
+    longer = "trainer.max_steps=2", run.resume(1)
+    again = train(tmp_path, config, *longer, name="again", begin=with_kernels)
+    anew = train(tmp_path, config, *longer, "trainer.resume_despite=[model.attention]", name="anew", begin=with_kernels)
+    other = train(
+        tmp_path, config, *longer, name="other", begin=partial(with_kernels, without="FlashAttention 2"), processes=2
+    )
+    for one, name in ((run, "2"), (again, "2"), (anew, "3"), (other, "3")):
+        assert one.summary["attention"].startswith(f"flash (FlashAttention {name}")
+        assert kept_by(one, max(map(int, (kept[5:] for kept in one.kept)))) == {f"FlashAttention {name}"}
+    assert "others: not tried" in again.summary["attention"] and "another kernel" not in again.log + anew.log
+    said = "by another kernel than before, which rounds differently: FlashAttention 2: this version of packtrain does"
+    assert other.log.count(said) == 1
 
 
 @pytest.mark.parametrize("asked", ["auto", "flash"])
