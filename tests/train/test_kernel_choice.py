@@ -39,17 +39,24 @@ def with_kernels(arguments: Any, environment: dict[str, str], *rest: Any, withou
     forked.run(arguments, environment, *rest)
 
 
+def with_a_layer_on_rank_1(arguments: Any, environment: dict[str, str], *rest: Any) -> None:
+    """As `with_kernels`. Only rank 1 meets some kind of layer."""
+    if environment["RANK"] == "1":
+        kernel_choice.keep_kernels({"a layer": "FlashAttention 2"}, print)
+    with_kernels(arguments, environment, *rest)
+
+
 def with_other_kernels_on_each_rank(arguments: Any, environment: dict[str, str], *rest: Any) -> None:
     """As `with_kernels`, but only rank 0 has the first."""
     with_kernels(arguments, environment, *rest, without="" if environment["RANK"] == "0" else "FlashAttention 3")
 
 
-def test_all_ranks_take_the_first_kernel_that_is_right_and_checkpoints_name_it(tmp_path: Path) -> None:
+def test_all_ranks_take_the_first_kernel_that_is_right_and_checkpoints_name_those_of_all(tmp_path: Path) -> None:
     config = base_config(tmp_path, trainer={"max_steps": 1, "checkpoint_every": 1})
-    run = train(tmp_path, config, processes=2, begin=with_kernels)
+    run = train(tmp_path, config, processes=2, begin=with_a_layer_on_rank_1)
     assert run.summary["attention"] == "flash (FlashAttention 3)"
     assert "kernel" not in origin_in(run.checkpoint(1))  # another one is no reason to refuse a checkpoint
-    assert kept_by(run, 1) == {"FlashAttention 3"}
+    assert kept_by(run, 1) == {"FlashAttention 3", "FlashAttention 2"}
 
 
 def test_a_resumed_run_keeps_its_kernel_while_that_is_right(tmp_path: Path) -> None:
