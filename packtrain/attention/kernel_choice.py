@@ -38,7 +38,7 @@ _FASTER = 0.97  # a kernel is faster if its time is below this share of another'
 _WINDOW = 33  # reaches from the third segment back into its prefix
 _KV_HEADS = 2
 _chosen: dict[str, str] = {}
-"""Names of the chosen kernels by the features of a layer, those of the checkpoint among them."""
+"""Names of the chosen kernels by the features of a layer. A checkpoint's names come first."""
 _say: Callable[[str], None] = print
 
 

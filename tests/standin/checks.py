@@ -301,7 +301,7 @@ def takes_the_fastest_of_the_right_kernels() -> None:
 
 
 def takes_another_ranks_kernel_without_memory_to_try_it() -> None:
-    """In two ranks: the second lacks memory for the second kernel, which the first one found faster."""
+    """In two ranks. The second lacks memory to try the kernel that the first found faster."""
     lacks = int(os.environ["RANK"])
     tried = kernel_choice.kernel_error
     times = {"FlashAttention 3": 3.0, "torch's varlen_attn": 2.0}

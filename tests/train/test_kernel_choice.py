@@ -60,7 +60,7 @@ def test_all_ranks_take_the_first_kernel_that_is_right_and_checkpoints_name_thos
 
 
 def test_a_resumed_run_keeps_its_kernel_while_that_is_right(tmp_path: Path) -> None:
-    """It began without the kernel that others take first, and goes on with it, then without its own."""
+    """It begins without the first kernel. It goes on with both, or without its own."""
     config = base_config(tmp_path, trainer={"max_steps": 1, "checkpoint_every": 1})
     run = train(tmp_path, config, begin=partial(with_kernels, without="FlashAttention 3"))
     longer = "trainer.max_steps=2", run.resume(1)

@@ -70,7 +70,7 @@ class Checkpoints:
             writer.write_later(partial(self._write_model, staging, writer.copied(self._saved_weights(), alone=True)))
         self._engine.save(staging, writer)
         writer.write_now(lambda: torch.save(self._random_state(), staging / self._random_file))
-        with waiting("the kernels of all ranks"):  # rows of one rank may share prompts, those of another not
+        with waiting("the kernels of all ranks"):  # only some of them may meet rows with shared prompts
             kernels = {layer: name for chosen in gather_object([chosen_kernels()]) for layer, name in chosen.items()}
         if main:
             writer.write_now(lambda: torch.save(self._engine.lr_schedule.state_dict(), staging / SCHEDULER_NAME))
