@@ -4,7 +4,8 @@ A successful import proves little: a package may lack code for this GPU, the bac
 some versions were wrong in corner cases. So each candidate, in a fixed order, runs forward and backward on a small row with
 exactly the features of the layer, and is compared with a dense float64 reference. It costs milliseconds a kernel (seconds if it
 compiles), once per kind of layer and process. If several agree on a GPU, they are timed on a row of documents. A later one is chosen only
-if it is clearly faster. The first rank that has chosen decides for all. A deterministic run takes the first that agrees.
+if it is clearly faster. The first rank that has chosen decides for all. A deterministic run takes the first that agrees. Checkpoints name the
+kernels that were chosen, because others round differently. A resumed run takes those that are still right (`keep_kernels`).
 
 A layer may ask for its kernel in a forward pass that gradient checkpointing runs again, or under autocast. So kernels are tried in a
 separate thread, without modes or hooks on saved tensors (checkpointing counts them, and ends a recomputation by an exception).
@@ -12,7 +13,7 @@ separate thread, without modes or hooks on saved tensors (checkpointing counts t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -36,6 +37,9 @@ _TURNS, _CALLS = 4, 3
 _FASTER = 0.97  # a kernel is faster if its time is below this share of another's: the rest is noise
 _WINDOW = 33  # reaches from the third segment back into its prefix
 _KV_HEADS = 2
+_chosen: dict[str, str] = {}
+"""Names of the chosen kernels by the features of a layer. A checkpoint's names come first."""
+_say: Callable[[str], None] = print
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,10 @@ def choose_kernel(layer: LayerFeatures, device: torch.device) -> KernelChoice:
 @cache
 def _choose(layer: LayerFeatures, device: torch.device, deterministic: bool) -> KernelChoice:
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_try_all, layer, device, not deterministic and device.type == "cuda").result()
+        choice = thread.submit(_try_all, layer, device, not deterministic and device.type == "cuda").result()
+    if choice.kernel is not None:
+        _chosen[str(layer)] = choice.kernel.name
+    return choice
 
 
 def try_kernels(dtype: torch.dtype) -> dict[str, str]:
@@ -92,32 +99,59 @@ def try_kernels(dtype: torch.dtype) -> dict[str, str]:
     return {**dict(choice.lacks), **({choice.kernel.name: ""} if choice.kernel else {})}
 
 
-forget_kernels = _choose.cache_clear
-"""Forget all choices: kernels are tried again."""
+def forget_kernels() -> None:
+    """Forget all choices: kernels are tried again."""
+    _choose.cache_clear()
+    _chosen.clear()
+
+
+def keep_kernels(names: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Choose the kernels of a checkpoint, by its `chosen_kernels`. Later choices `say` which of them is not right here."""
+    global _say
+    forget_kernels()
+    _chosen.update(names)
+    _say = say
+
+
+def chosen_kernels() -> dict[str, str]:
+    """Return the names of the kernels that were chosen, by the features of a layer."""
+    return {**_chosen}
 
 
 def _try_all(layer: LayerFeatures, device: torch.device, timed: bool) -> KernelChoice:
     """Choose the first right kernel, or the fastest if kernels are to be `timed`."""
-    lacks, right = list[tuple[str, str]](), list[Kernel]()
+    lacks, right, untried = list[tuple[str, str]](), list[Kernel](), list[Kernel]()
+    kept = _chosen.get(str(layer))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # new threads use the first one
-        for name, load in CANDIDATES:
+        for name, load in sorted(CANDIDATES, key=lambda candidate: candidate[0] != kept):
             if right and not timed:
                 break
-            with suppress(torch.OutOfMemoryError) if right else nullcontext():  # another one serves
+            try:
                 found = _try(name, load, layer, device)
-                if isinstance(found, Kernel):
-                    right.append(found)
-                elif not right:
-                    lacks.append((name, found))
-        if len(right) < 2:
+            except torch.OutOfMemoryError:
+                if not right:
+                    raise
+                # another one serves, unless a rank with more memory has chosen this one
+                untried.append(Kernel(name, load()))
+                continue
+            if isinstance(found, Kernel):
+                right.append(found)
+                if name == kept:
+                    return KernelChoice(found, (("others", "not tried, since this one was chosen before"),))
+            elif not right:
+                lacks.append((name, found))
+        if kept:
+            why = dict(lacks).get(kept, "this version of packtrain does not know it")
+            _say(f"attention  by another kernel than before, which rounds differently: {kept}: {why}")
+        if len(right) + len(untried) < 2:
             return KernelChoice(right[0] if right else None, tuple(lacks))
         times = _times(right, layer, device)
     fastest = reduce(lambda best, one: one if times[one.name] < _FASTER * times[best.name] else best, right)
     if dist.is_initialized():  # no rank waits for another: the first one writes its choice
         store, key = distributed_c10d._get_default_store(), f"packtrain/kernel/{layer}"
         agreed = store.compare_set(key, "", fastest.name).decode()
-        fastest = next((kernel for kernel in right if kernel.name == agreed), fastest)
-    own = times.pop(fastest.name)
+        fastest = next((kernel for kernel in (*right, *untried) if kernel.name == agreed), fastest)
+    own = times.pop(fastest.name, torch.inf)
     row = f"ms for {_DOCUMENTS.tokens:,} tokens, forward and backward, {fastest.name} {own:.3g}"
     slower = [
         (name, f"{time:.3g} {row}" if max(time, own) < torch.inf else "not timed") for name, time in times.items()

@@ -24,6 +24,7 @@ from accelerate.utils import broadcast_object_list
 from rich.markup import escape
 
 from packtrain.attention.backends import deterministic
+from packtrain.attention.kernel_choice import keep_kernels
 from packtrain.changes.spec import proposals
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
@@ -44,10 +45,11 @@ from packtrain.plan.memory import Found, Memory, possible_policies
 from packtrain.plan.origin import check_length, check_origin, length_of, origin_in, shared_values
 from packtrain.proof.exhibits import check_pictures
 from packtrain.proof.isolation import check_causal_and_padding
-from packtrain.run_folder import RunFolder, write_json
+from packtrain.run_folder import RunFolder, object_of, write_json
 from packtrain.system import stopped_by, told_at_once
 from packtrain.train import preparation, results
 from packtrain.train.checkpoint.folder import find_resume, origin_of, prune, set_aside, step_of
+from packtrain.train.checkpoint.state import KERNELS
 from packtrain.train.library_errors import explained, memory_error
 from packtrain.train.loader import Steps
 from packtrain.train.log import console
@@ -204,6 +206,8 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     needed = checkpoint is not None or config.trainer.checkpoint_every is not None
     if ranks.world_size > 1 and (remark := check_run_folder(run.folder.logs, main=ranks.main, needed=needed)):
         log.warn(remark)
+    if checkpoint is not None and "model.attention" not in config.trainer.resume_despite:
+        keep_kernels(object_of(checkpoint / KERNELS), log.warn)
 
     prepared = run.prepared = preparation.begin(config, ranks, peers)
     prepared.day = (origin_in(checkpoint) if checkpoint else {}).get("data.day") or today

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -40,6 +41,7 @@ from packtrain.objectives.spec import equal_weights, head_chunk
 from packtrain.packing.segments import Segments
 from packtrain.plan.memory import STASHED
 from packtrain.system import holding
+from packtrain.train.loop import StepTrainer
 from packtrain.train.run import train
 from packtrain.train.sync import limit_collectives
 from tests.stand_in_kernels import flash_attention_3
@@ -237,6 +239,11 @@ def bring(kernel: Any) -> None:
     sys.modules["flash_attn_interface"] = types.SimpleNamespace(flash_attn_varlen_func=varlen)  # type: ignore[assignment]
 
 
+def bring_flash_attention_3() -> None:
+    """FlashAttention 3 as it should be."""
+    sys.modules["flash_attn_interface"] = types.SimpleNamespace(flash_attn_varlen_func=flash_attention_3)  # type: ignore[assignment]
+
+
 def ends_with_the_kernel_that_broke_the_device() -> None:
     """An illegal access ends a process's use of the GPU: every call after it fails, also those of kernels that are right."""
     from standin_gpus import device
@@ -273,7 +280,7 @@ def takes_the_fastest_of_the_right_kernels() -> None:
     no_time: list[float | Exception] = [torch.OutOfMemoryError("full")] * 4
     forget_kernels()
     assert choose_kernel(HALF, CUDA).kernel.name == "torch's varlen_attn"  # the only one: no clock is read
-    sys.modules["flash_attn_interface"] = types.SimpleNamespace(flash_attn_varlen_func=flash_attention_3)  # type: ignore[assignment]
+    bring_flash_attention_3()
     slower = chosen([9, 3, 5, 4], [9, 8, 2.5, 7])
     assert slower.kernel and slower.kernel.name == "torch's varlen_attn"
     why = "FlashAttention 3: 3 ms for 128 tokens, forward and backward, torch's varlen_attn 2.5"
@@ -291,6 +298,47 @@ def takes_the_fastest_of_the_right_kernels() -> None:
         assert choice.kernel and choice.kernel.name == "FlashAttention 3"
         assert choice.why_not().endswith("as another rank chose") == (threes == [9] * 4)
     dist.destroy_process_group()
+
+
+def takes_another_ranks_kernel_without_memory_to_try_it() -> None:
+    """In two ranks. The second lacks memory to try the kernel that the first found faster."""
+    lacks = int(os.environ["RANK"])
+    tried = kernel_choice.kernel_error
+    times = {"FlashAttention 3": 3.0, "torch's varlen_attn": 2.0}
+
+    def error(kernel: Any, *given: Any) -> float:
+        if lacks and kernel.name == "torch's varlen_attn":
+            raise torch.OutOfMemoryError("full")
+        return tried(kernel, *given)
+
+    bring_flash_attention_3()
+    kernel_choice.milliseconds, kernel_choice.kernel_error = lambda call: times[call.args[0].name], error
+    assert choose_kernel(HALF, CUDA).kernel.name == ("FlashAttention 3" if lacks else "torch's varlen_attn")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    forget_kernels()
+    for rank in range(2):
+        if rank == lacks:
+            assert choose_kernel(HALF, CUDA).kernel.name == "torch's varlen_attn"
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def trains_by_the_fastest() -> None:
+    """The command on a GPU whose clock favours the kernel FASTEST. It is killed in the step KILLED, with all checkpoints complete."""
+    fastest, last, goes_on = os.environ["FASTEST"], int(os.environ.get("KILLED", "0")), StepTrainer.next_batches
+
+    def next_batches(trainer: StepTrainer, *given: Any) -> Any:
+        if trainer.state.step + 1 == last:
+            trainer.writer.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return goes_on(trainer, *given)
+
+    StepTrainer.next_batches = next_batches  # type: ignore[method-assign]
+    kernel_choice._DOCUMENTS = Segments((70, 1, 57))
+    kernel_choice.milliseconds = lambda call: 2.0 if call.args[0].name == fastest else 3.0
+    bring_flash_attention_3()
+    sys.argv = ["packtrain", *os.environ["ARGUMENTS"].split()]
+    main()
 
 
 def passes_over_a_kernel_without_code_for_the_device() -> None:

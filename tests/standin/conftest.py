@@ -45,9 +45,11 @@ class Gpus:
         """
         return self._launch({"arguments": arguments}, devices, ranks, expect, env)
 
-    def call(self, function: Any, devices: int = 1, ranks: int = 1, env: Mapping[str, str] | None = None) -> Any:
+    def call(
+        self, function: Any, devices: int = 1, ranks: int = 1, env: Mapping[str, str] | None = None, expect: int = 0
+    ) -> Any:
         """Calls a function of a module in place of packtrain's command."""
-        return self._launch({"function": f"{function.__module__}:{function.__name__}"}, devices, ranks, 0, env)
+        return self._launch({"function": f"{function.__module__}:{function.__name__}"}, devices, ranks, expect, env)
 
     def _launch(
         self, asked: dict[str, Any], devices: int, ranks: int, expect: int, env: Mapping[str, str] | None

@@ -119,6 +119,31 @@ def test_two_ranks_add_gradients_in_products_and_train_as_without(
     assert run.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
+def test_a_killed_run_goes_on_with_its_kernel_where_another_one_is_faster_now(gpus, tmp_path: Path) -> None:
+    """Bit for bit, as if it had never ended. A run that does not resume takes the faster one, which rounds differently."""
+    trainer = {"max_steps": 3, "checkpoint_every": 1, "keep_checkpoints": None}
+    config = base_config(tmp_path, trainer=trainer)
+    first, second = "torch's varlen_attn", "FlashAttention 3"
+
+    def run(name: str, fastest: str, *changes: str, killed: int = 0) -> Run:
+        path = written(tmp_path, {**config, "trainer": {**trainer, "output_dir": str(tmp_path / name)}}, name)
+        asked = {"ARGUMENTS": " ".join(["sft", path, *changes]), "FASTEST": fastest, "KILLED": str(killed)}
+        gpus.call(checks.trains_by_the_fastest, env=asked, expect=-9 if killed else 0)
+        return Run(tmp_path / name)
+
+    whole = run("whole", first)
+    killed = run("killed", first, killed=3)
+    assert killed.kept == ["step-000001", "step-000002"]
+    again = run("killed", second)
+    assert "resuming from step-000002" in again.log and "another kernel" not in again.log
+    for one in (whole, again):
+        assert one.summary["attention"].startswith(f"flash ({first}")
+    assert_same_bits(again, whole)
+    anew = run("killed", second, "trainer.resume=never")
+    assert anew.summary["attention"].startswith(f"flash ({second}")
+    assert anew.losses == pytest.approx(whole.losses, rel=ROUNDING) and anew.losses != whole.losses
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1", "zero2", "zero3", "zero3_offload"])
 def test_two_ranks_resume_bit_for_bit(gpus, folder: Path, config: dict[str, Any], strategy: str) -> None:

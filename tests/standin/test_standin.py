@@ -36,6 +36,10 @@ def test_ranks_have_nccl(gpus, tmp_path: Path) -> None:
     gpus.call(checks.limits_what_waits_for_another_rank, devices=2, ranks=2, env={"DONE": str(tmp_path / "done")})
 
 
+def test_a_rank_without_memory_to_try_a_kernel_takes_that_of_the_others(gpus) -> None:
+    gpus.call(checks.takes_another_ranks_kernel_without_memory_to_try_it, ranks=2)
+
+
 @pytest.mark.parametrize("launched", ["by nobody", "by torchrun", "by nobody, in a shell with LOCAL_RANK"])
 def test_a_process_joins_on_its_own_gpu(gpus, launched: str) -> None:
     local = {"LOCAL_RANK": "7"} if launched != "by nobody" else {}

@@ -20,9 +20,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 from accelerate import DistributedType
-from accelerate.utils import broadcast_object_list, load
+from accelerate.utils import broadcast_object_list, gather_object, load
 from transformers import GenerationConfig, PreTrainedTokenizerBase, set_seed
 
+from packtrain.attention.kernel_choice import chosen_kernels
 from packtrain.model.adapters import write_base
 from packtrain.model.load import base_model
 from packtrain.model.save import gathered, plan_files, weights_at_least, write_files
@@ -41,7 +42,7 @@ from packtrain.train.run_state import LoopSettings, RunState
 from packtrain.train.spikes import STATE, RecentFigures
 from packtrain.wording import size
 
-SCHEDULER_NAME = "scheduler.pt"
+SCHEDULER_NAME, KERNELS = "scheduler.pt", "kernels.json"
 _SMALL_FILES = 2**20  # bytes of config, random states and the state of the run
 
 
@@ -69,11 +70,15 @@ class Checkpoints:
             writer.write_later(partial(self._write_model, staging, writer.copied(self._saved_weights(), alone=True)))
         self._engine.save(staging, writer)
         writer.write_now(lambda: torch.save(self._random_state(), staging / self._random_file))
+        with waiting("the kernels of all ranks"):  # only some of them may meet rows with shared prompts
+            kernels = {layer: name for chosen in gather_object([chosen_kernels()]) for layer, name in chosen.items()}
         if main:
             writer.write_now(lambda: torch.save(self._engine.lr_schedule.state_dict(), staging / SCHEDULER_NAME))
             writer.write_now(lambda: state.save(staging))
             writer.write_now(lambda: write_json(staging / ORIGIN, self._settings.origin))
             writer.write_now(lambda: write_json(staging / STATE, list(spikes.figures)))
+            if kernels:
+                writer.write_now(lambda: write_json(staging / KERNELS, kernels))
             if (feed := self._settings.steps.feed) is not None:
                 writer.write_now(lambda: write_json(staging / PLACE, feed.place))
         writer.begin(step, staging, partial(self._seal, step, state.best_step) if main else None, since)
