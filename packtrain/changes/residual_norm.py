@@ -25,23 +25,26 @@ _TERM = r"([\w.]+(?:\([\w.]+\)| \* [\w.]+)?)"
 _SUM = re.compile(rf"^( +)(\w+) = {_TERM} \+ {_TERM}\n\1(\w+) = \2\n\1\2 = self\.(\w+)\(\2\)$", re.MULTILINE)
 
 
-def layers_with_sums(model: nn.Module) -> Iterator[tuple[nn.Module, Any, list[Any]]]:
-    """Yield the layers that norm a sum by Liger, their forward made again, and these norms."""
+def layers_with_sums(model: nn.Module) -> Iterator[tuple[nn.Module, type, list[Any]]]:
+    """Yield the layers that norm a sum by Liger, their class made again, and these norms."""
     for layer in language_layers(model):
-        made, names = _made_again(inspect.unwrap(type(layer).forward))
+        made, names = _made_again(type(layer))
         norms = [getattr(layer, name, None) for name in names]
         if norms and all("casting_mode" in getattr(norm, "__dict__", ()) for norm in norms):
             yield layer, made, norms
 
 
 @cache
-def _made_again(code: Any) -> tuple[Any, list[str]]:
+def _made_again(kind: type[nn.Module]) -> tuple[type, list[str]]:
+    code, space = inspect.unwrap(kind.forward), {"__module__": kind.__module__}
     with suppress(Exception):  # there is no source, or it does not run alone
-        source, space = ast.unparse(ast.parse(dedent(inspect.getsource(code)))), dict[str, Any]()
-        source = source.removeprefix("@auto_docstring\n")  # it reads a file
+        source = ast.unparse(ast.parse(dedent(inspect.getsource(code)))).removeprefix(
+            "@auto_docstring\n"
+        )  # reads a file
         exec(_SUM.sub(r"\1\2, \5 = self.\6(\3, \4)", source), code.__globals__, space)
-        return space["forward"], [names[-1] for names in _SUM.findall(source)]
-    return code, []
+        # a class, since transformers computes layers again inside the forward of their class
+        return type(kind)(kind.__name__, (kind,), space), [names[-1] for names in _SUM.findall(source)]
+    return kind, []
 
 
 def sum_in_norms(model: nn.Module) -> Callable[[], None]:
@@ -49,9 +52,9 @@ def sum_in_norms(model: nn.Module) -> Callable[[], None]:
     from liger_kernel.ops import LigerFusedAddRMSNormFunction  # pyright: ignore[reportMissingImports]
 
     undo = ExitStack()
-    for layer, made, norms in layers_with_sums(model):
-        vars(layer)["forward"] = made.__get__(layer)
-        undo.callback(vars(layer).pop, "forward")
+    for layer, made, norms in [*layers_with_sums(model)]:
+        undo.callback(setattr, layer, "__class__", type(layer))
+        layer.__class__ = made
         for norm in norms:
             undo.callback(vars(norm).__setitem__, "forward", norm.forward)
             vars(norm)["forward"] = partial(_run, norm, norm.forward, LigerFusedAddRMSNormFunction.apply)
