@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from here import run_here
 from peft import LoraConfig, get_peft_model
-from running import base_config
+from running import base_config, train
 from test_linears import Work
 from tiny_models import EXPERTS, gradient, tiny_model
 from torch import nn
@@ -20,6 +21,7 @@ from packtrain.changes.residual import carry_in
 from packtrain.changes.residual_norm import layers_with_sums, sum_in_norms
 from packtrain.model.layers import loop_over_experts, recompute
 from packtrain.model.load import base_model
+from tests.train import forked
 
 ROW = torch.arange(40)[None] * 7 % 94 + 3
 
@@ -63,15 +65,16 @@ def take_norms(model: Any, **_: bool) -> None:
             norm.forward = lambda x, norm=norm, how=how: normed(x, norm.weight, *how)
 
 
+def modules() -> dict[str, dict[str, Any]]:
+    """The modules of a Liger that is not there."""
+    patch = {"_apply_liger_kernel_to_instance": take_norms, "MODEL_TYPE_TO_APPLY_LIGER_FN": {"llama": None}}
+    kernels = {".ops": {"LigerFusedAddRMSNormFunction": Sum}, ".transformers": {"LigerRMSNorm": nn.RMSNorm}}
+    return {"": {"__spec__": object()}, **kernels, ".transformers.monkey_patch": patch}
+
+
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    of_liger = {"": {"__spec__": object()}, ".ops": {"LigerFusedAddRMSNormFunction": Sum}}
-    of_liger |= {".transformers": {"LigerRMSNorm": nn.RMSNorm}}
-    named: dict[str, Any] = {
-        "_apply_liger_kernel_to_instance": take_norms,
-        "MODEL_TYPE_TO_APPLY_LIGER_FN": {"llama": 0},
-    }
-    for name, values in {**of_liger, ".transformers.monkey_patch": named}.items():
+    for name, values in modules().items():
         monkeypatch.setitem(sys.modules, f"liger_kernel{name}", SimpleNamespace(**values))  # type: ignore[arg-type]
     monkeypatch.setattr(Sum, "calls", 0)
     return monkeypatch
@@ -144,7 +147,7 @@ def test_layers_that_norm_no_sum_or_by_another_norm_keep_their_code(monkeypatch:
     assert len([*layers_with_sums(model)]) == 2
 
 
-def test_a_run_takes_it_by_proof(kernel: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_run_takes_it_by_proof(kernel: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kernel.setattr(liger, "why_no_liger", lambda model, device: "")
     config = base_config(tmp_path, trainer={"max_steps": 2})
     plain = run_here(tmp_path, config, "model.kernels=none", name="plain")
@@ -157,3 +160,28 @@ def test_a_run_takes_it_by_proof(kernel: pytest.MonkeyPatch, tmp_path: Any) -> N
     wrong = run_here(tmp_path, config, "model.kernels=liger", name="wrong")
     assert wrong.summary["changes"]["sums"].startswith("as the model comes; ")
     assert wrong.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def stood_in(*given: Any) -> None:
+    """A process of a run with these kernels."""
+    for name, values in modules().items():
+        sys.modules[f"liger_kernel{name}"] = SimpleNamespace(**values)  # type: ignore[assignment]
+    liger.why_no_liger = lambda model, device: ""
+    forked.run(*given)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_layers_that_fsdp2_gathers_take_it_too(tmp_path: Path, policy: str) -> None:
+    trainer = {"max_steps": 2, "gradient_checkpointing": policy}
+    config = base_config(tmp_path, strategy={"name": "fsdp2"}, trainer=trainer)
+    plain, fused = (
+        train(tmp_path, config, f"model.kernels={kernels}", name=kernels, processes=2, begin=stood_in)
+        for kernels in ("none", "liger")
+    )
+    assert fused.summary["changes"]["sums"].startswith("sums of the stream and their norms by one of Liger's kernels (")
+    assert fused.losses == pytest.approx(plain.losses, rel=1e-6)
+    norms, others = ([line["grad_norm"] for line in one.lines] for one in (fused, plain))
+    assert norms == pytest.approx(others, rel=1e-5)
+    for name, weight in plain.weights().items():
+        torch.testing.assert_close(fused.weights()[name], weight, rtol=1e-5, atol=1e-5)  # AdamW enlarges rounding
