@@ -38,12 +38,11 @@ def layers_with_sums(model: nn.Module) -> Iterator[tuple[nn.Module, type, list[A
 def _made_again(kind: type[nn.Module]) -> tuple[type, list[str]]:
     code, space = inspect.unwrap(kind.forward), {"__module__": kind.__module__}
     with suppress(Exception):  # there is no source, or it does not run alone
-        source = ast.unparse(ast.parse(dedent(inspect.getsource(code)))).removeprefix(
-            "@auto_docstring\n"
-        )  # reads a file
+        source = ast.unparse(ast.parse(dedent(inspect.getsource(code))))
+        source = source.removeprefix("@auto_docstring\n")  # it reads a file
         exec(_SUM.sub(r"\1\2, \5 = self.\6(\3, \4)", source), code.__globals__, space)
         # a class, since transformers computes layers again inside the forward of their class
-        return type(kind)(kind.__name__, (kind,), space), [names[-1] for names in _SUM.findall(source)]
+        return type(kind.__name__, (kind,), space), [names[-1] for names in _SUM.findall(source)]
     return kind, []
 
 

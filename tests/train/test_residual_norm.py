@@ -55,14 +55,13 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, cas
 
 def take_norms(model: Any, **_: bool) -> None:
     """What Liger does to norms: it gives them its attributes, and another forward."""
-    for layer in base_model(model).base_model.layers:
-        for norm in [one for one in layer.modules() if type(one).__name__.endswith("RMSNorm")]:
-            gemma = "Gemma" in type(norm).__name__
-            how = norm.variance_epsilon, norm.offset, norm.casting_mode, norm.in_place = (
-                norm.eps if gemma else norm.variance_epsilon,
-                *((1.0, "gemma", False) if gemma else (0.0, "llama", True)),
-            )
-            norm.forward = lambda x, norm=norm, how=how: normed(x, norm.weight, *how)
+    inner: Any = base_model(model).base_model
+    for norm in [one for one in inner.layers.modules() if type(one).__name__.endswith("RMSNorm")]:
+        gemma = "Gemma" in type(norm).__name__
+        norm.offset, norm.casting_mode, norm.in_place = (1.0, "gemma", False) if gemma else (0.0, "llama", True)
+        norm.variance_epsilon = norm.eps if gemma else norm.variance_epsilon
+        how = norm.variance_epsilon, norm.offset, norm.casting_mode, norm.in_place
+        norm.forward = lambda x, norm=norm, how=how: normed(x, norm.weight, *how)
 
 
 def modules() -> dict[str, dict[str, Any]]:
