@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from heapq import nlargest
@@ -130,7 +130,7 @@ def same_everywhere(choice: str, what: str, where: str, world_size: int) -> None
         raise CheckFailed(what, where=where, fix=fix, code="choices-differ-by-rank")
 
 
-def make_changes(loss: Loss, ranks: Ranks, found: Sequence[tuple[str, Proposal]], log: Log) -> dict[str, str]:
+def make_changes(loss: Loss, ranks: Ranks, found: Iterable[tuple[str, Proposal]], log: Log) -> dict[str, str]:
     """Make the changes of the `loss`'s model that prove exact, one on top of another. Return and log what was decided, by their names.
 
     They are made before the objective's proofs and before the reference's log-probabilities are precomputed, so both use the model that

@@ -324,7 +324,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
     largest = find_largest(steps, settings.first_step)
     _settle_memory(run, trainer, largest)  # without changes: their proofs must fit, too
-    trainer.changes |= make_changes(loss, ranks, [*proposals(prepared.situation)], log)
+    trainer.changes |= make_changes(loss, ranks, proposals(prepared.situation), log)
     console.log_memory(log, prepared, _settle_memory(run, trainer, largest))
     trainer.engine.dither = _dither_of(run, trainer)
     prepared.objective.prove(Start(trainer, log, ranks, prepared.precision, prepared.attention, prove))

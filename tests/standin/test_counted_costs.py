@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -47,3 +51,16 @@ def test_it_counts_what_real_widths_take(now) -> None:
         products[phase] = sum(launches.get(f"layer {phase}: {name}", 0) for name in ("mm", "addmm", "addmm_"))
     assert products == {"forward": 7, "backward": 14}
     assert now["sft 1.5B"]["figures"]["layer: bytes kept"] > 2 * (3 * 1536 + 2 * 8960)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not find_spec("liger_kernel"), reason="no liger-kernel: pip install -e '.[liger]'")
+@pytest.mark.parametrize(("shape", "width"), [("sft 0.6B", 1024), ("sft 1.5B", 1536), ("LoRA 8B", 4096)])
+def test_sums_in_ligers_norms_save_a_launch_each_way_and_six_bytes_a_number(shape: str, width: int) -> None:
+    command = [sys.executable, "tests/standin/gpus.py", "1", sys.executable, "-m", "tests.standin.counted_liger", shape]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f".:{os.environ.get('PYTHONPATH', '')}"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    apart, within = json.loads(ran.stdout.splitlines()[-1])
+    assert [one - other for one, other in zip(apart, within, strict=True)] == pytest.approx(
+        [2 * width, 1, 4 * width, 1]
+    )

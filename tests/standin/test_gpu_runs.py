@@ -92,6 +92,8 @@ def test_ligers_kernels_train_as_the_model_does(gpus, folder: Path, config: dict
     run = Run(folder / "liger")
     said = "norms, rotation and activations by Liger's kernels (loss off by"
     assert run.summary["changes"]["kernels"].startswith(said)
+    said = "sums of the stream and their norms by one of Liger's kernels (loss off by"
+    assert run.summary["changes"]["sums"].startswith(said)
     assert run.losses == pytest.approx(plain.losses, rel=ROUNDING)
 
 

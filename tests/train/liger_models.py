@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
 
 from packtrain.changes.liger import fuse_by_liger
+from packtrain.changes.residual_norm import layers_with_sums, sum_in_norms
 from packtrain.model.load import base_model
 from packtrain.proof.comparison import has_routers, prove_change, tolerance_of
 from tests.standin.site import triton_interpreter
@@ -19,8 +21,10 @@ from tests.standin.site import triton_interpreter
 ROW = torch.arange(14)[None] * 7 % 94 + 3
 
 
-def proved(family: str, dtype: torch.dtype, *, autocast: bool, adapters: bool, wrong: bool) -> dict[str, Any]:
-    """The proof, of norms with another offset if `wrong`, whether the kernels were in place in its second half, and whether undoing them leaves what was there."""
+def proved(
+    family: str, dtype: torch.dtype, *, autocast: bool, adapters: bool, wrong: bool, sums: bool
+) -> dict[str, Any]:
+    """The proof, of norms with another offset if `wrong`, with `sums` in them, whether the kernels were in place in its second half, and whether undoing them leaves what was there."""
     model: Any = tiny_model(family, num_hidden_layers=2)
     model.to(torch.float32 if autocast else dtype)
     model.gradient_checkpointing_enable()
@@ -42,6 +46,9 @@ def proved(family: str, dtype: torch.dtype, *, autocast: bool, adapters: bool, w
         )
         for norm in norms:
             norm.offset = 1 - norm.offset
+        if sums:
+            assert len([*layers_with_sums(base_model(model))]) == 2
+            undo.append(partial(_both, sum_in_norms(base_model(model)), undo[-1]))
         return undo[-1]
 
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -61,6 +68,11 @@ def proved(family: str, dtype: torch.dtype, *, autocast: bool, adapters: bool, w
     }
 
 
+def _both(one: Any, other: Any) -> None:
+    one()
+    other()
+
+
 if __name__ == "__main__":
     triton_interpreter.install()
     logging.disable(logging.WARNING)
@@ -76,9 +88,11 @@ if __name__ == "__main__":
         ("qwen3_moe", bfloat16, {"autocast": True}),
         ("qwen3_moe", bfloat16, {"adapters": True, "autocast": True}),
         ("gemma2", bfloat16, {"wrong": True}),
+        ("qwen3", torch.float32, {"adapters": True, "sums": True}),
+        ("gemma2", bfloat16, {"sums": True}),
     ]
     for family, dtype, how in cases:
         print(
-            json.dumps(proved(family, dtype, **{"autocast": False, "adapters": False, "wrong": False} | how)),
+            json.dumps(proved(family, dtype, **dict.fromkeys(("autocast", "adapters", "wrong", "sums"), False) | how)),
             flush=True,
         )

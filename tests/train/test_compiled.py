@@ -16,6 +16,7 @@ from here import run_here
 from running import LLAMA, WORDS, Run, base_config, joined, packtrain, train, write_jsonl, written
 from tiny_models import gradient, off, tiny_model
 from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 
 from packtrain.attention.backends import attending_by
 from packtrain.errors import UserError
@@ -70,6 +71,29 @@ def test_compiled_layers_compute_the_same_for_rows_of_any_lengths_and_are_compil
     assert 0 < first <= 4, "norms, projections before and after attention, MLP"
     # rows that share beginnings come without the arguments of other libraries' kernels
     assert graphs == [first] * len(ROWS) + [first + 1] * len(SHARED)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler: nothing can be compiled")
+def test_sums_of_the_residual_stream_stay_operators_of_their_own() -> None:
+    """They are between the parts that are compiled. Sums inside of parts are in kernels."""
+    model, segments = tiny_model("llama", num_hidden_layers=2).train(), ROWS[0]
+    ids, found = torch.arange(segments.tokens)[None] * 7 % 94 + 3, list[int]()
+    with attending_by(model, "segmented"):
+        for compiled in (False, True):
+            if compiled:
+                compile_layers(model)
+            model(input_ids=ids, **row_arguments(segments), use_cache=False)
+            with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+                model(input_ids=ids, **row_arguments(segments), use_cache=False)
+            operators = [
+                (one.key, one.input_shapes, one.count) for one in profiled.key_averages(group_by_input_shape=True)
+            ]
+            stream = [1, segments.tokens, 64]
+            found.append(sum(n for name, shapes, n in operators if name == "aten::add" and shapes[:2] == [stream] * 2))
+            norms = sum(n for name, _, n in operators if name == "aten::rsqrt")
+            assert norms == (1 if compiled else 5), "the last norm is not in a layer"
+    assert found == [4, 4]
 
 
 SAID = [[20] * 16, [4] * 16, [3, 30, 9, 100] * 4, [*range(2, 34, 2)]]
