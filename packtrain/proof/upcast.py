@@ -100,10 +100,12 @@ def _run(
 
 
 def _keep_input(dtype: torch.dtype, own: Callable[..., object], layer: Any, *args: object, **kwargs: object) -> object:
-    """Run a layer, and again in the backward pass. In train mode it does so by itself, but then may draw random numbers."""
-    if not torch.is_grad_enabled() or any(
-        isinstance(one, Cache) for one in kwargs.values()
-    ):  # a cache grows with each run
+    """Run a layer, and again in the backward pass.
+
+    Layers that do so by themselves need train mode, in which some draw random numbers. A cache would grow twice.
+    """
+    cached = any(isinstance(one, Cache) for one in kwargs.values())
+    if cached or not torch.is_grad_enabled():
         return _run(dtype, own, layer, *args, **kwargs)
     return getattr(layer, _CHECKPOINT)(partial(own, **kwargs), *args)
 
