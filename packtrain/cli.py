@@ -162,8 +162,8 @@ def plan(
 ) -> int:
     """Show what a run would be, on one screen: model, data, processes, steps, memory, the command."""
     from packtrain.config.rules.paths_and_packages import FOR_GPUS, check_packages
+    from packtrain.plan.fit import GIB
     from packtrain.plan.known_model import check_weights
-    from packtrain.plan.memory import GIB
     from packtrain.plan.screen import plan_json, print_plan
 
     run, launch = _config_and_plan(arguments, packages=False)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import cast
 
@@ -23,6 +23,7 @@ from packtrain.config.schema import Checkpointing, Optim, RunConfig
 from packtrain.errors import UserError
 from packtrain.objectives.spec import CHECKED_LOGITS, COMPARED_PAIRS, head_chunk
 from packtrain.optimizers import STEPPED
+from packtrain.plan.fit import GIB, OUTSIDE, SPARE, Memory, in_gib
 from packtrain.plan.known_model import (
     SCORE,
     TOWERS,
@@ -177,9 +178,6 @@ def period(checkpointing: str) -> int:
     return int(checkpointing.removeprefix("every_")) if checkpointing.startswith("every_") else 1
 
 
-GIB = 2**30
-OUTSIDE = int(1.5 * GIB)
-"""Bytes outside torch's allocator on each GPU: CUDA's context, kernels and libraries."""
 NCCL = GIB
 """More bytes outside it for each communicator of several ranks (docs/planning.md has the sources)."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -191,102 +189,6 @@ Scales of whole rows count as nothing."""
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
 CHECKPOINTING = ("none", "every_4", "every_3", "selective", "every_2", "full")
 """Values of trainer.gradient_checkpointing, from the fewest recomputed matrix products to all of them."""
-SPARE = 0.1
-"""Share of a device left free for fragmentation when the plan chooses to use memory.
-It chooses trainer.gradient_checkpointing=auto and gradients that are exchanged once a step."""
-PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes on each device, by part. `parameters` and `trained` count weights; `trained` includes adapters.
-
-    `reference` is taken to be as large as the trained model. `buffers` belong to strategies and autocast, at the peak. `activations` is
-    None if not known, for the reason `unknown`. `host` is memory of the machine per process. `device` is the memory of a GPU, if known;
-    `outside` is allowed for on it beside torch's allocator. `checkpointing` is the resolved trainer.gradient_checkpointing, `chosen` the
-    reason. FSDP2: `accumulated` are the whole float32 gradients that stay on each GPU between a step's micro-batches if only the last
-    one exchanges them. A micro-batch that exchanges gradients sends `leaving` bytes out of each machine. `pictures` are the bytes of `activations`
-    for pixels and towers, if all `slots` of the fullest micro-batch are tokens of pictures. `fused`: whether Liger's kernels are counted with.
-    `fallbacks`: policies that recompute more than `checkpointing`, if it is a choice of `auto`.
-    """
-
-    parameters: int
-    trained: int
-    weights: int
-    gradients: int
-    optimizer: int
-    buffers: int
-    activations: int | None
-    reference: int = 0
-    host: int = 0
-    unknown: str = ""
-    device: int | None = None
-    advice: str = ""
-    outside: int = OUTSIDE
-    checkpointing: str = "none"
-    chosen: str = ""
-    accumulated: int | None = None
-    leaving: int | None = None
-    processes: int = 1
-    pictures: int = 0
-    slots: int = 0
-    fused: bool = False
-    fallbacks: tuple[str, ...] = ()
-
-    @property
-    def total(self) -> int:
-        """The sum of all known parts."""
-        return sum(getattr(self, name) or 0 for name in PARTS)
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the run fits the device. None: the device is unknown, or only some parts are known and they fit."""
-        if self.device is None:
-            return None
-        fits = self.total + self.outside <= self.device
-        return None if fits and self.activations is None else fits
-
-    @property
-    def exchanges_once(self) -> bool:
-        """Whether FSDP2 exchanges gradients once a step: the accumulated ones must fit too. Else after each micro-batch."""
-        if not self.fits or self.accumulated is None or self.device is None:
-            return False
-        return self.total + self.outside + self.accumulated <= (1 - SPARE) * self.device
-
-    def exchange(self) -> str:
-        """Say when FSDP2 exchanges gradients; "" for other strategies."""
-        if self.accumulated is None:
-            return ""
-        if self.exchanges_once:
-            most = in_gib(self.total + self.accumulated)
-            return f"exchanged once a step; {most} GiB in all between its micro-batches"
-        why = "which is not known to fit" if self.fits is None else "which is too much"
-        return f"exchanged after each micro-batch; once a step would take {in_gib(self.accumulated)} GiB more, {why}"
-
-    def sentence(self) -> str:
-        """Return the total in words and, if it does not fit, what to try."""
-        if self.device is None:
-            text = f"{in_gib(self.total)} GiB of each device"
-            if self.processes > 1:
-                text += f" ({in_gib(self.total * self.processes)} GiB for all {self.processes} processes, if they are on one CPU)"
-        else:
-            text = f"{in_gib(self.total + self.outside)} of the {in_gib(self.device)} GiB of each GPU"
-            text += ", with Liger's kernels" if self.fused else ""
-        if self.activations is None:
-            text += f" before activations ({self.unknown})"
-        if self.device is None:
-            text += "; no GPU to compare with (packtrain plan --gpu-memory 80 names one)"
-        elif self.fits is not None:
-            text += ": fits" if self.fits else f": DOES NOT FIT, {self.advice}"
-        if self.pictures:
-            text += f"; up to {in_gib(self.pictures)} GiB of it for pixels and towers, if all {self.slots:,} tokens of a micro-batch are of pictures"
-        text += f"; and {in_gib(self.host)} GiB of the machine's own memory per process" if self.host else ""
-        return text + (f"; {in_gib(self.leaving)} GiB leave each machine with a micro-batch" if self.leaving else "")
-
-    def to_json(self) -> dict[str, object]:
-        """Return the figures, `total`, whether it `fits`, and the sentence as `summary`."""
-        derived = {"total": self.total, "fits": self.fits, "exchanges_once": self.exchanges_once}
-        return {**asdict(self), **derived, "summary": self.sentence()}
 
 
 def estimate(
@@ -425,7 +327,9 @@ def _count(config: RunConfig, model: ModelSize, spread: tuple[int, int], device:
         # neither gradients nor states exist before step 1
         _first_check(config, model, batch) - (activations or 0) - split["gradients"] - split["optimizer"],
         _first_watch(config, batch) - (activations or 0) - split["gradients"],
-        _first_proofs(config, model, batch) - activations - split["optimizer"] if batch and activations else 0,
+        _first_proofs(config, model, batch, device or 0) - activations - split["optimizer"]
+        if batch and activations
+        else 0,
     )
     return Memory(
         **{**split, "buffers": buffers if spec.offloads else max(buffers, least), "activations": activations},
@@ -515,12 +419,18 @@ def _first_watch(config: RunConfig, batch: FullestBatch | None) -> int:
     return min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute
 
 
-def _first_proofs(config: RunConfig, model: ModelSize, batch: FullestBatch) -> int:
-    """Return the bytes of activations in the proofs of changes. In bfloat16 they compute up to 2,048 tokens in float32."""
+def _first_proofs(config: RunConfig, model: ModelSize, batch: FullestBatch, device_bytes: int) -> int:
+    """Return the bytes of activations in the proofs of changes. In bfloat16 they compute up to 2,048 tokens in float32.
+
+    Layers then keep only their inputs. The head computes in bfloat16.
+    """
     if batch.compute != 2 or config.strategy.spec.gathers_by_engine or config.model.kernels == "none":
         return 0
-    exact = replace(batch, tokens=min(batch.tokens, 2048), compute=4, stream=4, fused=False, together=False)
-    return sum(count_layers(config, read_layers(model.sizes), exact))
+    again = replace(config.trainer, gradient_checkpointing="full", activation_offload=False)
+    layers, few = read_layers(model.sizes), replace(batch, tokens=min(batch.tokens, 2048))
+    exact = replace(few, compute=4, stream=4, fused=False, together=False)
+    waiting, working = count_layers(replace(config, trainer=again), layers, exact)
+    return waiting + max(working, _head(config, layers, few, device_bytes))
 
 
 def _autocast_copies(config: RunConfig, model: ModelSize) -> int:
@@ -592,9 +502,3 @@ def _advise_split(
             over = f"strategy.sequence_parallel={parts} batch.tokens_per_device={part}"
             return f"{over}, which splits documents of {longest:,} tokens over {parts} processes" if parts > 1 else ""
     return ""
-
-
-def in_gib(size: int) -> str:
-    """Return bytes in GiB, as plans show them."""
-    value = size / GIB
-    return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 10**6 else f"{value:.1e}"

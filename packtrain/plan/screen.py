@@ -18,9 +18,10 @@ from packtrain.config.compose import to_yaml
 from packtrain.config.rules.paths_and_packages import check_packages
 from packtrain.config.schema import Data, RunConfig, sources
 from packtrain.errors import boundary
+from packtrain.plan.fit import OUTSIDE, PARTS, Memory, in_gib
 from packtrain.plan.known_model import precision_in_words
 from packtrain.plan.launch_plan import LaunchPlan, NodeCommand
-from packtrain.plan.memory import OUTSIDE, PARTS, Memory, estimate, in_gib
+from packtrain.plan.memory import estimate
 from packtrain.plan.surroundings import command_of
 from packtrain.run_folder import RunFolder
 from packtrain.wording import in_millions, visible

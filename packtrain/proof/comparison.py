@@ -300,7 +300,7 @@ def _beside_own(trial: _Trial, tolerance: Tolerance) -> ChangeProof:
 def _beside_float32(
     trial: _Trial, tolerance: Tolerance, model: PreTrainedModel, dtype: torch.dtype
 ) -> ChangeProof | None:
-    """Compare distances from float32, before and after. None: the model cannot compute in float32."""
+    """Compare distances from float32, before and after. None: the model cannot compute in float32, or lacks memory for it."""
     states = states_of(model)
     trial.make()
     trial.sum()
@@ -311,6 +311,7 @@ def _beside_float32(
     exact = torch.zeros_like(results)
     with trial.noting(), in_float32(model, dtype):
         exact = trial.backward(-1, _WITHOUT)
+    trial.backward(-1, _WITHOUT)  # leaves minus float32's gradients; beside what was kept it may lack memory
     own = apart = [math.inf]
     with suppress(_Failed):
         own, apart = trial.sum(results, exact)
@@ -318,7 +319,6 @@ def _beside_float32(
         trial.failures.clear()
         trial.clear_gradients()
         return None
-    trial.backward(-1, _WITHOUT)  # leaves minus float32's gradients
     measure_own(model, kinds, dtype)
     trial.make()
     refusals, module = judge(kinds, dtype)

@@ -130,21 +130,23 @@ def measure_own(model: PreTrainedModel, kinds: Mapping[str, Kind], dtype: torch.
 
 
 def judge(kinds: Mapping[str, Kind], dtype: torch.dtype) -> tuple[list[str], str]:
-    """Return refusals, inner modules first, and the worst error in words. The modules are changed."""
+    """Return refusals, inner modules first, and the worst error in words. The modules are changed. Frees what the kinds hold."""
     found = list[tuple[float, str]]()  # error as a share of the allowed one, in words
     for name, kind in reversed([*kinds.items()]):
+        exact = kind.exact
         with _gathered(kind):
             try:
-                errors = _errors(_figures(kind, dtype), kind.exact) if kind.exact else {}
+                errors = _errors(_figures(kind, dtype), exact) if exact else {}
             except Exception as error:  # ranks gather the next module together all the same
                 errors = dict[str, float]()
                 found.append((math.inf, f"{CANNOT}: {first_line(error)}"))
         for what, error in errors.items():
-            own, factor = kind.errors[what], _FACTOR + _FEW / kind.exact[what].numel()
+            own, factor = kind.errors[what], _FACTOR + _FEW / exact[what].numel()
             if own < math.inf:
                 words = f"{what} of {name} is off by {error:.2g} from float32 (its own code by {own:.2g})"
                 found.append((error / (factor * own + _FLOOR * torch.finfo(dtype).eps), words))
-    alone = f"{sum(bool(kind.exact) for kind in kinds.values())} of {len(kinds)} kinds of modules alone"
+        kind.call, kind.exact = None, {}  # next the whole model runs
+    alone = f"{sum(bool(kind.errors) for kind in kinds.values())} of {len(kinds)} kinds of modules alone"
     module = f"{alone}, at worst {max(found)[1]}" if found else "no module runs alone"
     return [words for share, words in found if share > 1], module
 

@@ -1,6 +1,7 @@
 """The model's own computation in float32, without a float32 copy of the model.
 
-Layers get float32 inputs. A function that gets a float32 tensor and a 16-bit weight casts the weight for this call, and again in the backward
+Layers get float32 inputs, and keep only these for the backward pass, as under trainer.gradient_checkpointing=full: else a run could need most
+of its memory before step 1. A function that gets a float32 tensor and a 16-bit weight casts the weight for this call, and again in the backward
 pass. Kernels without float32 (flash attention, grouped products) and the output head compute in their own format.
 """
 
@@ -16,7 +17,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from packtrain.attention.backends import attention_functions
@@ -24,6 +26,7 @@ from packtrain.attention.forwards import replace_forward
 from packtrain.system import holding
 
 LOW = (torch.bfloat16, torch.float16)
+_CHECKPOINT = "_gradient_checkpointing_func"
 
 
 @contextmanager
@@ -38,10 +41,15 @@ def in_float32(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
     with ExitStack() as undo:
         undo.enter_context(holding(ALL_ATTENTION_FUNCTIONS, _local_mapping=mapping))
         undo.enter_context(torch.compiler.set_stance("force_eager"))
-        for layer in [layer for layer in model.modules() if "_gradient_checkpointing_func" in vars(layer)]:
-            undo.enter_context(holding(layer, _gradient_checkpointing_func=partial(_run_again, dtype)))
         for part in _parts(backbone, layers_in(model)):
-            undo.callback(replace_forward(part, partial(_run, dtype, part.forward)))
+            can_run_again = isinstance(part, GradientCheckpointingLayer) and not part.gradient_checkpointing
+            run = _keep_input if can_run_again else _run
+            undo.callback(replace_forward(part, partial(run, dtype, part.forward)))
+            if can_run_again and _CHECKPOINT not in vars(part):
+                undo.callback(vars(part).pop, _CHECKPOINT)
+                vars(part)[_CHECKPOINT] = None
+        for layer in [layer for layer in model.modules() if _CHECKPOINT in vars(layer)]:
+            undo.enter_context(holding(layer, **{_CHECKPOINT: partial(_run_again, dtype)}))
         undo.callback(replace_forward(backbone, partial(_without_autocast, model.dtype, backbone.forward)))
         yield
 
@@ -89,6 +97,17 @@ def _run(
     with UpcastMode(dtype):
         output = own(*args, **kwargs)
     return raised(output)
+
+
+def _keep_input(dtype: torch.dtype, own: Callable[..., object], layer: Any, *args: object, **kwargs: object) -> object:
+    """Run a layer, and again in the backward pass.
+
+    Layers that do so by themselves need train mode, in which some draw random numbers. A cache would grow twice.
+    """
+    cached = any(isinstance(one, Cache) for one in kwargs.values())
+    if cached or not torch.is_grad_enabled():
+        return _run(dtype, own, layer, *args, **kwargs)
+    return getattr(layer, _CHECKPOINT)(partial(own, **kwargs), *args)
 
 
 def _run_again(dtype: torch.dtype, function: Callable[..., object], *args: object) -> object:

@@ -70,7 +70,7 @@ class Overhead:
     """Communicators of NCCL, if there are several processes."""
     accumulated: int | None = None
     leaving: int | None = None
-    """See plan/memory.py::Memory."""
+    """See plan/fit.py::Memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,8 @@ from packtrain.packing.balance import choose_ranks_per_row
 from packtrain.packing.pictures import Sight
 from packtrain.packing.prefixes import index_prefixes
 from packtrain.packing.schedule import make_schedule, stage
-from packtrain.plan.memory import Found, Memory, estimate
+from packtrain.plan.fit import Memory
+from packtrain.plan.memory import Found, estimate
 from packtrain.proof.choice import AttentionChoice, prove_backend
 from packtrain.proof.isolation import DOCUMENTS, TREE
 from packtrain.train.loader import Steps, attention_cost

@@ -41,7 +41,8 @@ from packtrain.model.spread import Ranks, machines_of, open_strategy
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.packing.feed import Feed
-from packtrain.plan.memory import Found, Memory, possible_policies
+from packtrain.plan.fit import Memory
+from packtrain.plan.memory import Found, possible_policies
 from packtrain.plan.origin import check_length, check_origin, length_of, origin_in, shared_values
 from packtrain.proof.exhibits import check_pictures
 from packtrain.proof.isolation import check_causal_and_padding

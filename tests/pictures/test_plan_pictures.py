@@ -13,7 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from packtrain.config.compose import load_config
 from packtrain.model.towers import towers_of
-from packtrain.plan.memory import Memory, estimate
+from packtrain.plan.fit import Memory
+from packtrain.plan.memory import estimate
 from packtrain.plan.vision import count_tower, read_tower
 
 MADE = ["model.tokenizer=quickstart", "data.train=owner/data", "batch.examples_per_step=4"]

@@ -17,7 +17,8 @@ from answer_runs import of_objective as of_rows
 from running import Run, assert_same_bits, base_config, conversations, packtrain, train, write_jsonl, written
 
 from packtrain.config.compose import load_config
-from packtrain.plan.memory import GIB, STASHED, Memory, estimate
+from packtrain.plan.fit import GIB, Memory
+from packtrain.plan.memory import STASHED, estimate
 from tests.standin import checks
 from tests.standin import gpus as standin
 

@@ -24,7 +24,8 @@ from running import WORDS, Run, base_config, write_jsonl
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
-from packtrain.plan.memory import GIB, Found, Memory, estimate, fullest
+from packtrain.plan.fit import GIB, Memory
+from packtrain.plan.memory import Found, estimate, fullest
 from packtrain.strategies.deepspeed.spec import BUCKET
 
 SIZES = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -239,6 +240,51 @@ def test_in_float32_gradients_are_those_of_a_float32_model_and_no_copy_of_a_weig
         if one.dtype == torch.float32 and {one.shape, one.t().shape if one.dim() == 2 else one.shape} & sizes
     ]
     assert gradients(model).equal(own), "afterwards it computes as before"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+def test_layers_in_float32_keep_only_their_inputs_until_the_backward_pass(family: str) -> None:
+    """A run whose layers keep all in bfloat16 would need twice the memory before step 1."""
+    model: Any = tiny_model(family, num_hidden_layers=4, **(EXPERTS if family == "qwen3_moe" else {})).bfloat16()
+    backbone, weights = model.base_model, {id(weight) for weight in model.parameters()}
+    kept: list[torch.Tensor] = []
+
+    def keep(one: torch.Tensor) -> torch.Tensor:
+        kept.extend([] if id(one) in weights or not one.is_floating_point() else [one])
+        return one
+
+    def kept_numbers() -> int:
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+            backbone(input_ids=ROW, use_cache=False).last_hidden_state.sum().backward()
+        return sum(one.numel() for one in {one.data_ptr(): one for one in kept}.values())
+
+    own = kept_numbers()
+    with in_float32(model, BF16):
+        assert kept_numbers() < 0.5 * own
+    assert kept_numbers() == own
+
+
+def test_what_single_modules_were_compared_by_is_freed_before_the_whole_model_runs_again() -> None:
+    """Else a proof would take the most memory of some runs."""
+    model: Any = tiny_model("llama", num_hidden_layers=2).bfloat16()
+    held: list[int] = []
+
+    def loss() -> torch.Tensor:
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.is_floating_point()]
+        gradients = {weight.grad.data_ptr() for weight in model.parameters() if weight.grad is not None}
+        storages = {one.data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+        held.append(sum(size for place, size in storages.items() if place not in gradients))
+        return model(input_ids=ROW, labels=ROW, use_cache=False).loss
+
+    weights, tolerance = dict(model.named_parameters()), tolerance_of(BF16)
+    proof = prove_change(norm(0.0)(model), loss, weights, tolerance, lambda values: values, model, BF16)
+    assert not proof.refusal and proof.module
+    first, *captured, last = held
+    inputs = ROW.numel() * model.config.hidden_size * BF16.itemsize
+    assert len(captured) == 2 and min(captured) > first + inputs
+    assert last < first + inputs / 2
 
 
 def test_kernels_without_float32_get_their_own_format(monkeypatch: pytest.MonkeyPatch) -> None:

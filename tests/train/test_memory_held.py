@@ -24,8 +24,9 @@ from packtrain.config.schema import RunConfig
 from packtrain.model.layers import recompute
 from packtrain.model.save import return_freed_memory
 from packtrain.model.spread import Ranks, spread
+from packtrain.plan.fit import Memory
 from packtrain.plan.known_model import Layers, read_layers
-from packtrain.plan.memory import FullestBatch, Memory, count_layers, estimate
+from packtrain.plan.memory import FullestBatch, count_layers, estimate
 from packtrain.train.loop import StepTrainer
 from tests.train import forked
 

@@ -25,7 +25,8 @@ from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
 from packtrain.model.load import load_model
-from packtrain.plan.memory import Memory, estimate
+from packtrain.plan.fit import Memory
+from packtrain.plan.memory import estimate
 from packtrain.serve.export import merge
 from packtrain.serve.trained import find_trained, load_trained
 

@@ -28,7 +28,8 @@ from packtrain.model.layers import recompute
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
 from packtrain.packing.segments import Segments
-from packtrain.plan.memory import CHECKPOINTING, GIB, Found, Memory, estimate
+from packtrain.plan.fit import GIB, Memory
+from packtrain.plan.memory import CHECKPOINTING, Found, estimate
 from packtrain.train import preparation
 from packtrain.train.preparation import choose_checkpointing, plan_memory
 

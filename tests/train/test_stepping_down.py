@@ -16,7 +16,8 @@ from test_faults import as_on_a_gpu, config_of
 
 from packtrain.errors import UserError
 from packtrain.objectives.sft.run import SFTLoss
-from packtrain.plan.memory import CHECKPOINTING, Found, Memory, estimate
+from packtrain.plan.fit import Memory
+from packtrain.plan.memory import CHECKPOINTING, Found, estimate
 from packtrain.train import preflight, preparation
 from packtrain.train import run as run_module
 from packtrain.train.engine import Engine

@@ -23,7 +23,7 @@ from packtrain import attach
 from packtrain.errors import CheckFailed
 from packtrain.model.precision import compute_in
 from packtrain.model.spread import Ranks, layers_of, open_strategy
-from packtrain.plan.memory import GIB, Memory
+from packtrain.plan.fit import GIB, Memory
 from packtrain.strategies.spec import DEFAULT, STRATEGIES
 from packtrain.train import run as training
 from packtrain.train.engine import check_spread

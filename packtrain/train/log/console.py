@@ -27,7 +27,7 @@ from packtrain.data.dataset import DataReport
 from packtrain.model.adapters import joint_tensors
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements, language_layers
-from packtrain.plan.memory import Memory
+from packtrain.plan.fit import Memory
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.comparison import has_routers

@@ -9,7 +9,8 @@ import pytest
 
 from packtrain.config.compose import load_config
 from packtrain.config.yaml_files import shipped
-from packtrain.plan.memory import GIB, Memory, estimate
+from packtrain.plan.fit import GIB, Memory
+from packtrain.plan.memory import estimate
 from tests.unit.command_line import packtrain
 
 RECIPES = sorted(file.stem for file in shipped("recipes").glob("*.yaml"))

@@ -16,7 +16,8 @@ from tiny_models import SIZES
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Strategy
 from packtrain.objectives.spec import head_chunk
-from packtrain.plan.memory import CHECKPOINTING, GIB, NCCL, OUTSIDE, SPARE, Found, Memory, estimate
+from packtrain.plan.fit import GIB, OUTSIDE, SPARE, Memory
+from packtrain.plan.memory import CHECKPOINTING, NCCL, Found, estimate
 
 MADE = ["model.init=random", "model.tokenizer=quickstart", "data.train=owner/data", "batch.examples_per_step=4"]
 UNCHECKED = "verify.preflight=false"  # what is checked around step 1 would take more than these tiny models
