@@ -225,14 +225,15 @@ class Encoder:
 
         If the mask of a whole conversation is not exact, use TRL's training version.
         """
-        always = self.data.render == "turns"
+        by_turns, told = self.data.render == "turns", None
         if self.data.render != "conversation" and loss_on != "all":
-            with nullcontext() if always else suppress(BadRow):
-                documents, apart, reason = self._chat.encode_turns(conversation, loss_on, always=always)
+            with nullcontext() if by_turns else suppress(BadRow):
+                told = None if by_turns else self._chat.tell(conversation, loss_on)
+                documents, apart, reason = self._chat.encode_turns(conversation, loss_on, told)
                 if documents:
                     return documents, {"apart": apart, "turns": reason}
         try:
-            document, apart = self._chat.encode(conversation, loss_on)
+            document, apart = self._chat.encode(conversation, loss_on, told)
             return [document], {"apart": apart}
         except BadRow as bad:
             if bad.reason != UNVERIFIED or self._training is None:
@@ -294,7 +295,9 @@ class Encoder:
             examples, flags["desirable"] = read_unpaired(row, format)
         examples = [self._look(example) if isinstance(example, Conversation) else example for example in examples]
         groups = [examples] if spec.pairs else [[example] for example in examples]
-        encoded = [self._encode_answers(*group) for group in groups]
+        may_part = self.data.render != "conversation" and not spec.scores
+        may_part &= row.has("prompt") or isinstance(examples[0], Conversation)  # or the prompt may end inside a word
+        encoded = [self._encode_answers(*group, may_part=may_part) for group in groups]
         if spec.margins:
             flags["margin"] = read_margin(row)
         flags |= {"content": hash_content(common_prompt(row, examples[0])), "apart": any(apart for _, apart in encoded)}
@@ -330,24 +333,35 @@ class Encoder:
         completion = self.tokenizer.ids(pair.completion)
         return self._with_eos(np.concatenate([prompt, completion])), len(prompt), True
 
-    def _encode_answers(self, *answers: Answered) -> tuple[list[Document], bool]:
+    def _encode_answers(self, *answers: Answered, may_part: bool) -> tuple[list[Document], bool]:
         """Encode the prompt with each of its answers, like TRL's preference trainers.
-        The flag is True if the targets begin within the separately tokenised prompt."""
-        if chats := [answer for answer in answers if isinstance(answer, Conversation)]:
-            encoder = self._with_tools if chats[0].tools else self
-            asked, *answered = encoder._chat.encode_answers(*chats)
+
+        The flag is True if the targets begin within the separately tokenised prompt. If they `may_part`, the documents are then the
+        tokens of the prompt and those of the answer.
+        """
+        chats = [answer for answer in answers if isinstance(answer, Conversation)]
+        texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
+        chat = (self._with_tools if chats and chats[0].tools else self)._chat if chats else None
+        if chat:
+            asked, *answered = chat.encode_answers(*chats)
             prompt = asked.input_ids
         else:
-            texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
             if self.tokenizer.eos_id is None:
                 raise BadRow("no EOS token", f"the tokenizer {self.tokenizer.name} has no EOS token", fix=NO_EOS)
             prompt = self._encode_prompt(texts[0].prompt)
             whole = (self.tokenizer.ids(text.prompt + text.completion, special=True) for text in texts)
             answered = [Document(self._with_eos(ids), np.zeros(0, bool)) for ids in whole]
         border = min(_count_common(prompt, document.input_ids) for document in answered)
+        if (apart := border < len(prompt)) and may_part and self.tokenizer.joins:
+            with nullcontext() if self.data.render == "turns" else suppress(BadRow):
+                said = (np.append(prompt, self.tokenizer.ids(text.completion)) for text in texts)
+                answered = (
+                    chat.part(*chats) if chat else [Document(self._with_eos(ids), np.zeros(0, bool)) for ids in said]
+                )
+                border = len(prompt)
         trained = [np.arange(len(document.input_ids)) >= border for document in answered]
         documents = [replace(document, loss_mask=mask) for document, mask in zip(answered, trained, strict=True)]
-        return documents, border < len(prompt)
+        return documents, apart
 
     def _fit(self, documents: list[Document], fate: Fate, format: Format) -> tuple[list[Document], Fate]:
         """Return the kept parts of the documents and the new `fate`. Each part has a trained token; a pair keeps both documents or none."""

@@ -66,6 +66,14 @@ class Rendered(NamedTuple):
     pictures: list[Span]
 
 
+class Told(NamedTuple):
+    """Conversation as `given`, as rewritten for the template, and as rendered once."""
+
+    given: Conversation
+    rewritten: Conversation
+    rendered: Rendered
+
+
 @dataclass(frozen=True)
 class ChatEncoder:
     """Encoder of conversations with one template; made once per process. Without `pictures` the model takes text alone."""
@@ -74,17 +82,21 @@ class ChatEncoder:
     template: Template
     pictures: PictureProcessor | None = None
 
-    def encode(self, conversation: Conversation, loss_on: LossOn) -> tuple[Document, bool]:
+    def tell(self, conversation: Conversation, loss_on: LossOn) -> Told:
+        """Render a whole conversation. Raises BadRow if the template refuses."""
+        given = with_switch(conversation, find_turns(conversation, loss_on)[1])
+        rewritten = self._rewrite(given)
+        return Told(given, rewritten, self._render(rewritten))
+
+    def encode(self, conversation: Conversation, loss_on: LossOn, told: Told | None = None) -> tuple[Document, bool]:
         """Return the document and a flag. The flag: a turn's border split the text for tokenising.
 
         `completion` trains the assistant's turns from `answer_from` on, or else the last one. Without an assistant's turn nothing is trained.
-        Raises BadRow if ids or targets are uncertain.
+        `told` is what `tell` returns for it. Raises BadRow if ids or targets are uncertain.
         """
-        turns, wanted = find_turns(conversation, loss_on)
-        untrained = [turn for turn in turns if conversation.messages[turn].get("weight") == 0]
-        given = with_switch(conversation, wanted)
-        conversation = self._rewrite(given)
-        rendered = self._render(conversation)
+        given, conversation, rendered = told or self.tell(conversation, loss_on)
+        turns, wanted = find_turns(given, loss_on)
+        untrained = [turn for turn in turns if given.messages[turn].get("weight") == 0]
         text, marks, _ = rendered
         self._check_tools(given, text)
         encoded = self.tokenizer.encode(text)

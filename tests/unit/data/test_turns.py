@@ -124,3 +124,37 @@ def test_prompts_are_those_of_transformers_and_answers_go_on_as_a_model_would_wr
                 )
             else:
                 assert said in whole, (said, whole)
+
+
+def ids_of(documents: list[Any]) -> list[tuple[list[int], list[bool]]]:
+    return [(document.input_ids.tolist(), document.loss_mask.tolist()) for document in documents]
+
+
+AUTO = {  # 2: thoughts of earlier answers are left out; 3: a prompt or an answer is written differently
+    "qwen3": {"plain": 3, "system": 3, "thoughts": 2, "one thought": 3, "tools": 3, "tools and thoughts": 2},
+    "gptoss": {"plain": 3, "thoughts": 2, "tools": 3, "tools and thoughts": 2},
+    "glm4moe": {"plain": 0, "system": 0, "thoughts": 2, "tools": 0, "tools and thoughts": 2},
+    "nemotron_3_nano": {"plain": 0, "thoughts": 2, "tools": 0},
+    "deepseek_r1_distill": {"plain": 0, "thoughts": 2},
+    "as DeepSeek V3.1": {"plain": 0, "thoughts": 2},
+    "mistral_v3": {"plain": 0, "system": 3, "tools": 3},
+    **dict.fromkeys(("chatml", "qwen2_5", "llama3", "phi3", "gemma3", "lfm2", "qwen3_training"), {"plain": 0, "system": 0}),
+}
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_auto_takes_turns_exactly_where_a_conversation_is_shown_differently(name):
+    for kind, reason in AUTO[name].items():
+        documents, flags = encoded(name, kind, "auto")
+        assert flags.get("turns", 0) == reason, kind
+        wanted, _ = encoded(name, kind, "turns" if reason else "conversation")
+        assert ids_of(documents) == ids_of(wanted)
+
+
+@pytest.mark.parametrize("loss_on, answers", [("completion", 1), ("assistant", 2)])
+def test_turns_are_those_that_are_trained(loss_on, answers):
+    documents, _ = encoded("qwen3", "plain", loss_on=loss_on)
+    assert len(documents) == answers
+    _, encoder = encoder_of("qwen3")
+    [document], _ = encoder.encode_row({"messages": [*TURNS[:3], {**SECOND, "weight": 0}]}, "messages", {}, {})
+    assert ids_of([document]) == ids_of(encoded("qwen3", "plain")[0][:1])
