@@ -53,6 +53,10 @@ class Answer(NamedTuple):
         *before, own = (find_thought(message) for message in self.given.messages if message["role"] == "assistant")
         return 2 if own not in told or any(thought not in self.asked.text for thought in before) else 3
 
+    def is_as_in(self, told: Told) -> bool:
+        """Return whether all of it is the answer in `told` too. TRL's marks hold a <think> that the prompt opens."""
+        return self.given.variables == told.given.variables and not self.asked.text.rstrip().endswith("<think>")
+
 
 @dataclass(frozen=True)
 class TurnEncoder(ChatEncoder):
@@ -72,27 +76,13 @@ class TurnEncoder(ChatEncoder):
         if told is not None:
             text = self._to_end(told.rewritten, told.rendered.text)
             reason = min(filter(None, (answer.compare(text) for answer in answers)), default=0)
+            if not reason and self._end and not self._closing and all(one.is_as_in(told) for one in answers):
+                told.spans.extend((len(one.asked.text), len(one.asked.text + one.text)) for one in answers)
         if not reason or not turns:
             return [], False, 0
         self._check_tools(answers[-1].given, answers[-1].asked.text)
         encoded = [self._encode_answer(answer) for answer in answers]
         return [document for document, _ in encoded], any(apart for _, apart in encoded), reason
-
-    def part(self, *answered: Conversation) -> list[Document]:
-        """Return each conversation with the prompt and the answer tokenised apart, nothing trained.
-
-        All have the same messages before `answer_from`. Raises BadRow if an answer is uncertain.
-        """
-        asked = self._render(self._rewrite(replace(answered[0], messages=answered[0].prompt)), generation_prompt=True)
-        made = list[Document]()
-        for side in answered:
-            turn, rewritten = len(side.prompt), self._rewrite(side)
-            whole, content = self._render(rewritten).text, rewritten.messages[turn]["content"] or ""
-            if not (said := _continue(asked.text, whole, find_thought(side.messages[turn]), content)):
-                raise _unsure(asked.text, turn)
-            encoded = self.tokenizer.encode(asked.text + said, [len(asked.text)])
-            made.append(make_document(encoded, np.zeros(len(encoded.ids), bool), side.prompt, asked))
-        return made
 
     def _find_answer(self, conversation: Conversation, turn: int, told: Told | None) -> Answer:
         """Return the answer of a turn with its prompt. Raises BadRow if the template does not show either."""
@@ -113,7 +103,9 @@ class TurnEncoder(ChatEncoder):
                 text = _continue(before.text, whole, thought, content)
         text = text.rstrip().removesuffix(self._closing).rstrip()
         if not text or has_pictures(given.messages[turn]):
-            raise _unsure(asked.text, turn)
+            what = f"the prompt of this turn ends in {asked.text[-16:]!r}, and the chat template does not show what follows"
+            fix = "Set data.render=conversation, or data.chat_template to another template."
+            raise BadRow(UNVERIFIED, what, f"messages[{turn}]", fix)
         return Answer(given, asked, text)
 
     def _ask(self, given: Conversation) -> tuple[Conversation, Rendered]:
@@ -163,12 +155,6 @@ class TurnEncoder(ChatEncoder):
             self._end.removesuffix(eos).strip(),
         )
         return eos if end and inner.startswith(end) and not inner.startswith(self._end) else ""
-
-
-def _unsure(asked: str, turn: int) -> BadRow:
-    what = f"the prompt of this turn ends in {asked[-16:]!r}, and the chat template does not show what follows"
-    fix = "Set data.render=conversation, or data.chat_template to another template."
-    return BadRow(UNVERIFIED, what, f"messages[{turn}]", fix)
 
 
 def _continue(asked: str, text: str, thought: str, content: str) -> str:

@@ -16,6 +16,7 @@ from packtrain.config.schema import Data
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens.chat_template import CHATML, choose_template
 from packtrain.data.tokens.encode import Encoder
+from packtrain.data.tokens.loss_mask import UNVERIFIED
 from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import UserError
 
@@ -152,6 +153,22 @@ def test_auto_takes_turns_exactly_where_a_conversation_is_shown_differently(name
         assert flags.get("turns", 0) == reason, kind
         wanted, _ = encoded(name, kind, "turns" if reason else "conversation")
         assert ids_of(documents) == ids_of(wanted)
+
+
+def outcome(name: str, kind: str, render: str) -> tuple[int, Any]:
+    """The reason for turns, and the documents; or the error."""
+    try:
+        documents, flags = encoded(name, kind, render)
+    except BadRow as bad:
+        return 0, (bad.reason, bad.what)
+    return flags.get("turns", 0), ids_of(documents)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "hermes", *MADE])
+def test_a_conversation_that_is_shown_alike_stays_as_it_was(name):
+    for kind in DIALOGS:
+        auto, once = (outcome(name, kind, render) for render in ("auto", "conversation"))
+        assert auto[0] or auto == once or (name.startswith("diffusion_gemma") and once[1][0] == UNVERIFIED), kind
 
 
 @pytest.mark.parametrize("loss_on, answers", [("completion", 1), ("assistant", 2)])
