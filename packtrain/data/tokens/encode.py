@@ -9,9 +9,9 @@ tokenised separately and joined, since the model sees them so at inference. We c
 
 A preference pair becomes two documents, prompt + chosen and prompt + rejected, with the ids and targets of TRL's DPOTrainer:
 each is tokenised as one text, and the answer starts at the first token where either differs from the tokenised prompt
-(`apart` if this is not the prompt's end; unless data.render=conversation, prompt and answer are tokenised separately then). Every later token is a target, also the user's turns within an answer. An answer
-with a label (packtrain kto) becomes one document in the same way, as in TRL's KTOTrainer. As in TRL, an empty thought before an
-answer is a target here; sft counts it as part of the prompt.
+(`apart` if this is not the prompt's end; both are then tokenised separately, unless data.render=conversation). Every later token is
+a target, also the user's turns within an answer. An answer with a label (packtrain kto) becomes one document in the same way, as in
+TRL's KTOTrainer. As in TRL, an empty thought before an answer is a target here; sft counts it as part of the prompt.
 
 A picture is looked at (its header) when its row is encoded; its tokens are never trained, and no cut goes through them.
 """

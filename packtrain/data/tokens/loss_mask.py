@@ -8,7 +8,7 @@ Then both sides are tokenised separately, as at inference. Three ways find the s
 2. the marks of TRL's training version of the template, used only if both render this very conversation to the same text;
 3. prefixes: we also render the conversation up to a turn, with the generation prompt, and up to the turn's end. Each
    must be a prefix of the whole text. This proves that the template does not rewrite history (Qwen3 strips earlier
-   thoughts, so it is refused; encode.py then takes the training version).
+   thoughts, so it is refused; turns.py then renders each answer, or encode.py takes the training version).
 
 Not trained are the role's header before an answer, an empty thought in front of it, white space after its end, and turns of weight 0.
 If no trained turn has a thought, the template is told that thinking is off. Refused: marks over the user's or the system's

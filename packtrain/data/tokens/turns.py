@@ -92,8 +92,8 @@ class TurnEncoder(ChatEncoder):
         if thought and _CLOSED.search(asked.text) and not THINKING_OFF.keys() & given.variables:
             given = replace(given, variables={**given.variables, **dict.fromkeys(THINKING_OFF, True)})
             rewritten, asked = self._ask(given)
-        is_known = told is not None and told.rewritten == rewritten
-        whole = self._to_end(rewritten, told.rendered.text if is_known else self._render(rewritten).text)
+        rendered = told.rendered if told and told.rewritten == rewritten else self._render(rewritten)
+        whole = self._to_end(rewritten, rendered.text)
         content = rewritten.messages[turn]["content"] or ""
         if not (text := _continue(asked.text, whole, thought, content)):
             # gpt-oss: an answer takes the thoughts before it out
