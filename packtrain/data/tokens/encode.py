@@ -300,10 +300,14 @@ class Encoder:
         encoded = [self._encode_answers(*group) for group in groups]
         may_part = self.data.render != "conversation" and not spec.scores and self.tokenizer.joins
         may_part &= row.has("prompt") or isinstance(examples[0], Conversation)  # or the prompt may end inside a word
-        for at, group in enumerate(groups if may_part else ()):
-            if encoded[at][1]:
-                with nullcontext() if self.data.render == "turns" else suppress(BadRow):
-                    encoded[at] = self._encode_answers(*group, apart=True)[0], True
+        for at, group in enumerate(groups):
+            if may_part and encoded[at][1]:
+                documents, is_rewritten = self._encode_answers(*group, apart=True)
+                if not is_rewritten:
+                    encoded[at] = documents, True
+                elif self.data.render == "turns":
+                    what = "the chat template rewrites the prompt once an answer follows"
+                    raise BadRow(UNVERIFIED, what, "messages", "Set data.render=conversation.")
         if spec.margins:
             flags["margin"] = read_margin(row)
         flags |= {"content": hash_content(common_prompt(row, examples[0])), "apart": any(apart for _, apart in encoded)}

@@ -124,10 +124,10 @@ class ChatEncoder:
     def encode_answers(self, *answered: Conversation, apart: bool = False) -> list[Document]:
         """Return the prompt (with the generation prompt) and each conversation, nothing trained.
 
-        All have the same messages before `answer_from`. `apart`: the prompt is tokenised by itself in each. Raises BadRow if
-        the template refuses or leaves out a part, or if this prompt is not the beginning.
+        All have the same messages before `answer_from`. `apart`: they are tokenised in two parts, the first as long as the prompt.
+        Raises BadRow if the template refuses or leaves out a part.
         """
-        first, cuts = answered[0], list[int]()
+        first = answered[0]
         asked = self._rewrite(replace(first, messages=first.prompt))
         found = [(first.prompt, self._render(asked, generation_prompt=True))]
         for side in answered:
@@ -138,11 +138,7 @@ class ChatEncoder:
             said = [turn for turn in turns if side.messages[turn]["role"] == "assistant"]
             self._check_said(side, said, text, text)
             found.append((side.messages, rendered))
-        if apart:
-            cuts = [len(prompt := found[0][1].text)]
-            if not all(rendered.text.startswith(prompt) for _, rendered in found):
-                what = "the chat template rewrites the prompt once an answer follows"
-                raise BadRow(UNVERIFIED, what, "messages", "Set data.render=conversation.")
+        cuts = [len(found[0][1].text)] if apart else []
         encoded = [self.tokenizer.encode(rendered.text, cuts) for _, rendered in found]
         nothing = [np.zeros(len(own.ids), dtype=bool) for own in encoded]
         return [make_document(own, mask, *of) for own, mask, of in zip(encoded, nothing, found, strict=True)]

@@ -19,7 +19,6 @@ from packtrain.data.formats.messages import has_pictures
 from packtrain.data.sources.chunks import BadRow, Json
 from packtrain.data.tokens.cache import Document
 from packtrain.data.tokens.loss_mask import (
-    ADVICE,
     EMPTY_THOUGHT,
     THINKING_OFF,
     UNVERIFIED,
@@ -111,11 +110,7 @@ class TurnEncoder(ChatEncoder):
     def _ask(self, given: Conversation) -> tuple[Conversation, Rendered]:
         """Return the conversation rewritten for the template, and the prompt for its last message."""
         rewritten = self._rewrite(given)
-        try:
-            return rewritten, self._render(rewritten, rewritten.messages[:-1], generation_prompt=True)
-        except BadRow as bad:
-            what = f"the conversation before this turn cannot be rendered alone: {bad.what}"
-            raise BadRow(UNVERIFIED, what, f"messages[{len(given.messages) - 1}]", ADVICE) from bad
+        return rewritten, self._render(rewritten, rewritten.messages[:-1], generation_prompt=True)
 
     def _to_end(self, rewritten: Conversation, text: str) -> str:
         """Return the rendered conversation. If only TRL's training version ends the last turn (GLM-4.5), with this end."""
