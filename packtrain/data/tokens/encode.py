@@ -9,9 +9,9 @@ tokenised separately and joined, since the model sees them so at inference. We c
 
 A preference pair becomes two documents, prompt + chosen and prompt + rejected, with the ids and targets of TRL's DPOTrainer:
 each is tokenised as one text, and the answer starts at the first token where either differs from the tokenised prompt
-(`apart` if this is not the prompt's end). Every later token is a target, also the user's turns within an answer. An answer
-with a label (packtrain kto) becomes one document in the same way, as in TRL's KTOTrainer. As in TRL, an empty thought before an
-answer is a target here; sft counts it as part of the prompt.
+(`apart` if this is not the prompt's end; both are then tokenised separately, unless data.render=conversation). Every later token is
+a target, also the user's turns within an answer. An answer with a label (packtrain kto) becomes one document in the same way, as in
+TRL's KTOTrainer. As in TRL, an empty thought before an answer is a target here; sft counts it as part of the prompt.
 
 A picture is looked at (its header) when its row is encoded; its tokens are never trained, and no cut goes through them.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -49,6 +49,7 @@ from packtrain.data.tokens.cache import Document, EncodedChunk, Fate
 from packtrain.data.tokens.chat_template import ADVICE, Template
 from packtrain.data.tokens.loss_mask import UNVERIFIED, ChatEncoder, LossOn
 from packtrain.data.tokens.tokenizer import PlainTokenizer
+from packtrain.data.tokens.turns import TurnEncoder
 from packtrain.errors import Problem, UserError
 from packtrain.objectives.spec import OBJECTIVES
 
@@ -122,6 +123,9 @@ class Encoder:
         if format == "text" and loss_on in ("assistant", "completion"):
             what = f"data.loss_on={loss_on}, but running text has no {loss_on}"
             raise UserError(what, where=where, fix="Set data.loss_on to all or auto.", code="text-has-no-part")
+        if format in ("text", "tokenised") and self.data.render == "turns":
+            what = f"data.render=turns, but rows of the format {format} have no turns"
+            raise UserError(what, where=where, fix="Set data.render to auto.", code="no-turns")
         if format in ("text", "prompt_completion") and tokenizer.eos_id is None:
             raise UserError(f"the tokenizer {tokenizer.name} has no EOS token", where=where, fix=NO_EOS, code="no-eos")
         if self.data.system and self.template is not None and self._chat.drops_system:
@@ -130,12 +134,12 @@ class Encoder:
             raise UserError(what, where="data.system", fix=fix, code="system-left-out")
 
     @cached_property
-    def _chat(self) -> ChatEncoder:
+    def _chat(self) -> TurnEncoder:
         """Return the encoder of conversations. Raises BadRow without a chat template."""
         if self.template is None:
             what = f"messages need a chat template, and {self.tokenizer.name} has none"
             raise BadRow("no chat template", what, fix=ADVICE)
-        return ChatEncoder(self.tokenizer, self.template, self.pictures)
+        return TurnEncoder(self.tokenizer, self.template, self.pictures)
 
     def _look(self, conversation: Conversation) -> Conversation:
         """Return the conversation with its pictures' sizes. Raises BadRow for a picture that cannot be used."""
@@ -216,17 +220,27 @@ class Encoder:
         template = replace(self.template, text=self.template.marked, marked=None)
         return ChatEncoder(self.tokenizer, template, self.pictures)
 
-    def _encode_chat(self, conversation: Conversation, loss_on: LossOn) -> tuple[Document, Flags]:
-        """Encode a conversation by the template. If its mask is not exact, use TRL's training version."""
+    def _encode_chat(self, conversation: Conversation, loss_on: LossOn) -> tuple[list[Document], Flags]:
+        """Encode a conversation by the template, as a whole or by turns.
+
+        If the mask of a whole conversation is not exact, use TRL's training version.
+        """
+        by_turns, told = self.data.render == "turns", None
+        if self.data.render != "conversation" and loss_on != "all":
+            with nullcontext() if by_turns else suppress(BadRow):
+                told = None if by_turns else self._chat.tell(conversation, loss_on)
+                documents, apart, reason = self._chat.encode_turns(conversation, loss_on, told)
+                if documents:
+                    return documents, {"apart": apart, "turns": reason}
         try:
-            document, apart = self._chat.encode(conversation, loss_on)
-            return document, {"apart": apart}
+            document, apart = self._chat.encode(conversation, loss_on, told)
+            return [document], {"apart": apart}
         except BadRow as bad:
             if bad.reason != UNVERIFIED or self._training is None:
                 raise
             with suppress(BadRow):
                 document, apart = self._training.encode(conversation, loss_on)
-                return document, {"apart": apart, "retold": True}
+                return [document], {"apart": apart, "retold": True}
             raise
 
     def encode_row(
@@ -264,16 +278,18 @@ class Encoder:
             example = self._look(example)
             default = "assistant" if example.answer_from is None else "completion"
             encoder = self._with_tools if example.tools else self
-            document, flags = encoder._encode_chat(example, default if loss_on == "auto" else loss_on)
+            documents, flags = encoder._encode_chat(example, default if loss_on == "auto" else loss_on)
         elif isinstance(example, PromptCompletion):
             ids, prompt_tokens, flags["apart"] = self._join_completion(example)
-            document = Document(ids, np.arange(len(ids)) >= (0 if loss_on == "all" else prompt_tokens))
+            documents = [Document(ids, np.arange(len(ids)) >= (0 if loss_on == "all" else prompt_tokens))]
         else:
-            document = self._check_tokens(example)
-        return [document], flags | self._find_faults(example)
+            documents = [self._check_tokens(example)]
+        return documents, flags | self._find_faults(example)
 
     def _encode_answered(self, row: Row, format: Format) -> tuple[list[Document], Flags]:
-        """Encode a pair, or labelled answers, with the ids and targets of TRL's trainers. The answers of a pair share one border."""
+        """Encode a pair, or labelled answers, with the ids and targets of TRL's trainers. The answers of a pair share one border.
+
+        With data.render, a prompt whose tokens would change before its answer keeps them."""
         spec, flags = OBJECTIVES[self.objective], Flags()
         if spec.pairs:
             examples = [*read_preference(row)]
@@ -282,6 +298,16 @@ class Encoder:
         examples = [self._look(example) if isinstance(example, Conversation) else example for example in examples]
         groups = [examples] if spec.pairs else [[example] for example in examples]
         encoded = [self._encode_answers(*group) for group in groups]
+        may_part = self.data.render != "conversation" and not spec.scores and self.tokenizer.joins
+        may_part &= row.has("prompt") or isinstance(examples[0], Conversation)  # or the prompt may end inside a word
+        for at, group in enumerate(groups):
+            if may_part and encoded[at][1]:
+                documents, is_rewritten = self._encode_answers(*group, apart=True)
+                if not is_rewritten:
+                    encoded[at] = documents, True
+                elif self.data.render == "turns":
+                    what = "the chat template rewrites the prompt once an answer follows"
+                    raise BadRow(UNVERIFIED, what, "messages", "Set data.render=conversation.")
         if spec.margins:
             flags["margin"] = read_margin(row)
         flags |= {"content": hash_content(common_prompt(row, examples[0])), "apart": any(apart for _, apart in encoded)}
@@ -317,19 +343,21 @@ class Encoder:
         completion = self.tokenizer.ids(pair.completion)
         return self._with_eos(np.concatenate([prompt, completion])), len(prompt), True
 
-    def _encode_answers(self, *answers: Answered) -> tuple[list[Document], bool]:
-        """Encode the prompt with each of its answers, like TRL's preference trainers.
+    def _encode_answers(self, *answers: Answered, apart: bool = False) -> tuple[list[Document], bool]:
+        """Encode the prompt with each of its answers, like TRL's preference trainers, or `apart`.
         The flag is True if the targets begin within the separately tokenised prompt."""
         if chats := [answer for answer in answers if isinstance(answer, Conversation)]:
             encoder = self._with_tools if chats[0].tools else self
-            asked, *answered = encoder._chat.encode_answers(*chats)
+            asked, *answered = encoder._chat.encode_answers(*chats, apart=apart)
             prompt = asked.input_ids
         else:
             texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
             if self.tokenizer.eos_id is None:
                 raise BadRow("no EOS token", f"the tokenizer {self.tokenizer.name} has no EOS token", fix=NO_EOS)
             prompt = self._encode_prompt(texts[0].prompt)
-            whole = (self.tokenizer.ids(text.prompt + text.completion, special=True) for text in texts)
+            whole = [self.tokenizer.ids(text.prompt + text.completion, special=True) for text in texts]
+            if apart:
+                whole = [np.concatenate([prompt, self.tokenizer.ids(text.completion)]) for text in texts]
             answered = [Document(self._with_eos(ids), np.zeros(0, bool)) for ids in whole]
         border = min(_count_common(prompt, document.input_ids) for document in answered)
         trained = [np.arange(len(document.input_ids)) >= border for document in answered]
