@@ -22,4 +22,4 @@ def test_the_lines_of_a_step_have_its_mean_loss(tmp_path: Path) -> None:
     for step, loss in enumerate(run.losses, 1):
         own = [line for line in lines if line["step"] == step]
         tokens = sum(line["tokens"] for line in own)
-        assert sum(line["tokens"] * line["loss"] for line in own) / tokens == pytest.approx(loss, abs=1e-6)
+        assert sum(line["tokens"] * line["loss"] for line in own) / tokens == pytest.approx(loss, rel=1e-6)
