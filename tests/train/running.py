@@ -138,6 +138,10 @@ class Run:
         return [json.loads(line) for line in (self.folder / "spikes.jsonl").read_text().splitlines()]
 
     @property
+    def ledger(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "ledger.jsonl").read_text().splitlines()]
+
+    @property
     def kept(self) -> list[str]:
         """The names of its checkpoints."""
         return sorted(path.name for path in (self.folder / "checkpoints").iterdir())

@@ -41,13 +41,14 @@ _PROBE_TOKENS = 64
 class SFTLoss(Loss):
     """Loss of documents on `model`: Σ of token losses / trained tokens, and the routers' loss."""
 
+    document_figures = ("loss_sum",)
+
     def __init__(self, setup: Setup, objective: Objective) -> None:
         super().__init__(setup, objective)
         base = base_model(self.model)
         self.routers = router_loss(base)
         head = patch_forward(base, token_objective=objective, autocast=self.autocast, backend=self.settings.backend)
         self.head = cast(Head, head)
-        self.document_figures = ("loss_sum",)
 
     def open_step(self, batches: Sequence[MicroBatch]) -> None:
         """Counts the routers' load over the step."""
