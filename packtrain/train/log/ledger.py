@@ -54,7 +54,7 @@ class Ledger(Listener):
         self,
         figures: Sequence[str] = (),
         path: Path | None = None,
-        read_places: Callable[[], RowPlaces | None] = lambda: None,
+        read_places: Callable[[], RowPlaces] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         self._figures, self._path, self._read_places, self._say = figures, path if figures else None, read_places, say
@@ -64,8 +64,8 @@ class Ledger(Listener):
     def train_begin(self, state: RunState) -> None:
         """Keep the lines up to the step that the run starts from, and read where the rows are."""
         self.rolled_back(state)
-        if self._path is not None:
-            self._thread.submit(self._do, self._read)
+        if self._path is not None and self._read_places is not None:
+            self._thread.submit(self._do, self._read, self._read_places)
 
     def rolled_back(self, state: RunState) -> None:
         """Keep the lines up to the step that the run goes back to."""
@@ -108,8 +108,8 @@ class Ledger(Listener):
                 self._say(f"ledger.jsonl lacks lines, or names of rows: {error}")
             self._told = True
 
-    def _read(self) -> None:
-        self._places = self._read_places()
+    def _read(self, read: Callable[[], RowPlaces]) -> None:
+        self._places = read()
 
     def _write(self, path: Path, step: StepDocuments, numbers: np.ndarray, values: np.ndarray) -> None:
         """Write the lines of a step: of the examples `numbers` [n], with figures `values` [figures, n]."""
