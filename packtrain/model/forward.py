@@ -67,15 +67,15 @@ class Head:
     kind: HeadKind
     refusal: str = ""
     record: list[tuple[np.ndarray, list[torch.Tensor]]] | None = None
-    """Unless None, each call of `loss_sum` adds the document of each target, int64 [n] (`label_owners`), and their losses in parts."""
+    """Unless None, each call of `loss_sum` adds the document of each target, int64 [n] (`label_owners`), and minus their losses in parts."""
 
     @torch.no_grad()
     def losses_of(self, documents: int) -> torch.Tensor:
         """Return the sum of the recorded losses by document, float64 [documents]."""
         owners, parts = zip(*self.record or (), strict=True)
-        losses = torch.cat([part.flatten().double() for own in parts for part in own])
-        places = to_device(torch.from_numpy(np.concatenate(owners)), losses.device)
-        return losses.new_zeros(documents).index_add_(0, places, losses)
+        negative = torch.cat([part.flatten() for own in parts for part in own]).double()
+        places = to_device(torch.from_numpy(np.concatenate(owners)), negative.device)
+        return negative.new_zeros(documents).index_add_(0, places, negative, alpha=-1)
 
 
 def patch_forward(
@@ -157,8 +157,8 @@ def add_loss_sum(model: PreTrainedModel, *, weigh: TokenWeights = equal_weights,
             batch["output_router_logits"] = False  # skips the model's own router loss, which is not used
         with _embedding_noise(self, neftune_alpha, batch) if neftune_alpha and self.training else nullcontext():
             places = _on_device_of(labels, at)  # a place may occur several times
-            found, note = [torch.zeros(0, device=labels.device)], weigh
-            if head.record is not None and owners is not None:
+            found, note = list[torch.Tensor](), weigh
+            if head.record is not None and owners is not None and len(owners):
                 head.record.append((owners, found))
                 note = partial(_weigh_and_note, weigh, found)
             if head.kind == "full logits":
@@ -174,7 +174,7 @@ def add_loss_sum(model: PreTrainedModel, *, weigh: TokenWeights = equal_weights,
         losses = -weigh(log_probs) * log_probs
         if asked == "token_losses":
             return losses
-        found.append((own := losses.flatten()[places]).detach())
+        found.append(-(own := losses.flatten()[places]).detach())
         return own.sum()
 
     add_calls(model, ("loss_sum", "token_losses", "head_gradients"), lose)
@@ -182,9 +182,9 @@ def add_loss_sum(model: PreTrainedModel, *, weigh: TokenWeights = equal_weights,
 
 
 def _weigh_and_note(weigh: TokenWeights, losses: list[torch.Tensor], log_probs: torch.Tensor) -> torch.Tensor:
-    """Return the weights of tokens. Add their losses to `losses`."""
+    """Return the weights of tokens. Add minus their losses to `losses`."""
     weights = weigh(log_probs)
-    losses.append(-(weights * log_probs))
+    losses.append(log_probs if weigh is equal_weights else weights * log_probs)
     return weights
 
 
