@@ -69,6 +69,7 @@ class RunFolder:
     environment = _Entry("env.json")  # versions and platform
     metrics = _Entry("metrics.jsonl", result=True)  # a line per logged step
     spikes = _Entry("spikes.jsonl", result=True)  # a line for each step that was a spike, with its documents
+    ledger = _Entry("ledger.jsonl", result=True)  # a line for each document of each step, with its loss
     summary = _Entry("summary.json", result=True)  # how the run ended, with its counts
     report = _Entry("report.html")  # by packtrain/report/
     data = _Entry("data.json")  # a description of the data, for the report
@@ -99,6 +100,11 @@ class RunFolder:
     def finals(self) -> list[Path]:
         """Folders of the trained model, in all forms that a run may leave."""
         return [self.final, self.average, self.adapters, self.merged]
+
+    @property
+    def records(self) -> list[Path]:
+        """The files whose lines until a checkpoint belong to it: a run that resumes there adds to them."""
+        return [self.metrics, self.spikes, self.ledger]
 
     @property
     def restarted(self) -> Path:

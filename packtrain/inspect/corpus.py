@@ -15,6 +15,7 @@ from packtrain.config.schema import DEFAULT_ROW_TOKENS, Packing, RunConfig, Spli
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.pictures.album import tabulate_pictures
 from packtrain.data.prepare import PreparedData, prepare
+from packtrain.data.sources.chunks import Chunk
 from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import Store
 from packtrain.data.tokens.chat_template import choose_template
@@ -175,6 +176,32 @@ def open_corpus(
         eval=held_out.documents if isinstance(held_out, PairDataset) else held_out,
         pairs=train if isinstance(train, PairDataset) else None,
     )
+
+
+class RowPlaces:
+    """FILE:LINE of the rows of data.train, from one more reading of its sources. Raises errors of sources that have gone or changed."""
+
+    def __init__(self, config: RunConfig, stores: Sequence[Store]) -> None:
+        self._chunks, self._firsts, first = list[Chunk](), list[int](), 0
+        for given, store in zip(sources(config.data.train, "train"), stores, strict=True):
+            source = locate(given, "train", config.trainer.seed, config.objective.kind, config.data.split_text)
+            rows = first + len(store.fates)
+            for chunk in source.chunks():
+                numbers = range(chunk.numbers[0], chunk.numbers[-1] + 1)
+                numbers = numbers if len(numbers) == len(chunk) else np.array(chunk.numbers)
+                self._chunks.append(replace(chunk, numbers=numbers, values=()))
+                self._firsts.append(first)
+                first += len(chunk)
+            if first != rows:
+                raise ValueError(f"{source.name} has other rows now")
+        documents = np.concatenate([store.fates["documents"] for store in stores])
+        self._row_of = np.repeat(np.arange(first, dtype=np.int32), documents)[:: config.objective.spec.documents]
+
+    def of(self, documents: np.ndarray) -> list[str]:
+        """Return FILE:LINE of documents (or pairs), by their numbers through the stores."""
+        rows = self._row_of[documents]
+        chunks = np.searchsorted(self._firsts, rows, side="right") - 1
+        return [self._chunks[at].place(row - self._firsts[at]) for at, row in zip(chunks, rows.tolist(), strict=True)]
 
 
 def find_places(corpus: Corpus, rows: Collection[int]) -> dict[int, str]:

@@ -21,6 +21,7 @@ import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal, cast
 
@@ -47,6 +48,7 @@ from packtrain.system import holding
 
 Batch = dict[str, Any]
 """Arguments of a model's forward by name: the tensors of a collated micro-batch, and more."""
+Places = np.ndarray | None
 _CPU_CHUNK = 512
 _SLICE = 128  # number of tokens with float32 log-probabilities at a time, without Triton
 _ALIGNED = 64  # rows of logits are padded to a multiple of it: products are then fast for any vocabulary
@@ -64,6 +66,16 @@ class Head:
     weigh: TokenWeights
     kind: HeadKind
     refusal: str = ""
+    record: list[tuple[np.ndarray, list[torch.Tensor]]] | None = None
+    """Unless None, each call of `loss_sum` adds the document of each target, int64 [n] (`label_owners`), and minus their losses in parts."""
+
+    @torch.no_grad()
+    def losses_of(self, documents: int) -> torch.Tensor:
+        """Return the sum of the recorded losses by document, float64 [documents]."""
+        owners, parts = zip(*self.record or (), strict=True)
+        negative = torch.cat([part.flatten() for own in parts for part in own]).double()
+        places = to_device(torch.from_numpy(np.concatenate(owners)), negative.device)
+        return negative.new_zeros(documents).index_add_(0, places, negative, alpha=-1)
 
 
 def patch_forward(
@@ -101,18 +113,19 @@ def patch_forward(
 
 
 def add_calls(model: PreTrainedModel, names: tuple[str, ...], run: Callable[..., object]) -> None:
-    """Let `model(**batch, name=True)` return `run(model, name, labels, places, batch)`, for each of `names`.
+    """Let `model(**batch, name=True)` return `run(model, name, labels, places, owners, batch)`, for each of `names`.
 
-    `labels` are the `shift_labels` of a collated batch, `places` its `label_places`; None if it has none.
+    `labels` are the `shift_labels` of a collated batch, `places` its `label_places`, `owners` its `label_owners`; None if it has none.
     """
     inner = model.forward
 
     @functools.wraps(type(model).forward)
-    def forward(self: PreTrainedModel, *args: object, label_places: object = None, **batch: object) -> object:
+    def forward(self: PreTrainedModel, *args: object, **batch: object) -> object:
         asked = [name for name in names if batch.pop(name, False)]
+        places, owners = batch.pop("label_places", None), batch.pop("label_owners", None)
         if not asked:
             return inner(*args, **batch)
-        return run(self, asked[0], batch.pop("shift_labels", None), label_places, batch)
+        return run(self, asked[0], batch.pop("shift_labels", None), places, owners, batch)
 
     model.forward = types.MethodType(forward, model)
 
@@ -137,11 +150,17 @@ def add_loss_sum(model: PreTrainedModel, *, weigh: TokenWeights = equal_weights,
     inner_forward = model.forward
     head, labelled = Head(weigh, "summed" if _is_linear(model) else "by token"), _LabelledHead(model, ("log_probs",))
 
-    def lose(self: PreTrainedModel, asked: str, labels: torch.Tensor, at: np.ndarray | None, batch: Batch) -> object:
+    def lose(
+        self: PreTrainedModel, asked: str, labels: torch.Tensor, at: Places, owners: Places, batch: Batch
+    ) -> object:
         if getattr(self.config.get_text_config(), "output_router_logits", False):
             batch["output_router_logits"] = False  # skips the model's own router loss, which is not used
         with _embedding_noise(self, neftune_alpha, batch) if neftune_alpha and self.training else nullcontext():
             places = _on_device_of(labels, at)  # a place may occur several times
+            found, note = list[torch.Tensor](), weigh
+            if head.record is not None and owners is not None and len(owners):
+                head.record.append((owners, found))
+                note = partial(_weigh_and_note, weigh, found)
             if head.kind == "full logits":
                 log_probs = _log_probs(inner_forward(**batch, use_cache=False).logits, labels)
             else:
@@ -149,14 +168,24 @@ def add_loss_sum(model: PreTrainedModel, *, weigh: TokenWeights = equal_weights,
                 if head.kind == "summed" and asked != "token_losses":
                     run = compare_gradients if asked == "head_gradients" else sum_losses
                     output = cast(nn.Linear, self.get_output_embeddings())
-                    return run(hidden.flatten(0, 1)[places], labels.flatten()[places], output, weigh)
+                    return run(hidden.flatten(0, 1)[places], labels.flatten()[places], output, note)
                 once = _on_device_of(labels, None if at is None else np.unique(at))
                 log_probs = cast(torch.Tensor, labelled.run_head(hidden, labels, once).log_probs)
         losses = -weigh(log_probs) * log_probs
-        return losses if asked == "token_losses" else losses.flatten()[places].sum()
+        if asked == "token_losses":
+            return losses
+        found.append(-(own := losses.flatten()[places]).detach())
+        return own.sum()
 
     add_calls(model, ("loss_sum", "token_losses", "head_gradients"), lose)
     return head
+
+
+def _weigh_and_note(weigh: TokenWeights, losses: list[torch.Tensor], log_probs: torch.Tensor) -> torch.Tensor:
+    """Return the weights of tokens. Add minus their losses to `losses`."""
+    weights = weigh(log_probs)
+    losses.append(log_probs if weigh is equal_weights else weights * log_probs)
+    return weights
 
 
 def _embedding_noise(model: PreTrainedModel, alpha: float, batch: Batch) -> AbstractContextManager[object]:
@@ -373,7 +402,9 @@ def add_answer_scores(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
     name_backbone(model)
     head = _LabelledHead(model, outputs)
 
-    def score(self: PreTrainedModel, asked: str, labels: torch.Tensor, at: np.ndarray | None, batch: Batch) -> object:
+    def score(
+        self: PreTrainedModel, asked: str, labels: torch.Tensor, at: Places, owners: Places, batch: Batch
+    ) -> object:
         hidden = self.base_model(**{**batch, "use_cache": False}).last_hidden_state
         return head.run_head(hidden, labels, _on_device_of(labels, at))
 
@@ -422,7 +453,7 @@ def add_scores(model: PreTrainedModel) -> None:
 
     The loss takes the scores of last tokens. On a padded batch the model's own call is the definition.
     """
-    add_calls(model, ("every_token",), lambda self, asked, labels, places, batch: _scores(self, batch))
+    add_calls(model, ("every_token",), lambda self, asked, labels, places, owners, batch: _scores(self, batch))
 
 
 def outputs_of_tokens(model: PreTrainedModel) -> AbstractContextManager[None]:

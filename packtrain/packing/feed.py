@@ -183,4 +183,5 @@ class Feed:
         lengths, count = self.slots(window.data), len(window.rows)
         schedule = replace(steps.schedule, lengths=lengths, total_steps=1, examples_per_step=count, shuffle=False)
         schedule = replace(schedule, _rows_by_epoch={}, _row_counts={})
-        return replace(steps, data=window.data, schedule=schedule, feed=None)
+        before = (window.place["step"] - 1) * self.stream.examples_per_step
+        return replace(steps, data=window.data, schedule=schedule, feed=None, rows=window.rows, before=before)

@@ -44,7 +44,7 @@ class MicroBatch:
     """The `inputs` of one forward pass, and its counts. `trained` targets, real `tokens`, `slots` (with padding), `examples`; a filler has
     only slots. For pairs and for answers with labels, `trained` counts the targets of the chosen answers and `rejected` the others. The first
     micro-batch of a step may hold `mismatched` pairs of the whole step (objectives/kto/run.py). If `parts` ranks split the row, `inputs` holds the
-    tokens of part number `part`; the counts are for the whole row.
+    tokens of part number `part`; the counts are for the whole row. `numbers` are those of its examples, in the order of the row.
     """
 
     inputs: Inputs
@@ -56,6 +56,7 @@ class MicroBatch:
     mismatched: tuple[MicroBatch, ...] = ()
     part: int = 0
     parts: int = 1
+    numbers: Sequence[int] | np.ndarray = ()
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
@@ -81,6 +82,22 @@ class MicroBatch:
         pinned = {name: value.pin_memory() for name, value in self.inputs.items() if hasattr(value, "pin_memory")}
         mismatched = tuple(batch.pin_memory() for batch in self.mismatched)
         return replace(self, inputs=self.inputs | pinned, mismatched=mismatched)
+
+
+@dataclass(slots=True)
+class StepDocuments:
+    """Documents (or pairs) of step `number` of a run, over all ranks: int [n] each, by `examples`, their numbers in the data.
+
+    `documents` are their numbers through the stores; of a stream, through the run, with their `rows` (FILE:LINE). `tokens`: trained ones. `found`
+    collects the examples of this rank's micro-batches, with their figures (Loss.by_document).
+    """
+
+    number: int
+    examples: np.ndarray
+    documents: np.ndarray
+    tokens: np.ndarray
+    rows: Sequence[str]
+    found: list[tuple[Sequence[int] | np.ndarray, tuple[torch.Tensor, ...]]] = field(default_factory=list[Any])
 
 
 class WorkRecord:
@@ -130,6 +147,9 @@ class Steps(ByStep):
     """Steps that train on nothing."""
     feed: Any = field(default=None, kw_only=True)
     """The Feed (packing/feed.py) of a stream: these steps cover its first rows. None: train on these steps themselves."""
+    rows: Sequence[str] = field(default=(), kw_only=True)
+    """FILE:LINE of the examples of a streamed step. The stream gave `before` examples before them."""
+    before: int = field(default=0, kw_only=True)
     sight: Sight | None = field(default=None, kw_only=True)
     """Sight of the model; None if the data has no pictures."""
 
@@ -151,6 +171,15 @@ class Steps(ByStep):
     def trains_on(self, number: int, step: int) -> bool:
         """Return whether `step` trains on this example."""
         return step not in self.given_up and self.skipped_from.get(number, step + 1) > step
+
+    def trained_in(self, step: int, number: int) -> StepDocuments:
+        """Return the documents that `step` trains on, over all ranks. It is step `number` of the run, from 1."""
+        examples = np.sort(self.schedule.documents(step))
+        if self.skipped_from:
+            examples = examples[[self.trains_on(one, step) for one in examples.tolist()]]
+        rows = [self.rows[one] for one in map(int, examples)] if self.rows else []
+        documents = self.before + examples if rows else self.data.rows[examples]
+        return StepDocuments(number, examples, documents, self.data.trained[examples], rows)
 
     def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None, int]:
         """Return a step's document lengths, the lengths of shared beginnings, and the number of targets.
@@ -210,6 +239,7 @@ class Steps(ByStep):
             if self.sight is not None:  # a blank picture keeps its tokens
                 filler = torch.where(torch.isin(ids, torch.tensor(self.sight.tokens)), ids, filler)
             batch = replace(batch, inputs={**batch.inputs, "input_ids": filler})
+        batch = replace(batch, numbers=numbers)
         return batch.split(self.rank, self.schedule.ranks_per_row) if is_split and len(numbers) else batch
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
@@ -223,6 +253,8 @@ class Steps(ByStep):
         else:
             inputs = collate_flat(documents, self.sight)
         inputs.setdefault("label_places", label_positions(inputs["shift_labels"]))
+        trained = [int(document.loss_mask[1:].sum()) for document in documents]
+        inputs.setdefault("label_owners", np.repeat(np.arange(len(documents)), trained))
         slots = max(inputs["input_ids"].numel(), tokens)
         return MicroBatch(inputs, len(inputs["label_places"]), tokens, slots, examples=len(documents))
 

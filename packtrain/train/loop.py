@@ -24,7 +24,8 @@ from packtrain.packing.collate import on_device
 from packtrain.train.checkpoint.folder import folder_of
 from packtrain.train.checkpoint.state import Checkpoints
 from packtrain.train.engine import engine_of
-from packtrain.train.loader import MicroBatch, Steps, WorkRecord, step_loader
+from packtrain.train.loader import MicroBatch, StepDocuments, Steps, WorkRecord, step_loader
+from packtrain.train.log.ledger import Ledger
 from packtrain.train.log.metrics import EXCHANGE_EVERY, RankTimes, SourceCounts, StepClock, StepMetrics, StepSums
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import FEW, SeenUpdates
@@ -95,11 +96,14 @@ class StepTrainer:
         self.step_metrics = StepMetrics(self.accelerator, self.model, dtype, settings.steps, forwards=forwards)
         self.source_counts = SourceCounts(settings.steps.data.report.sources)
         loss.report_phase = self.clock.enter
+        self.ledger: Ledger | None = None
         self.state, self.listeners = RunState(), [*listeners]
         self._steps_watched, self._resumed_from = 0, None
         self._loss_and_counts = (torch.zeros(()), torch.zeros(4))  # of the current step, for `_judge_for_engine`
         self._sums: StepSums  # of the current step
+        self._documents: StepDocuments  # of the current step
         self._losses_since_log: list[torch.Tensor] = []
+        self._documents_since_log: list[StepDocuments] = []
         self._forget_step: Callable[[], None] = lambda: None
         """Removes the current step's figures from the objective's metrics: a skipped step leaves none."""
 
@@ -128,7 +132,7 @@ class StepTrainer:
         """Restore the state of the run from `checkpoint`, if any. The length of the run is this run's."""
         self.state = RunState() if checkpoint is None else RunState.load(checkpoint)
         self.state.last_step = len(self.steps)
-        self._losses_since_log = []
+        self._losses_since_log, self._documents_since_log = [], []
         self.source_counts.restore(self.state.lines)
 
     def load_steps(self, checkpoint: Path | None) -> Iterator[list[MicroBatch]]:
@@ -194,12 +198,15 @@ class StepTrainer:
         total = torch.zeros((), device=self.loss.device)
         self._forget_step = self.loss.mark_metrics()
         self.loss.open_step(micro_batches)
+        steps, step = self.steps.at(self.state.step)
+        self._documents = steps.trained_in(step, self.state.step + 1)
         with self.engine.casting_once():
             for number, batch in enumerate(micro_batches, start=1):
                 self.work.begin(self.state.step, number, batch)
                 self.clock.enter("forward", micro=number)
                 with self.engine.exchanging_gradients(last=number == len(micro_batches)):
                     loss = self.loss.compute(model, batch, counts)
+                    self._documents.found.append((batch.numbers, self.loss.by_document))
                     total += loss.detach()
                     self._loss_and_counts = total, counts
                     self.clock.enter("backward", micro=number)
@@ -239,8 +246,9 @@ class StepTrainer:
         self.clock.enter("optimizer")
         if loss is not None:
             self._losses_since_log.append(loss)
+            self._documents_since_log.append(self._documents)
         rate = self.engine.update()
-        self.source_counts.add(self.steps, self.state.step)
+        self.source_counts.add(self.steps.at(self.state.step)[0], self._documents)
         self.state.step += 1
         self.state.epoch = self.steps.schedule.epoch_of(self.state.step)
         self._read_counts()
@@ -268,7 +276,9 @@ class StepTrainer:
         with waiting("the loss of all ranks"):
             loss = cast(torch.Tensor, self.accelerator.gather(torch.stack(losses).mean())).mean().item()
         self._raise_if_not_finite(loss)
-        self._losses_since_log = []
+        if self.ledger is not None and self._documents_since_log:
+            self.ledger.gather(self.loss, self._documents_since_log)
+        self._losses_since_log, self._documents_since_log = [], []
         line = {
             "loss": loss,
             "grad_norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
@@ -319,6 +329,8 @@ class StepTrainer:
     def save_checkpoint(self) -> None:
         """Start to write the checkpoint of this step in the background. The step has been logged, so its loss is finite."""
         self.clock.enter("checkpoint", step=self.state.step)
+        if self.ledger is not None:
+            self.writer.write_later(self.ledger.wait)
         self.checkpoints.save(self.state, self.spikes.recent)
         self.state.saves = False
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -31,7 +32,7 @@ from packtrain.config.yaml_files import shown
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import Json, LostPeers, PacktrainError, UserError, boundary
 from packtrain.inspect.audit import sample_answers
-from packtrain.inspect.corpus import find_places, open_corpus
+from packtrain.inspect.corpus import RowPlaces, find_places, open_corpus
 from packtrain.model.forward import outputs_of_tokens
 from packtrain.model.layers import can_recompute
 from packtrain.model.load import base_model, check_positions, check_trainable, is_reward_model
@@ -55,6 +56,7 @@ from packtrain.train.library_errors import explained, memory_error
 from packtrain.train.loader import Steps
 from packtrain.train.log import console
 from packtrain.train.log.console import Log, quiet_libraries, warnings_to
+from packtrain.train.log.ledger import Ledger
 from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
@@ -158,8 +160,8 @@ def _train(run: Run, trainer: StepTrainer, checkpoint: Path | None, finish: Fini
     summary = results.Summary(trainer, run.prepared.data, run.prepared.backend, started, early)
     with ExitStack() as ending:
         ending.enter_context(told_at_once(lambda number: log.say(_while_stopping(trainer, number))))
-        for tracker in run.trackers:
-            ending.callback(tracker.close)
+        for writer in (*run.trackers, *([trainer.ledger] if trainer.ledger else [])):
+            ending.callback(writer.close)
         try:
             with trainer.writer:
                 run_steps(trainer, checkpoint)
@@ -321,6 +323,10 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     with boundary("the trainer cannot be made", "optim", code="trainer-unusable"):
         loss = prepared.objective.loss(Setup(model, prepared.tokenizer, settings))
         trainer = StepTrainer(loss, settings, _listeners(run))
+    if config.trainer.ledger and loss.document_figures:
+        read = partial(RowPlaces, config, data.train.stores) if data.stream is None else lambda: None
+        trainer.ledger = Ledger(run.folder.ledger if ranks.main else None, read, log.warn)
+        trainer.listeners.append(trainer.ledger)
     if peak := trainer.step_metrics.peak:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
     largest = find_largest(steps, settings.first_step)

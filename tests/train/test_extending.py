@@ -124,6 +124,7 @@ def test_it_resumes_to_the_same_bits_is_proved_and_reported(package: Path, train
     begin = partial(with_package, package)
     changes = [trained.resume(2), f"trainer.output_dir={tmp_path / 'resumed'}"]
     packtrain("orpo", str(trained.folder.parent / "run.yaml"), *changes, begin=begin)
+    assert [*trained.ledger[0]][-2:] == ["loss", "margin"]
     assert_same_bits(Run(tmp_path / "resumed"), trained, after=2)
     proof = json.loads(packtrain("verify", config_in(tmp_path), "--json", begin=begin).stdout)
     assert proof["verdict"] == "exact" and proof["objective"] == "orpo"

@@ -54,6 +54,8 @@ def test_a_run_goes_on_bit_for_bit_from_its_place(unbroken: Run, processes: int)
     name = f"resumed-{processes}"
     resumed = train(folder, config_of(folder), unbroken.resume(8), name=name, processes=processes)
     assert [line["step"] for line in resumed.steps] == [9, 10, 11, 12]
+    assert [line["row"] for line in resumed.ledger] == [line["row"] for line in unbroken.ledger[8 * 7 :]]
+    assert [line["document"] for line in unbroken.ledger] == [*range(12 * 7)]
     if processes == 1:
         assert_same_bits(resumed, unbroken, after=8)
     else:  # sums are made in another order

@@ -7,7 +7,7 @@ Evaluation is exact over the whole set, without the routers' loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -41,6 +41,8 @@ _PROBE_TOKENS = 64
 class SFTLoss(Loss):
     """Loss of documents on `model`: Σ of token losses / trained tokens, and the routers' loss."""
 
+    document_figures = ("loss_sum",)
+
     def __init__(self, setup: Setup, objective: Objective) -> None:
         super().__init__(setup, objective)
         base = base_model(self.model)
@@ -58,10 +60,13 @@ class SFTLoss(Loss):
         # DDP averages gradients over ranks; clamped so that a step without trained tokens is a zero and not 0 / 0
         scale = self.accelerator.num_processes / counts[0].clamp(min=1)
         inputs = batch.inputs_on(self.device)
-        if self.routers is None:
-            return model(**inputs, loss_sum=True) * scale
-        with self.routers.watching(real=batch.examples > 0) as loads:
+        self.head.record = [] if self.settings.trainer.ledger and "label_owners" in inputs else None
+        with nullcontext([]) if self.routers is None else self.routers.watching(real=batch.examples > 0) as loads:
             loss = model(**inputs, loss_sum=True) * scale
+        self.by_document = (self.head.losses_of(batch.examples),) if self.head.record else ()
+        self.head.record = None
+        if self.routers is None:
+            return loss
         return loss + self.routers.part(loads) * self.accelerator.num_processes
 
     def pop_metrics(self) -> dict[str, float]:

@@ -130,10 +130,15 @@ def _sum(loss: Any) -> None:
     """So are those of the sum of losses."""
     in_steps = loss._by_torch
 
-    def as_one(logits: torch.Tensor, targets: torch.Tensor, *which: Any, **options: Any) -> torch.Tensor:
+    def as_one(logits: torch.Tensor, targets: torch.Tensor, weigh: Any, **options: Any) -> torch.Tensor:
         if not isinstance(logits, GpuTensor):
-            return in_steps(logits, targets, *which, **options)
-        total = in_steps(logits.inner, cast(GpuTensor, targets).inner, *which, **options)
+            return in_steps(logits, targets, weigh, **options)
+        total = in_steps(
+            logits.inner,
+            cast(GpuTensor, targets).inner,
+            lambda log_probs: weigh(GpuTensor(log_probs, logits.index)).inner,  # it sees tensors of the GPU
+            **options,
+        )
         return GpuTensor(total, logits.index)
 
     loss._by_torch = as_one
