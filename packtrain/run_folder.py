@@ -69,6 +69,7 @@ class RunFolder:
     environment = _Entry("env.json")  # versions and platform
     metrics = _Entry("metrics.jsonl", result=True)  # a line per logged step
     spikes = _Entry("spikes.jsonl", result=True)  # a line for each step that was a spike, with its documents
+    ledger = _Entry("ledger.jsonl", result=True)  # a line for each document of each step, with its loss
     summary = _Entry("summary.json", result=True)  # how the run ended, with its counts
     report = _Entry("report.html")  # by packtrain/report/
     data = _Entry("data.json")  # a description of the data, for the report

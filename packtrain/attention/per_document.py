@@ -22,7 +22,7 @@ from packtrain.packing.pictures import TYPES
 from packtrain.packing.segments import PlacedPicture, Segments
 
 _PER_TOKEN = ("input_ids", "shift_labels", "labels", *TYPES)
-_ROW_KEYS = ("segments", "position_ids", "label_places", *KERNEL_ARGUMENTS)
+_ROW_KEYS = ("segments", "position_ids", "label_places", "label_owners", *KERNEL_ARGUMENTS)
 
 
 def _batch(
@@ -41,6 +41,10 @@ def _batch(
         labelled = np.zeros(row["input_ids"].shape[1], dtype=bool)
         labelled[row["label_places"]] = True
         batch["label_places"] = np.flatnonzero(labelled[group] & counts)
+        if row.get("label_owners") is not None:
+            owners = np.zeros(len(labelled), np.int64)
+            owners[row["label_places"]] = row["label_owners"]
+            batch["label_owners"] = owners[group].ravel()[batch["label_places"]]
     return batch | {"attention_mask": torch.ones_like(tokens)}
 
 

@@ -373,6 +373,9 @@ class Trainer:
         None, "Stop after this many evaluations without a lower eval loss; the best weights are kept.", minimum=1
     )
     log_every: int = key(10, "Steps between logged lines; first, last, evaluated and saved steps have one.", minimum=1)
+    ledger: bool = advanced(
+        True, "Write the loss of each document, each time that it is trained, into ledger.jsonl (docs/report.md)."
+    )
     mixed_precision: Literal["auto", "no", "bf16", "fast", "fp8"] = key(
         "auto",
         "Compute in bfloat16 over weights in model.dtype. auto: on GPUs that have it; fast: also on a CPU where a measurement finds it "

@@ -100,8 +100,7 @@ class _Block:
         of_examples["documents"], of_examples["desirable"] = together, store.labels()[::together]
         for number, fate in enumerate(of_examples):
             documents = [store[together * number + side] for side in range(together)]
-            row = f"{chunk.origin}{':' if chunk.by_line else ', row '}{chunk.numbers[at[number]]}"
-            self.examples.append(Example(documents, fate, row))
+            self.examples.append(Example(documents, fate, chunk.place(at[number])))
 
 
 @dataclass

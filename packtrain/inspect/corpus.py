@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, get_args
@@ -15,6 +15,7 @@ from packtrain.config.schema import DEFAULT_ROW_TOKENS, Packing, RunConfig, Spli
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.pictures.album import tabulate_pictures
 from packtrain.data.prepare import PreparedData, prepare
+from packtrain.data.sources.chunks import Chunk
 from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import Store
 from packtrain.data.tokens.chat_template import choose_template
@@ -175,6 +176,36 @@ def open_corpus(
         eval=held_out.documents if isinstance(held_out, PairDataset) else held_out,
         pairs=train if isinstance(train, PairDataset) else None,
     )
+
+
+class RowPlaces:
+    """FILE:LINE of the rows of documents, from one reading of the sources. Without sources it knows none."""
+
+    def __init__(self, sources: Iterable[Source] = (), stores: Sequence[Store] = ()) -> None:
+        self._chunks, self._firsts, first = list[Chunk](), list[int](), 0
+        for source, store in zip(sources, stores, strict=True):
+            rows = first + len(store.fates)
+            for chunk in source.chunks():
+                start, end = chunk.numbers[0], chunk.numbers[-1] + 1
+                numbers = range(start, end) if end - start == len(chunk) else np.array(chunk.numbers)
+                self._chunks.append(replace(chunk, numbers=numbers, values=()))
+                self._firsts.append(first)
+                first += len(chunk)
+            if first != rows:
+                raise ValueError(f"{source.name} has other rows now")
+        documents = [store.fates["documents"] for store in stores] or [np.zeros(0, np.int32)]
+        self._row_of = np.repeat(np.arange(first, dtype=np.int32), np.concatenate(documents))
+
+    def of(self, documents: np.ndarray) -> list[str | None]:
+        """Return FILE:LINE of documents, by their numbers through the stores; None if it is not known."""
+        if not self._chunks:
+            return [None] * len(documents)
+        rows = self._row_of[documents]
+        chunks = np.searchsorted(self._firsts, rows, side="right") - 1
+        return [
+            self._chunks[at].place(row - self._firsts[at])
+            for at, row in zip(chunks.tolist(), rows.tolist(), strict=True)
+        ]
 
 
 def find_places(corpus: Corpus, rows: Collection[int]) -> dict[int, str]:

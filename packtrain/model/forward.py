@@ -21,6 +21,7 @@ import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal, cast
 
@@ -45,6 +46,8 @@ from packtrain.packing.segments import own_tokens
 from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of
 from packtrain.system import holding
 
+TokenLosses = list[tuple[np.ndarray, torch.Tensor]]
+"""Token losses of each call of a micro-batch: the document of each token int [n], and the losses float32 [n]."""
 Batch = dict[str, Any]
 """Arguments of a model's forward by name: the tensors of a collated micro-batch, and more."""
 _CPU_CHUNK = 512
@@ -64,6 +67,8 @@ class Head:
     weigh: TokenWeights
     kind: HeadKind
     refusal: str = ""
+    record: TokenLosses | None = None
+    """Unless None, each call of `loss_sum` adds its token losses, without gradients."""
 
 
 def patch_forward(
@@ -101,18 +106,24 @@ def patch_forward(
 
 
 def add_calls(model: PreTrainedModel, names: tuple[str, ...], run: Callable[..., object]) -> None:
-    """Let `model(**batch, name=True)` return `run(model, name, labels, places, batch)`, for each of `names`.
+    """Let `model(**batch, name=True)` return `run(model, name, labels, places, owners, batch)`, for each of `names`.
 
-    `labels` are the `shift_labels` of a collated batch, `places` its `label_places`; None if it has none.
+    `labels` are the `shift_labels` of a collated batch, `places` its `label_places`, `owners` its `label_owners`; None if it has none.
     """
     inner = model.forward
 
     @functools.wraps(type(model).forward)
-    def forward(self: PreTrainedModel, *args: object, label_places: object = None, **batch: object) -> object:
+    def forward(
+        self: PreTrainedModel,
+        *args: object,
+        label_places: object = None,
+        label_owners: object = None,
+        **batch: object,
+    ) -> object:
         asked = [name for name in names if batch.pop(name, False)]
         if not asked:
             return inner(*args, **batch)
-        return run(self, asked[0], batch.pop("shift_labels", None), label_places, batch)
+        return run(self, asked[0], batch.pop("shift_labels", None), label_places, label_owners, batch)
 
     model.forward = types.MethodType(forward, model)
 
@@ -137,26 +148,55 @@ def add_loss_sum(model: PreTrainedModel, *, weigh: TokenWeights = equal_weights,
     inner_forward = model.forward
     head, labelled = Head(weigh, "summed" if _is_linear(model) else "by token"), _LabelledHead(model, ("log_probs",))
 
-    def lose(self: PreTrainedModel, asked: str, labels: torch.Tensor, at: np.ndarray | None, batch: Batch) -> object:
+    def lose(
+        self: PreTrainedModel,
+        asked: str,
+        labels: torch.Tensor,
+        at: np.ndarray | None,
+        owners: np.ndarray | None,
+        batch: Batch,
+    ) -> object:
         if getattr(self.config.get_text_config(), "output_router_logits", False):
             batch["output_router_logits"] = False  # skips the model's own router loss, which is not used
         with _embedding_noise(self, neftune_alpha, batch) if neftune_alpha and self.training else nullcontext():
             places = _on_device_of(labels, at)  # a place may occur several times
+            note = partial(_note, head.record, owners)
             if head.kind == "full logits":
                 log_probs = _log_probs(inner_forward(**batch, use_cache=False).logits, labels)
             else:
                 hidden = self.base_model(**batch, use_cache=False).last_hidden_state
                 if head.kind == "summed" and asked != "token_losses":
-                    run = compare_gradients if asked == "head_gradients" else sum_losses
                     output = cast(nn.Linear, self.get_output_embeddings())
-                    return run(hidden.flatten(0, 1)[places], labels.flatten()[places], output, weigh)
+                    given = hidden.flatten(0, 1)[places], labels.flatten()[places], output, weigh
+                    if asked == "head_gradients":
+                        return compare_gradients(*given)
+                    return sum_losses(*given, note(torch.empty(len(places), device=labels.device)))
                 once = _on_device_of(labels, None if at is None else np.unique(at))
                 log_probs = cast(torch.Tensor, labelled.run_head(hidden, labels, once).log_probs)
         losses = -weigh(log_probs) * log_probs
-        return losses if asked == "token_losses" else losses.flatten()[places].sum()
+        return losses if asked == "token_losses" else note(losses.flatten()[places]).sum()
 
     add_calls(model, ("loss_sum", "token_losses", "head_gradients"), lose)
     return head
+
+
+def _note(record: TokenLosses | None, owners: np.ndarray | None, losses: torch.Tensor) -> torch.Tensor:
+    """Add token losses [n] with their documents to `record`, if there is one. Returns the losses."""
+    if record is not None and owners is not None:
+        record.append((owners, losses.detach()))
+    return losses
+
+
+@torch.no_grad()
+def sum_by_document(record: TokenLosses, documents: int) -> torch.Tensor:
+    """Sum the recorded token losses of a micro-batch by document: float32 [documents]."""
+    owners = np.concatenate([own for own, _ in record])
+    losses = record[0][1] if len(record) == 1 else torch.cat([own for _, own in record])
+    if (owners[1:] < owners[:-1]).any():  # documents share tokens, or ran one by one
+        losses = losses[to_device(torch.from_numpy(np.argsort(owners, kind="stable")), losses.device)]
+    lengths = to_device(torch.from_numpy(np.bincount(owners, minlength=documents)), losses.device)
+    # unsafe: no wait for the GPU
+    return torch.segment_reduce(losses.float(), "sum", lengths=lengths, unsafe=True, initial=0)
 
 
 def _embedding_noise(model: PreTrainedModel, alpha: float, batch: Batch) -> AbstractContextManager[object]:
@@ -239,13 +279,22 @@ def _is_linear(model: PreTrainedModel) -> bool:
     return plain and type(model.get_output_embeddings()) is nn.Linear
 
 
-def sum_losses(hidden: torch.Tensor, targets: torch.Tensor, head: nn.Linear, weigh: TokenWeights) -> torch.Tensor:
+def sum_losses(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    head: nn.Linear,
+    weigh: TokenWeights,
+    losses: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Sum the losses of `targets` int64 [n] after `hidden` [n, d]: a float32 scalar. Its backward pass runs only once.
 
-    The products of `head` are in float32 on a CPU, elsewhere in autocast's format or the format of `hidden`.
+    The single losses are written into `losses` float32 [n]. The products of `head` are in float32 on a CPU, elsewhere in autocast's format or
+    the format of `hidden`.
     """
+    losses = torch.empty(len(targets), device=targets.device) if losses is None else losses
     with maybe_gather_lm_head_ctx(head.weight, head.bias):  # type: ignore[arg-type]
-        return _SummedLoss.apply(hidden, head.weight, head.bias, targets, weigh, torch.is_grad_enabled())  # type: ignore[return-value]
+        given = hidden, head.weight, head.bias, targets, losses, weigh, torch.is_grad_enabled()
+        return _SummedLoss.apply(*given)  # type: ignore[return-value]
 
 
 @torch.enable_grad()
@@ -258,7 +307,8 @@ def compare_gradients(
         rows, weight = hidden.detach().requires_grad_(), head.weight.detach().requires_grad_(head.weight.requires_grad)
         bias = None if head.bias is None else head.bias.detach().requires_grad_(head.bias.requires_grad)
         inputs = [tensor for tensor in (rows, weight, bias) if tensor is not None and tensor.requires_grad]
-        own = _SummedLoss.apply(rows, weight, bias, targets, weigh, True)
+        losses = torch.empty(len(targets), device=targets.device)
+        own = _SummedLoss.apply(rows, weight, bias, targets, losses, weigh, True)
         log_probs = -F.cross_entropy(F.linear(rows, weight, bias).float(), targets, reduction="none")
         definition = -(weigh(log_probs) * log_probs).sum()
         pairs = zip(torch.autograd.grad(own, inputs), torch.autograd.grad(definition, inputs), strict=True)
@@ -274,6 +324,7 @@ class _SummedLoss(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
+        losses: torch.Tensor,
         weigh: TokenWeights,
         trains: bool,
     ) -> torch.Tensor:
@@ -289,12 +340,12 @@ class _SummedLoss(torch.autograd.Function):
         of_weight = torch.zeros(weight.shape, device=device) if needed[1] else None
         of_bias = torch.zeros(words, device=device) if needed[2] else None
         for start in range(0, len(rows), chunk):
-            part, goals = rows[start : start + chunk], targets[start : start + chunk]
+            part, goals, lost = (every[start : start + chunk] for every in (rows, targets, losses))
             logits = buffer[: len(part), :words]
             torch.mm(part, matrix.t(), out=logits)
             if bias is not None:
                 logits.add_(bias.to(dtype))
-            total += _loss_in_place(logits, goals, weigh, trains=any(needed))
+            total += _loss_in_place(logits, goals, lost, weigh, trains=any(needed))
             if of_hidden is not None:
                 torch.mm(logits, matrix, out=of_hidden[start : start + chunk])
             if of_weight is not None:
@@ -309,7 +360,7 @@ class _SummedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         scaled = [made if made is None else made.mul_(gradient).to(dtype) for made, dtype in gradients]
-        return *scaled, None, None, None
+        return *scaled, None, None, None, None
 
 
 def _kernels() -> ModuleType:
@@ -325,26 +376,36 @@ def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def _loss_in_place(logits: torch.Tensor, targets: torch.Tensor, weigh: TokenWeights, *, trains: bool) -> torch.Tensor:
-    """Sum the losses of `targets` [n]: a float32 scalar. If it `trains`, `logits` [n, words] become the gradients of that sum."""
+def _loss_in_place(
+    logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, weigh: TokenWeights, *, trains: bool
+) -> torch.Tensor:
+    """Sum the losses of `targets` [n]: a float32 scalar. If it `trains`, `logits` [n, words] become the gradients of that sum.
+
+    `losses` float32 [n] receive the single losses.
+    """
     by = _by_triton if _kernels()._use_triton(logits.device) else _by_torch
-    return by(logits, targets, weigh, trains=trains)
+    return by(logits, targets, losses, weigh, trains=trains)
 
 
-def _by_torch(logits: torch.Tensor, targets: torch.Tensor, weigh: TokenWeights, *, trains: bool) -> torch.Tensor:
+def _by_torch(
+    logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, weigh: TokenWeights, *, trains: bool
+) -> torch.Tensor:
     """Do `_loss_in_place` some rows at a time, in float32."""
     total = torch.zeros((), device=logits.device)
-    for part, goals in zip(logits.split(_SLICE), targets[:, None].split(_SLICE), strict=True):
+    columns = (values[:, None].split(_SLICE) for values in (targets, losses))
+    for part, goals, lost in zip(logits.split(_SLICE), *columns, strict=True):
         log_probs = part.log_softmax(dim=-1, dtype=torch.float32)
         own = log_probs.gather(1, goals)
         weights = weigh(own)
-        total -= (weights * own).sum()
+        total += torch.mul(weights, own, out=lost).neg_().sum()
         if trains:
             part.copy_(log_probs.exp_().scatter_add_(1, goals, -torch.ones_like(own)).mul_(weights))
     return total
 
 
-def _by_triton(logits: torch.Tensor, targets: torch.Tensor, weigh: TokenWeights, *, trains: bool) -> torch.Tensor:
+def _by_triton(
+    logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, weigh: TokenWeights, *, trains: bool
+) -> torch.Tensor:
     """Do `_loss_in_place` by TRL's kernels. They read `logits` once for the loss and once for the gradients."""
     kernels, (count, words) = _kernels(), logits.shape
     block, no_figures = kernels._BLOCK_SIZE, {f"HAS_{name.upper()}": False for name in kernels.OPTIONAL_OUTPUTS}
@@ -362,7 +423,7 @@ def _by_triton(logits: torch.Tensor, targets: torch.Tensor, weigh: TokenWeights,
         kernels._backward_kernel[(count, -(-words // block))](
             *given, log_sums, unused, -weights, unused, 0, words, **flags
         )
-    return -(weights * own).sum()
+    return torch.mul(weights, own, out=losses).neg_().sum()
 
 
 def add_answer_scores(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
@@ -373,7 +434,9 @@ def add_answer_scores(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
     name_backbone(model)
     head = _LabelledHead(model, outputs)
 
-    def score(self: PreTrainedModel, asked: str, labels: torch.Tensor, at: np.ndarray | None, batch: Batch) -> object:
+    def score(
+        self: PreTrainedModel, asked: str, labels: torch.Tensor, at: np.ndarray | None, owners: object, batch: Batch
+    ) -> object:
         hidden = self.base_model(**{**batch, "use_cache": False}).last_hidden_state
         return head.run_head(hidden, labels, _on_device_of(labels, at))
 
@@ -422,7 +485,7 @@ def add_scores(model: PreTrainedModel) -> None:
 
     The loss takes the scores of last tokens. On a padded batch the model's own call is the definition.
     """
-    add_calls(model, ("every_token",), lambda self, asked, labels, places, batch: _scores(self, batch))
+    add_calls(model, ("every_token",), lambda self, asked, labels, places, owners, batch: _scores(self, batch))
 
 
 def outputs_of_tokens(model: PreTrainedModel) -> AbstractContextManager[None]:

@@ -163,7 +163,8 @@ class RouterLoss:
 def without_labels(batch: Batch) -> Batch:
     """Return `batch` without labels, so that its forward pass can skip the output head."""
     labels = torch.full_like(batch["shift_labels"], IGNORE)
-    return {**batch, "shift_labels": labels, "label_places": np.zeros(0, np.int64)}
+    none = np.zeros(0, np.int64)
+    return {**batch, "shift_labels": labels, "label_places": none, "label_owners": none}
 
 
 def _sum(loads: Sequence[torch.Tensor]) -> torch.Tensor:

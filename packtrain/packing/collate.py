@@ -79,9 +79,12 @@ def collate_shared(documents: Sequence[Document], row: SharedRow, sight: Sight |
     """Collate a row with each shared beginning once. Otherwise like `collate_flat`.
 
     `documents` are in the order of `row`. `label_places` int64 [n] also comes: a token's place once for each document that trains it.
+    `label_owners` int64 [n] has these documents.
     """
     batch, trained = _collate_row(documents, row.segments, row.places, sight)
-    return {**batch, "label_places": np.sort(np.concatenate(trained))}
+    places = np.concatenate(trained)
+    owners, order = np.repeat(np.arange(len(trained)), [*map(len, trained)]), np.argsort(places, kind="stable")
+    return {**batch, "label_places": places[order], "label_owners": owners[order]}
 
 
 def _collate_row(
@@ -141,7 +144,9 @@ def part_of(batch: ModelInputs, part: int, parts: int) -> ModelInputs:
     if "shift_labels" in batch:
         places = batch["label_places"] if "label_places" in batch else label_positions(batch["shift_labels"])
         first, end, _ = here.indices(segments.tokens)
-        own["label_places"] = places[(places >= first) & (places < end)] - first
+        mine = (places >= first) & (places < end)
+        own["label_places"] = places[mine] - first
+        own |= {"label_owners": batch["label_owners"][mine]} if "label_owners" in batch else {}
     return {**batch, **own, **row_arguments(segments)}
 
 

@@ -7,7 +7,7 @@ Each step is a small data set with its own schedule. It is laid out, collated an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, replace
 from pathlib import Path
@@ -129,7 +129,7 @@ class Feed:
             fix = "Compare the files with sha256sum, or train on a shared disk."
             raise UserError(what, where="data.train", fix=fix, code="ranks-read-differently")
 
-    def rows(self, numbers: list[int]) -> list[str]:
+    def rows(self, numbers: Iterable[int]) -> list[str]:
         """Return FILE:LINE of examples of the current step."""
         return [self._window.rows[number] for number in numbers]
 

@@ -44,7 +44,7 @@ class MicroBatch:
     """The `inputs` of one forward pass, and its counts. `trained` targets, real `tokens`, `slots` (with padding), `examples`; a filler has
     only slots. For pairs and for answers with labels, `trained` counts the targets of the chosen answers and `rejected` the others. The first
     micro-batch of a step may hold `mismatched` pairs of the whole step (objectives/kto/run.py). If `parts` ranks split the row, `inputs` holds the
-    tokens of part number `part`; the counts are for the whole row.
+    tokens of part number `part`; the counts are for the whole row. `numbers` are those of its examples, in the order of the row.
     """
 
     inputs: Inputs
@@ -56,6 +56,7 @@ class MicroBatch:
     mismatched: tuple[MicroBatch, ...] = ()
     part: int = 0
     parts: int = 1
+    numbers: Sequence[int] | np.ndarray = ()
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
@@ -210,6 +211,7 @@ class Steps(ByStep):
             if self.sight is not None:  # a blank picture keeps its tokens
                 filler = torch.where(torch.isin(ids, torch.tensor(self.sight.tokens)), ids, filler)
             batch = replace(batch, inputs={**batch.inputs, "input_ids": filler})
+        batch = replace(batch, numbers=numbers)
         return batch.split(self.rank, self.schedule.ranks_per_row) if is_split and len(numbers) else batch
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
@@ -223,6 +225,8 @@ class Steps(ByStep):
         else:
             inputs = collate_flat(documents, self.sight)
         inputs.setdefault("label_places", label_positions(inputs["shift_labels"]))
+        trained = [int(document.loss_mask[1:].sum()) for document in documents]
+        inputs.setdefault("label_owners", np.repeat(np.arange(len(documents)), trained))
         slots = max(inputs["input_ids"].numel(), tokens)
         return MicroBatch(inputs, len(inputs["label_places"]), tokens, slots, examples=len(documents))
 

@@ -25,6 +25,7 @@ from packtrain.train.checkpoint.folder import folder_of
 from packtrain.train.checkpoint.state import Checkpoints
 from packtrain.train.engine import engine_of
 from packtrain.train.loader import MicroBatch, Steps, WorkRecord, step_loader
+from packtrain.train.log.ledger import Ledger
 from packtrain.train.log.metrics import EXCHANGE_EVERY, RankTimes, SourceCounts, StepClock, StepMetrics, StepSums
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import FEW, SeenUpdates
@@ -75,7 +76,13 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
 class StepTrainer:
     """Trainer of a run. `listeners` are told of its steps, logged lines and evaluations."""
 
-    def __init__(self, loss: Loss, settings: LoopSettings, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(
+        self,
+        loss: Loss,
+        settings: LoopSettings,
+        listeners: Sequence[Listener] = (),
+        ledger: Ledger | None = None,
+    ) -> None:
         self.loss, self.settings = loss, settings
         self.steps, self.evaluation = settings.steps, dict(settings.evaluation)
         self.model, self.accelerator = loss.model, loss.accelerator
@@ -95,7 +102,8 @@ class StepTrainer:
         self.step_metrics = StepMetrics(self.accelerator, self.model, dtype, settings.steps, forwards=forwards)
         self.source_counts = SourceCounts(settings.steps.data.report.sources)
         loss.report_phase = self.clock.enter
-        self.state, self.listeners = RunState(), [*listeners]
+        self.ledger = ledger or Ledger()
+        self.state, self.listeners = RunState(), [*listeners, self.ledger]
         self._steps_watched, self._resumed_from = 0, None
         self._loss_and_counts = (torch.zeros(()), torch.zeros(4))  # of the current step, for `_judge_for_engine`
         self._sums: StepSums  # of the current step
@@ -194,12 +202,14 @@ class StepTrainer:
         total = torch.zeros((), device=self.loss.device)
         self._forget_step = self.loss.mark_metrics()
         self.loss.open_step(micro_batches)
+        self.ledger.begin(self.steps, self.state.step)
         with self.engine.casting_once():
             for number, batch in enumerate(micro_batches, start=1):
                 self.work.begin(self.state.step, number, batch)
                 self.clock.enter("forward", micro=number)
                 with self.engine.exchanging_gradients(last=number == len(micro_batches)):
                     loss = self.loss.compute(model, batch, counts)
+                    self.ledger.add(batch, self.loss.by_document)
                     total += loss.detach()
                     self._loss_and_counts = total, counts
                     self.clock.enter("backward", micro=number)
@@ -228,6 +238,7 @@ class StepTrainer:
         if not self.spikes.spike_reason:
             return Judgement(loss, norm)
         self._forget_step()
+        self.ledger.drop_step()
         back = self.spikes.decide(step, self._newest_checkpoint, self._measure_example_losses)
         return Judgement(None, torch.tensor(self.spikes.recent.last()[1]), back)
 
@@ -269,6 +280,7 @@ class StepTrainer:
             loss = cast(torch.Tensor, self.accelerator.gather(torch.stack(losses).mean())).mean().item()
         self._raise_if_not_finite(loss)
         self._losses_since_log = []
+        self.ledger.gather(self.loss)
         line = {
             "loss": loss,
             "grad_norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
@@ -319,6 +331,7 @@ class StepTrainer:
     def save_checkpoint(self) -> None:
         """Start to write the checkpoint of this step in the background. The step has been logged, so its loss is finite."""
         self.clock.enter("checkpoint", step=self.state.step)
+        self.writer.write_later(self.ledger.wait)
         self.checkpoints.save(self.state, self.spikes.recent)
         self.state.saves = False
 

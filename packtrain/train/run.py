@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -25,12 +26,14 @@ from rich.markup import escape
 
 from packtrain.attention.backends import deterministic
 from packtrain.changes.spec import proposals
-from packtrain.config.schema import RunConfig, Trainer
+from packtrain.config.schema import RunConfig, Trainer, sources
 from packtrain.config.yaml_files import shown
+from packtrain.data.dataset import PairDataset
 from packtrain.data.prepare import PreparedData
+from packtrain.data.sources.locate import locate
 from packtrain.errors import Json, LostPeers, PacktrainError, UserError, boundary
 from packtrain.inspect.audit import sample_answers
-from packtrain.inspect.corpus import find_places, open_corpus
+from packtrain.inspect.corpus import RowPlaces, find_places, open_corpus
 from packtrain.model.forward import outputs_of_tokens
 from packtrain.model.layers import can_recompute
 from packtrain.model.load import base_model, check_positions, check_trainable, is_reward_model
@@ -52,10 +55,11 @@ from packtrain.train.library_errors import explained, memory_error
 from packtrain.train.loader import Steps
 from packtrain.train.log import console
 from packtrain.train.log.console import Log, quiet_libraries, warnings_to
+from packtrain.train.log.ledger import Ledger
 from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
-from packtrain.train.objectives.loss import Setup
+from packtrain.train.objectives.loss import Loss, Setup
 from packtrain.train.objectives.training_objective import Start
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.weight_groups import freeze_unreached, reduce_unreached
@@ -155,8 +159,8 @@ def _train(run: Run, trainer: StepTrainer, checkpoint: Path | None, finish: Fini
     summary = results.Summary(trainer, run.prepared.data, run.prepared.backend, started, early)
     with ExitStack() as ending:
         ending.enter_context(told_at_once(lambda number: log.say(_while_stopping(trainer, number))))
-        for tracker in run.trackers:
-            ending.callback(tracker.close)
+        for ended in (*run.trackers, trainer.ledger):
+            ending.callback(ended.close)
         try:
             with trainer.writer:
                 run_steps(trainer, checkpoint)
@@ -315,7 +319,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     )
     with boundary("the trainer cannot be made", "optim", code="trainer-unusable"):
         loss = prepared.objective.loss(Setup(model, prepared.tokenizer, settings))
-        trainer = StepTrainer(loss, settings, _listeners(run))
+        trainer = StepTrainer(loss, settings, _listeners(run), _ledger(run, loss))
     if peak := trainer.step_metrics.peak:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
     largest = find_largest(steps, settings.first_step)
@@ -379,6 +383,18 @@ def _listeners(run: Run) -> list[Listener]:
     if trainer.early_stop_patience and trainer.eval_every:
         listeners.append(EarlyStop(trainer.early_stop_patience, trainer.eval_every, run.log))
     return [*listeners, run.progress]
+
+
+def _ledger(run: Run, loss: Loss) -> Ledger:
+    """Make the ledger, which reads no source before it writes."""
+    config, data = run.config, run.prepared.data.train
+    if not config.trainer.ledger:
+        return Ledger()
+    stores = (data.documents if isinstance(data, PairDataset) else data).stores
+    seed, kind, split = config.trainer.seed, config.objective.kind, config.data.split_text
+    files = (locate(source, "train", seed, kind, split) for source in sources(config.data.train, "train"))
+    path = run.folder.ledger if run.ranks.main else None
+    return Ledger(loss.document_figures, path, partial(RowPlaces, files, stores), run.log.warn)
 
 
 def _try_saving(run: Run, ends: list[int]) -> None:

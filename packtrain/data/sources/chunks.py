@@ -70,16 +70,20 @@ class Chunk:
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def place(self, at: int) -> str:
+        """Return the place of row `at`, from 0."""
+        return f"{self.origin}{':' if self.by_line else ', row '}{self.numbers[at]}"
+
     def rows(self) -> Iterator[tuple[str, RawRow]]:
         """Yield each row with its place."""
-        for at, number in enumerate(self.numbers):
+        for at in range(len(self)):
             if isinstance(self.values, pa.RecordBatch):
                 row = _read_table_row(self.values, at)
             else:
                 value = self.values[at]
                 row = _parse_line(value) if isinstance(value, bytes) else value
             row = row if self.translate is None else self.translate(row)
-            yield f"{self.origin}{':' if self.by_line else ', row '}{number}", row
+            yield self.place(at), row
 
 
 def cut_into_chunks(origin: str, rows: Iterable[tuple[int, Value, int]], *, by_line: bool = True) -> Iterator[Chunk]:

@@ -7,7 +7,7 @@ Evaluation is exact over the whole set, without the routers' loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -19,7 +19,7 @@ from packtrain.attention.spec import BACKENDS
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import Document, TokenDataset
 from packtrain.errors import UserError
-from packtrain.model.forward import Head, choose_head, patch_forward
+from packtrain.model.forward import Head, TokenLosses, choose_head, patch_forward, sum_by_document
 from packtrain.model.load import base_model
 from packtrain.model.routers import router_loss, without_labels
 from packtrain.monitor.heartbeat import waiting
@@ -47,6 +47,7 @@ class SFTLoss(Loss):
         self.routers = router_loss(base)
         head = patch_forward(base, token_objective=objective, autocast=self.autocast, backend=self.settings.backend)
         self.head = cast(Head, head)
+        self.document_figures = ("loss_sum",)
 
     def open_step(self, batches: Sequence[MicroBatch]) -> None:
         """Counts the routers' load over the step."""
@@ -58,10 +59,13 @@ class SFTLoss(Loss):
         # DDP averages gradients over ranks; clamped so that a step without trained tokens is a zero and not 0 / 0
         scale = self.accelerator.num_processes / counts[0].clamp(min=1)
         inputs = batch.inputs_on(self.device)
-        if self.routers is None:
-            return model(**inputs, loss_sum=True) * scale
-        with self.routers.watching(real=batch.examples > 0) as loads:
+        self.head.record = record = TokenLosses() if self.settings.trainer.ledger else None
+        with nullcontext([]) if self.routers is None else self.routers.watching(real=batch.examples > 0) as loads:
             loss = model(**inputs, loss_sum=True) * scale
+        self.by_document = (sum_by_document(record, batch.examples),) if record and batch.examples else ()
+        self.head.record = None
+        if self.routers is None:
+            return loss
         return loss + self.routers.part(loads) * self.accelerator.num_processes
 
     def pop_metrics(self) -> dict[str, float]:

@@ -60,6 +60,10 @@ class Loss:
     A subclass defines `compute` and `evaluate`. Its `__init__` patches the forward of the model (model/forward.py).
     """
 
+    document_figures: tuple[str, ...] = ()
+    """Figures of each example for ledger.jsonl (train/log/ledger.py); without any there is none. `loss_sum` is a sum over trained tokens."""
+    by_document: tuple[torch.Tensor, ...] = ()
+    """These figures of the last micro-batch, without gradients: [examples] each, or [0] of a filler."""
     extra_forwards = 0
     """Further forward passes of a step, for the count of FLOPs: by the reference, and for kto's KL estimate."""
 
