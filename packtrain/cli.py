@@ -216,7 +216,10 @@ def inspect(
     for name in (name for name, value in stray.items() if value is not None):
         what = "it does not go with --ledger" if ledger else "it chooses from the rows of --ledger"
         raise UserError(
-            what, where=name, fix="Leave one of them out." if ledger else "Give both.", code="ledger-options"
+            what,
+            where=name,
+            fix="Leave one of them out." if ledger else "Give --ledger RUN_DIR, too.",
+            code="ledger-options",
         )
     run, launch = _config_and_plan(arguments)
     if ledger:

@@ -64,7 +64,7 @@ def show_choice(config: RunConfig, choice: Choice, *, as_json: bool) -> int:
     for row in rows:
         losses = " → ".join(f"{loss:.4g}" for loss in row["losses"])
         margin = f", margin {row['margin']:.4g}" if "margin" in row else ""
-        terminal.say(f"{visible(row['row'])} · loss {losses}, {row['excess']:+.4g} to the usual{margin}", "bold")
+        terminal.say(f"{visible(row['row'])} · loss {losses}, {row['excess']:+.4g} over the median{margin}", "bold")
         terminal.say(f"   {visible(texts.get(row['row'], '(not in the data now)'))}", "dim")
     terminal.say(f"{counted(len(rows), 'rows')} of {counted(len(ledger.rows), 'documents')}, {choice.sort} first")
     if choice.write is not None:

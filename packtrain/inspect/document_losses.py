@@ -20,8 +20,8 @@ import numpy as np
 from packtrain.data.sources.left_out import split_place
 from packtrain.errors import Json
 
-_BLOCK = 64
-"""Lines, in the order of time, that make one median."""
+_AT_ONCE = 16
+"""Smaller steps than this are compared together."""
 Sort = Literal["hardest", "easiest", "forgotten", "alike"]
 _KEYS = {"hardest": ("excess", -1), "easiest": ("excess", 1), "forgotten": ("forgotten", -1), "alike": ("change", 1)}
 """The figure to sort by, and whether the largest (-1) or the smallest ones come first."""
@@ -31,8 +31,8 @@ _KEYS = {"hardest": ("excess", -1), "easiest": ("excess", 1), "forgotten": ("for
 class DocumentLosses:
     """Documents of a run: their `rows` (FILE:LINE) and `losses` of all passes, and figures by name, float64 [documents] each.
 
-    `first` and `last` are losses. `forgotten` is how much the last loss is above the best one, if that was below the median of the last
-    losses. `change` is 1 - best / worst loss, if there are several passes. `margin` is a pair's last one. A document without a figure has NaN.
+    `first` and `last` are losses. `forgotten` is how much the last loss is above the best one, if the best one was nearer to the last losses of
+    all documents than to their first ones. `change` is 1 - best / worst loss, if there are several passes. `margin` is a pair's last one. A document without a figure has NaN.
     `skipped` counts torn lines, and lines that were written again.
     """
 
@@ -88,22 +88,25 @@ def _summarise(table: np.ndarray, names: Sequence[str], torn: int) -> DocumentLo
     """Make the figures from lines float64 [lines, 6]: step, document, tokens, loss, margin, number of the row."""
     ordered = table[np.lexsort((table[:, 1], table[:, 0]))]
     last_written = np.append((np.diff(ordered[:, :2], axis=0) != 0).any(axis=1), True)
-    _, document, tokens, loss, margin, row = ordered[last_written].T
-    blocks = np.array_split(loss, max(1, len(loss) // _BLOCK))
-    centres = np.cumsum([len(block) for block in blocks]) - len(blocks[0]) / 2
-    excess = loss - np.interp(np.arange(len(loss)), centres, [float(np.median(block)) for block in blocks])
+    step, document, tokens, loss, margin, row = ordered[last_written].T
+    together = np.searchsorted(step, step) // _AT_ONCE
+    _, first, count = np.unique(together, return_index=True, return_counts=True)
+    sorted_losses = loss[np.lexsort((loss, together))]
+    medians = (sorted_losses[first + (count - 1) // 2] + sorted_losses[first + count // 2]) / 2
+    excess = loss - np.repeat(medians, count)
     if len(np.unique(document)) == len(document):  # a stream numbers the documents of each pass anew
         document = row * (tokens.max() + 1) + tokens
     order = np.argsort(document, kind="stable")
     starts = np.flatnonzero(np.diff(document[order], prepend=np.nan) != 0)
     passes, ends, losses = np.diff(starts, append=len(order)), np.append(starts[1:], len(order)) - 1, loss[order]
     last, best, worst = losses[ends], np.minimum.reduceat(losses, starts), np.maximum.reduceat(losses, starts)
+    learned = (np.median(losses[starts]) + np.median(last)) / 2
     figures = {
         "tokens": tokens[order][ends],
         "first": losses[starts],
         "last": last,
         "excess": np.add.reduceat(excess[order], starts) / passes,
-        "forgotten": np.where((last > best) & (best < np.median(last)), last - best, np.nan),
+        "forgotten": np.where((last > best) & (best < learned), last - best, np.nan),
         "change": np.where((passes > 1) & (worst > 0), 1 - best / np.where(worst > 0, worst, 1), np.nan),
         "margin": margin[order][ends],
     }

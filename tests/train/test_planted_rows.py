@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import packtrain
 from here import run_here
 from running import base_config, written
-
-from tests.unit.command_line import packtrain
 
 WORDS = (
     "apple bread milk cheese honey lemon onion rice salt tea river stone cloud storm field tree leaf seed lamp chair"
