@@ -147,7 +147,7 @@ class Mirror:
         if best in self._manifests and best not in (step, *list_checkpoints(self._folder.checkpoints)):
             self._download(best)  # the run may end with its weights
         for path in self._folder.entries():
-            if path.name in self._names and (path in (self._folder.metrics, self._folder.spikes) or not path.exists()):
+            if path.name in self._names and (path in self._folder.records or not path.exists()):
                 path.write_bytes(self._read(path.name))
         publish(staging, target)
         return True
@@ -199,7 +199,10 @@ class Mirror:
             return
         finals = folder.finals
         inside = [path for final in finals if done for path in final.rglob("*") if path.is_file()]
-        for path in [*inside, *(path for path in folder.entries() if path.is_file() and path != folder.summary)]:
+        later = (
+            {folder.summary} if done else {folder.summary, folder.ledger}
+        )  # the ledger may be large: with checkpoints
+        for path in [*inside, *(path for path in folder.entries() if path.is_file() and path not in later)]:
             self._copy(path)
         gone = {name for name in self._names if name.startswith(tuple(f"{final.name}/" for final in finals))}
         for name in gone - {str(path.relative_to(folder.root)) for path in inside}:
@@ -216,7 +219,7 @@ class Mirror:
         self._remove_checkpoint(step)
         for name in written_into(checkpoint):
             self._put(checkpoint / name)
-        for log in (self._folder.metrics, self._folder.spikes):  # a run that resumes from it needs their lines
+        for log in self._folder.records:
             if log.exists():
                 self._copy(log)
         self._put(checkpoint / MANIFEST)

@@ -102,6 +102,11 @@ class RunFolder:
         return [self.final, self.average, self.adapters, self.merged]
 
     @property
+    def records(self) -> list[Path]:
+        """The files whose lines until a checkpoint belong to it: a run that resumes there adds to them."""
+        return [self.metrics, self.spikes, self.ledger]
+
+    @property
     def restarted(self) -> Path:
         """The list of the run's restarts (trainer.restarts), if there were any."""
         return self.logs / "restarts.json"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, get_args
@@ -179,11 +179,12 @@ def open_corpus(
 
 
 class RowPlaces:
-    """FILE:LINE of the rows of documents, from one reading of the sources. Without sources it knows none."""
+    """FILE:LINE of the rows of data.train, from one more reading of its sources. Raises errors of sources that have gone or changed."""
 
-    def __init__(self, sources: Iterable[Source] = (), stores: Sequence[Store] = ()) -> None:
+    def __init__(self, config: RunConfig, stores: Sequence[Store]) -> None:
         self._chunks, self._firsts, first = list[Chunk](), list[int](), 0
-        for source, store in zip(sources, stores, strict=True):
+        for given, store in zip(sources(config.data.train, "train"), stores, strict=True):
+            source = locate(given, "train", config.trainer.seed, config.objective.kind, config.data.split_text)
             rows = first + len(store.fates)
             for chunk in source.chunks():
                 start, end = chunk.numbers[0], chunk.numbers[-1] + 1
@@ -193,19 +194,14 @@ class RowPlaces:
                 first += len(chunk)
             if first != rows:
                 raise ValueError(f"{source.name} has other rows now")
-        documents = [store.fates["documents"] for store in stores] or [np.zeros(0, np.int32)]
-        self._row_of = np.repeat(np.arange(first, dtype=np.int32), np.concatenate(documents))
+        documents = np.concatenate([store.fates["documents"] for store in stores])
+        self._row_of = np.repeat(np.arange(first, dtype=np.int32), documents)
 
-    def of(self, documents: np.ndarray) -> list[str | None]:
-        """Return FILE:LINE of documents, by their numbers through the stores; None if it is not known."""
-        if not self._chunks:
-            return [None] * len(documents)
+    def of(self, documents: np.ndarray) -> list[str]:
+        """Return FILE:LINE of documents, by their numbers through the stores."""
         rows = self._row_of[documents]
         chunks = np.searchsorted(self._firsts, rows, side="right") - 1
-        return [
-            self._chunks[at].place(row - self._firsts[at])
-            for at, row in zip(chunks.tolist(), rows.tolist(), strict=True)
-        ]
+        return [self._chunks[at].place(row - self._firsts[at]) for at, row in zip(chunks, rows.tolist(), strict=True)]
 
 
 def find_places(corpus: Corpus, rows: Collection[int]) -> dict[int, str]:

@@ -46,10 +46,9 @@ from packtrain.packing.segments import own_tokens
 from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of
 from packtrain.system import holding
 
-TokenLosses = list[tuple[np.ndarray, torch.Tensor]]
-"""Token losses of each call of a micro-batch: the document of each token int [n], and the losses float32 [n]."""
 Batch = dict[str, Any]
 """Arguments of a model's forward by name: the tensors of a collated micro-batch, and more."""
+Places = np.ndarray | None
 _CPU_CHUNK = 512
 _SLICE = 128  # number of tokens with float32 log-probabilities at a time, without Triton
 _ALIGNED = 64  # rows of logits are padded to a multiple of it: products are then fast for any vocabulary
@@ -67,8 +66,16 @@ class Head:
     weigh: TokenWeights
     kind: HeadKind
     refusal: str = ""
-    record: TokenLosses | None = None
-    """Unless None, each call of `loss_sum` adds its token losses, without gradients."""
+    record: list[tuple[np.ndarray, list[torch.Tensor]]] | None = None
+    """Unless None, each call of `loss_sum` adds the document of each target, int64 [n] (`label_owners`), and minus their losses in parts."""
+
+    @torch.no_grad()
+    def losses_of(self, documents: int) -> torch.Tensor:
+        """Return the sum of the recorded losses by document, float64 [documents]."""
+        owners, parts = zip(*self.record or (), strict=True)
+        negative = torch.cat([part.flatten() for own in parts for part in own]).double()
+        places = to_device(torch.from_numpy(np.concatenate(owners)), negative.device)
+        return negative.new_zeros(documents).index_add_(0, places, negative, alpha=-1)
 
 
 def patch_forward(
@@ -113,17 +120,12 @@ def add_calls(model: PreTrainedModel, names: tuple[str, ...], run: Callable[...,
     inner = model.forward
 
     @functools.wraps(type(model).forward)
-    def forward(
-        self: PreTrainedModel,
-        *args: object,
-        label_places: object = None,
-        label_owners: object = None,
-        **batch: object,
-    ) -> object:
+    def forward(self: PreTrainedModel, *args: object, **batch: object) -> object:
         asked = [name for name in names if batch.pop(name, False)]
+        places, owners = batch.pop("label_places", None), batch.pop("label_owners", None)
         if not asked:
             return inner(*args, **batch)
-        return run(self, asked[0], batch.pop("shift_labels", None), label_places, label_owners, batch)
+        return run(self, asked[0], batch.pop("shift_labels", None), places, owners, batch)
 
     model.forward = types.MethodType(forward, model)
 
@@ -149,54 +151,41 @@ def add_loss_sum(model: PreTrainedModel, *, weigh: TokenWeights = equal_weights,
     head, labelled = Head(weigh, "summed" if _is_linear(model) else "by token"), _LabelledHead(model, ("log_probs",))
 
     def lose(
-        self: PreTrainedModel,
-        asked: str,
-        labels: torch.Tensor,
-        at: np.ndarray | None,
-        owners: np.ndarray | None,
-        batch: Batch,
+        self: PreTrainedModel, asked: str, labels: torch.Tensor, at: Places, owners: Places, batch: Batch
     ) -> object:
         if getattr(self.config.get_text_config(), "output_router_logits", False):
             batch["output_router_logits"] = False  # skips the model's own router loss, which is not used
         with _embedding_noise(self, neftune_alpha, batch) if neftune_alpha and self.training else nullcontext():
             places = _on_device_of(labels, at)  # a place may occur several times
-            note = partial(_note, head.record, owners)
+            found, note = list[torch.Tensor](), weigh
+            if head.record is not None and owners is not None and len(owners):
+                head.record.append((owners, found))
+                note = partial(_weigh_and_note, weigh, found)
             if head.kind == "full logits":
                 log_probs = _log_probs(inner_forward(**batch, use_cache=False).logits, labels)
             else:
                 hidden = self.base_model(**batch, use_cache=False).last_hidden_state
                 if head.kind == "summed" and asked != "token_losses":
+                    run = compare_gradients if asked == "head_gradients" else sum_losses
                     output = cast(nn.Linear, self.get_output_embeddings())
-                    given = hidden.flatten(0, 1)[places], labels.flatten()[places], output, weigh
-                    if asked == "head_gradients":
-                        return compare_gradients(*given)
-                    return sum_losses(*given, note(torch.empty(len(places), device=labels.device)))
+                    return run(hidden.flatten(0, 1)[places], labels.flatten()[places], output, note)
                 once = _on_device_of(labels, None if at is None else np.unique(at))
                 log_probs = cast(torch.Tensor, labelled.run_head(hidden, labels, once).log_probs)
         losses = -weigh(log_probs) * log_probs
-        return losses if asked == "token_losses" else note(losses.flatten()[places]).sum()
+        if asked == "token_losses":
+            return losses
+        found.append(-(own := losses.flatten()[places]).detach())
+        return own.sum()
 
     add_calls(model, ("loss_sum", "token_losses", "head_gradients"), lose)
     return head
 
 
-def _note(record: TokenLosses | None, owners: np.ndarray | None, losses: torch.Tensor) -> torch.Tensor:
-    """Add token losses [n] with their documents to `record`, if there is one. Returns the losses."""
-    if record is not None and owners is not None:
-        record.append((owners, losses.detach()))
-    return losses
-
-
-@torch.no_grad()
-def sum_by_document(record: TokenLosses, documents: int) -> torch.Tensor:
-    """Sum the recorded token losses of a micro-batch by document: float32 [documents]."""
-    owners = np.concatenate([own for own, _ in record])
-    losses = record[0][1] if len(record) == 1 else torch.cat([own for _, own in record])
-    if (owners[1:] < owners[:-1]).any():  # documents share tokens, or ran one by one
-        losses = losses[to_device(torch.from_numpy(np.argsort(owners, kind="stable")), losses.device)]
-    lengths = to_device(torch.from_numpy(np.bincount(owners, minlength=documents)), losses.device)
-    # unsafe: no wait for the GPU
-    return torch.segment_reduce(losses.float(), "sum", lengths=lengths, unsafe=True, initial=0)
+def _weigh_and_note(weigh: TokenWeights, losses: list[torch.Tensor], log_probs: torch.Tensor) -> torch.Tensor:
+    """Return the weights of tokens. Add minus their losses to `losses`."""
+    weights = weigh(log_probs)
+    losses.append(log_probs if weigh is equal_weights else weights * log_probs)
+    return weights
 
 
 def _embedding_noise(model: PreTrainedModel, alpha: float, batch: Batch) -> AbstractContextManager[object]:
@@ -279,22 +268,13 @@ def _is_linear(model: PreTrainedModel) -> bool:
     return plain and type(model.get_output_embeddings()) is nn.Linear
 
 
-def sum_losses(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    head: nn.Linear,
-    weigh: TokenWeights,
-    losses: torch.Tensor | None = None,
-) -> torch.Tensor:
+def sum_losses(hidden: torch.Tensor, targets: torch.Tensor, head: nn.Linear, weigh: TokenWeights) -> torch.Tensor:
     """Sum the losses of `targets` int64 [n] after `hidden` [n, d]: a float32 scalar. Its backward pass runs only once.
 
-    The single losses are written into `losses` float32 [n]. The products of `head` are in float32 on a CPU, elsewhere in autocast's format or
-    the format of `hidden`.
+    The products of `head` are in float32 on a CPU, elsewhere in autocast's format or the format of `hidden`.
     """
-    losses = torch.empty(len(targets), device=targets.device) if losses is None else losses
     with maybe_gather_lm_head_ctx(head.weight, head.bias):  # type: ignore[arg-type]
-        given = hidden, head.weight, head.bias, targets, losses, weigh, torch.is_grad_enabled()
-        return _SummedLoss.apply(*given)  # type: ignore[return-value]
+        return _SummedLoss.apply(hidden, head.weight, head.bias, targets, weigh, torch.is_grad_enabled())  # type: ignore[return-value]
 
 
 @torch.enable_grad()
@@ -307,8 +287,7 @@ def compare_gradients(
         rows, weight = hidden.detach().requires_grad_(), head.weight.detach().requires_grad_(head.weight.requires_grad)
         bias = None if head.bias is None else head.bias.detach().requires_grad_(head.bias.requires_grad)
         inputs = [tensor for tensor in (rows, weight, bias) if tensor is not None and tensor.requires_grad]
-        losses = torch.empty(len(targets), device=targets.device)
-        own = _SummedLoss.apply(rows, weight, bias, targets, losses, weigh, True)
+        own = _SummedLoss.apply(rows, weight, bias, targets, weigh, True)
         log_probs = -F.cross_entropy(F.linear(rows, weight, bias).float(), targets, reduction="none")
         definition = -(weigh(log_probs) * log_probs).sum()
         pairs = zip(torch.autograd.grad(own, inputs), torch.autograd.grad(definition, inputs), strict=True)
@@ -324,7 +303,6 @@ class _SummedLoss(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        losses: torch.Tensor,
         weigh: TokenWeights,
         trains: bool,
     ) -> torch.Tensor:
@@ -340,12 +318,12 @@ class _SummedLoss(torch.autograd.Function):
         of_weight = torch.zeros(weight.shape, device=device) if needed[1] else None
         of_bias = torch.zeros(words, device=device) if needed[2] else None
         for start in range(0, len(rows), chunk):
-            part, goals, lost = (every[start : start + chunk] for every in (rows, targets, losses))
+            part, goals = rows[start : start + chunk], targets[start : start + chunk]
             logits = buffer[: len(part), :words]
             torch.mm(part, matrix.t(), out=logits)
             if bias is not None:
                 logits.add_(bias.to(dtype))
-            total += _loss_in_place(logits, goals, lost, weigh, trains=any(needed))
+            total += _loss_in_place(logits, goals, weigh, trains=any(needed))
             if of_hidden is not None:
                 torch.mm(logits, matrix, out=of_hidden[start : start + chunk])
             if of_weight is not None:
@@ -360,7 +338,7 @@ class _SummedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         scaled = [made if made is None else made.mul_(gradient).to(dtype) for made, dtype in gradients]
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None
 
 
 def _kernels() -> ModuleType:
@@ -376,36 +354,26 @@ def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def _loss_in_place(
-    logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, weigh: TokenWeights, *, trains: bool
-) -> torch.Tensor:
-    """Sum the losses of `targets` [n]: a float32 scalar. If it `trains`, `logits` [n, words] become the gradients of that sum.
-
-    `losses` float32 [n] receive the single losses.
-    """
+def _loss_in_place(logits: torch.Tensor, targets: torch.Tensor, weigh: TokenWeights, *, trains: bool) -> torch.Tensor:
+    """Sum the losses of `targets` [n]: a float32 scalar. If it `trains`, `logits` [n, words] become the gradients of that sum."""
     by = _by_triton if _kernels()._use_triton(logits.device) else _by_torch
-    return by(logits, targets, losses, weigh, trains=trains)
+    return by(logits, targets, weigh, trains=trains)
 
 
-def _by_torch(
-    logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, weigh: TokenWeights, *, trains: bool
-) -> torch.Tensor:
+def _by_torch(logits: torch.Tensor, targets: torch.Tensor, weigh: TokenWeights, *, trains: bool) -> torch.Tensor:
     """Do `_loss_in_place` some rows at a time, in float32."""
     total = torch.zeros((), device=logits.device)
-    columns = (values[:, None].split(_SLICE) for values in (targets, losses))
-    for part, goals, lost in zip(logits.split(_SLICE), *columns, strict=True):
+    for part, goals in zip(logits.split(_SLICE), targets[:, None].split(_SLICE), strict=True):
         log_probs = part.log_softmax(dim=-1, dtype=torch.float32)
         own = log_probs.gather(1, goals)
         weights = weigh(own)
-        total += torch.mul(weights, own, out=lost).neg_().sum()
+        total -= (weights * own).sum()
         if trains:
             part.copy_(log_probs.exp_().scatter_add_(1, goals, -torch.ones_like(own)).mul_(weights))
     return total
 
 
-def _by_triton(
-    logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, weigh: TokenWeights, *, trains: bool
-) -> torch.Tensor:
+def _by_triton(logits: torch.Tensor, targets: torch.Tensor, weigh: TokenWeights, *, trains: bool) -> torch.Tensor:
     """Do `_loss_in_place` by TRL's kernels. They read `logits` once for the loss and once for the gradients."""
     kernels, (count, words) = _kernels(), logits.shape
     block, no_figures = kernels._BLOCK_SIZE, {f"HAS_{name.upper()}": False for name in kernels.OPTIONAL_OUTPUTS}
@@ -423,7 +391,7 @@ def _by_triton(
         kernels._backward_kernel[(count, -(-words // block))](
             *given, log_sums, unused, -weights, unused, 0, words, **flags
         )
-    return torch.mul(weights, own, out=losses).neg_().sum()
+    return -(weights * own).sum()
 
 
 def add_answer_scores(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
@@ -435,7 +403,7 @@ def add_answer_scores(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
     head = _LabelledHead(model, outputs)
 
     def score(
-        self: PreTrainedModel, asked: str, labels: torch.Tensor, at: np.ndarray | None, owners: object, batch: Batch
+        self: PreTrainedModel, asked: str, labels: torch.Tensor, at: Places, owners: Places, batch: Batch
     ) -> object:
         hidden = self.base_model(**{**batch, "use_cache": False}).last_hidden_state
         return head.run_head(hidden, labels, _on_device_of(labels, at))

@@ -218,17 +218,25 @@ MEANS_OVER_TOKENS = {"sft"}
 
 
 def pair_loss(
-    pairs: Pairs, loss_weights: Mapping[str, float], options: PairOptions, count: torch.Tensor, tokens: torch.Tensor
+    pairs: Pairs,
+    loss_weights: Mapping[str, float],
+    options: PairOptions,
+    count: torch.Tensor,
+    tokens: torch.Tensor,
+    each: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return the micro-batch's share of the step's loss, in the shape of the counts.
 
     The shares of all micro-batches and ranks add up to the loss. `loss_weights` names the losses. The whole step has `count` pairs with
-    `tokens` chosen targets: scalars, or [n] to share in several means at once.
+    `tokens` chosen targets: scalars, or [n] to share in several means at once. `each` gets the losses of single pairs, [pairs], by name.
     """
     shares = []
     for name, weight in loss_weights.items():
-        total = (PAIR_LOSSES[name](pairs, options) * pairs.weights).sum()
-        shares.append(weight * total / (tokens if name in MEANS_OVER_TOKENS else count).clamp(min=1))
+        losses = PAIR_LOSSES[name](pairs, options) * pairs.weights
+        shares.append(weight * losses.sum() / (tokens if name in MEANS_OVER_TOKENS else count).clamp(min=1))
+        if each is not None:
+            own = weight * losses.detach()
+            each.append(own / pairs.chosen_tokens.clamp(min=1) if name in MEANS_OVER_TOKENS else own)
     return torch.stack(shares).sum(dim=0)
 
 

@@ -7,7 +7,7 @@ Each step is a small data set with its own schedule. It is laid out, collated an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, replace
 from pathlib import Path
@@ -129,7 +129,7 @@ class Feed:
             fix = "Compare the files with sha256sum, or train on a shared disk."
             raise UserError(what, where="data.train", fix=fix, code="ranks-read-differently")
 
-    def rows(self, numbers: Iterable[int]) -> list[str]:
+    def rows(self, numbers: list[int]) -> list[str]:
         """Return FILE:LINE of examples of the current step."""
         return [self._window.rows[number] for number in numbers]
 
@@ -183,4 +183,5 @@ class Feed:
         lengths, count = self.slots(window.data), len(window.rows)
         schedule = replace(steps.schedule, lengths=lengths, total_steps=1, examples_per_step=count, shuffle=False)
         schedule = replace(schedule, _rows_by_epoch={}, _row_counts={})
-        return replace(steps, data=window.data, schedule=schedule, feed=None)
+        before = (window.place["step"] - 1) * self.stream.examples_per_step
+        return replace(steps, data=window.data, schedule=schedule, feed=None, rows=window.rows, before=before)

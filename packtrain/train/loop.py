@@ -25,7 +25,7 @@ from packtrain.train.checkpoint.folder import folder_of
 from packtrain.train.checkpoint.state import Checkpoints
 from packtrain.train.engine import engine_of
 from packtrain.train.loader import MicroBatch, Steps, WorkRecord, step_loader
-from packtrain.train.log.ledger import Ledger
+from packtrain.train.log.ledger import Ledger, StepDocuments
 from packtrain.train.log.metrics import EXCHANGE_EVERY, RankTimes, SourceCounts, StepClock, StepMetrics, StepSums
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import FEW, SeenUpdates
@@ -108,6 +108,7 @@ class StepTrainer:
         self._loss_and_counts = (torch.zeros(()), torch.zeros(4))  # of the current step, for `_judge_for_engine`
         self._sums: StepSums  # of the current step
         self._losses_since_log: list[torch.Tensor] = []
+        self._documents_since_log: list[StepDocuments] = []
         self._forget_step: Callable[[], None] = lambda: None
         """Removes the current step's figures from the objective's metrics: a skipped step leaves none."""
 
@@ -136,7 +137,7 @@ class StepTrainer:
         """Restore the state of the run from `checkpoint`, if any. The length of the run is this run's."""
         self.state = RunState() if checkpoint is None else RunState.load(checkpoint)
         self.state.last_step = len(self.steps)
-        self._losses_since_log = []
+        self._losses_since_log, self._documents_since_log = [], []
         self.source_counts.restore(self.state.lines)
 
     def load_steps(self, checkpoint: Path | None) -> Iterator[list[MicroBatch]]:
@@ -202,14 +203,15 @@ class StepTrainer:
         total = torch.zeros((), device=self.loss.device)
         self._forget_step = self.loss.mark_metrics()
         self.loss.open_step(micro_batches)
-        self.ledger.begin(self.steps, self.state.step)
+        documents = StepDocuments(self.state.step + 1, *self.steps.at(self.state.step))
+        self._documents_since_log.append(documents)
         with self.engine.casting_once():
             for number, batch in enumerate(micro_batches, start=1):
                 self.work.begin(self.state.step, number, batch)
                 self.clock.enter("forward", micro=number)
                 with self.engine.exchanging_gradients(last=number == len(micro_batches)):
                     loss = self.loss.compute(model, batch, counts)
-                    self.ledger.add(batch, self.loss.by_document)
+                    documents.found.append((batch.numbers, self.loss.by_document))
                     total += loss.detach()
                     self._loss_and_counts = total, counts
                     self.clock.enter("backward", micro=number)
@@ -238,7 +240,7 @@ class StepTrainer:
         if not self.spikes.spike_reason:
             return Judgement(loss, norm)
         self._forget_step()
-        self.ledger.drop_step()
+        self._documents_since_log.pop()
         back = self.spikes.decide(step, self._newest_checkpoint, self._measure_example_losses)
         return Judgement(None, torch.tensor(self.spikes.recent.last()[1]), back)
 
@@ -279,8 +281,8 @@ class StepTrainer:
         with waiting("the loss of all ranks"):
             loss = cast(torch.Tensor, self.accelerator.gather(torch.stack(losses).mean())).mean().item()
         self._raise_if_not_finite(loss)
-        self._losses_since_log = []
-        self.ledger.gather(self.loss)
+        self.ledger.gather(self.loss, self._documents_since_log)
+        self._losses_since_log, self._documents_since_log = [], []
         line = {
             "loss": loss,
             "grad_norm": norm.item() if isinstance(norm, torch.Tensor) else norm,

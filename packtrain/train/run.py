@@ -26,11 +26,10 @@ from rich.markup import escape
 
 from packtrain.attention.backends import deterministic
 from packtrain.changes.spec import proposals
-from packtrain.config.schema import RunConfig, Trainer, sources
+from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.dataset import PairDataset
 from packtrain.data.prepare import PreparedData
-from packtrain.data.sources.locate import locate
 from packtrain.errors import Json, LostPeers, PacktrainError, UserError, boundary
 from packtrain.inspect.audit import sample_answers
 from packtrain.inspect.corpus import RowPlaces, find_places, open_corpus
@@ -386,15 +385,12 @@ def _listeners(run: Run) -> list[Listener]:
 
 
 def _ledger(run: Run, loss: Loss) -> Ledger:
-    """Make the ledger, which reads no source before it writes."""
+    """Make the ledger. It reads the sources again, in the background: tokens do not know where their rows are."""
     config, data = run.config, run.prepared.data.train
-    if not config.trainer.ledger:
-        return Ledger()
     stores = (data.documents if isinstance(data, PairDataset) else data).stores
-    seed, kind, split = config.trainer.seed, config.objective.kind, config.data.split_text
-    files = (locate(source, "train", seed, kind, split) for source in sources(config.data.train, "train"))
-    path = run.folder.ledger if run.ranks.main else None
-    return Ledger(loss.document_figures, path, partial(RowPlaces, files, stores), run.log.warn)
+    figures = loss.document_figures if config.trainer.ledger else ()
+    read = partial(RowPlaces, config, stores) if run.prepared.data.stream is None else None
+    return Ledger(figures, run.folder.ledger if run.ranks.main else None, read, run.log.warn)
 
 
 def _try_saving(run: Run, ends: list[int]) -> None:

@@ -58,6 +58,8 @@ LAYOUTS = {
 }
 MEASURED = {"seconds", "tokens_per_second", "mfu", "memory_bytes", "padding_fraction", "data_fraction"}
 """What a line of metrics has of the machine and of the layout."""
+WHOLE = {"step", "document", "row", "tokens"}
+"""What a line of the ledger has besides figures."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +282,14 @@ def cut(run: Run, name: str, step: int = CHECKPOINT) -> str:
 def assert_same_training(
     run: Run, expected: Run, files: Sequence[str] = ("final/model.safetensors",), near: float = 1e-5
 ) -> None:
-    """Every figure of every line, and the weights in `files`, are equal but for rounding; `near` is that of losses."""
+    """Every figure of every line and document, and the weights in `files`, are equal but for rounding; `near` is that of losses."""
+    assert len(run.ledger) == len(expected.ledger) > 0
+    for ours, theirs in zip(run.ledger, expected.ledger, strict=True):
+        assert [*ours] == [*theirs]
+        for name, value in theirs.items():
+            # a document's loss is a mean over few tokens, a reward is of one
+            within = near * (20 if name in ("margin", "reward") else 10)
+            assert ours[name] == (value if name in WHOLE else pytest.approx(value, rel=within, abs=within)), theirs
     assert len(run.lines) == len(expected.lines)
     for ours, theirs in zip(run.lines, expected.lines, strict=True):
         assert ours.keys() - MEASURED == theirs.keys() - MEASURED

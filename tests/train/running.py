@@ -138,6 +138,10 @@ class Run:
         return [json.loads(line) for line in (self.folder / "spikes.jsonl").read_text().splitlines()]
 
     @property
+    def ledger(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "ledger.jsonl").read_text().splitlines()]
+
+    @property
     def kept(self) -> list[str]:
         """The names of its checkpoints."""
         return sorted(path.name for path in (self.folder / "checkpoints").iterdir())
@@ -168,8 +172,9 @@ def after(do: Callable[..., object], own: Callable[..., Any]) -> Callable[..., A
 
 
 def assert_same_bits(run: Run, expected: Run, file: str = "final/model.safetensors", *, after: int = 0) -> None:
-    """Losses (from step `after` on), and the weights in `file`, are equal bit for bit."""
+    """Losses (from step `after` on) of steps and documents, and the weights in `file`, are equal bit for bit."""
     assert run.losses == expected.losses[after:]
+    assert run.ledger == expected.ledger[-len(run.ledger) :] and (after or len(run.ledger) == len(expected.ledger))
     weights = load_file(expected.folder / file)
     for name, weight in load_file(run.folder / file).items():
         assert torch.equal(weight, weights[name]), name

@@ -86,6 +86,7 @@ def test_a_skipped_step_changes_nothing_and_is_told_with_its_documents(skipped: 
     assert all("data.jsonl:" in one["place"] and 0 < one["loss"] < 10 for one in line["documents"])
     assert [one["step"] for one in skipped.steps] == list(range(1, 9))
     assert [one["step"] for one in skipped.steps if "skipped" in one] == [SPIKE]
+    assert {one["step"] for one in skipped.ledger} == {*range(1, 9)} - {SPIKE}
     assert all(math.isfinite(one["loss"]) and math.isfinite(one["grad_norm"]) for one in skipped.steps)
     assert [skipped.states(step)["state"][0]["step"] for step in (4, 6)] == [4, 5]
 
@@ -177,6 +178,7 @@ def test_rolled_back_a_run_leaves_the_documents_out(
     assert [one["step"] for one in run.steps] == list(range(1, 13))
     assert run.losses[:3] == pytest.approx(skipped.losses[:3], rel=1e-5)
     assert abs(run.losses[5] - skipped.losses[5]) > 1e-4  # without the update that led to the spike, too
+    assert [one["step"] for one in run.ledger] == [one["step"] for one in run.steps for _ in range(one["examples"])]
     passes = [sum(one["examples"] for one in run.steps[first : first + 4]) for first in (0, 4, 8)]
     assert passes == [22 - skipped.steps[3]["examples"], 15, 15]
     assert [run.steps[at]["examples"] for at in (3, 4)] == [0, 0]

@@ -63,6 +63,7 @@ class DPOLoss(ReferenceLoss):
         self.weights: dict[str, float] = {}
         for weight, name in weighted_losses(objective):
             self.weights[name] = self.weights.get(name, 0.0) + weight
+        self.document_figures = () if objective.sorting_losses else ("loss", "margin")
         self.outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
         self.outputs += ("log_sum_sq_probs",) if self.options.use_weighting else ()
         super().__init__(setup, objective, reference)
@@ -87,7 +88,11 @@ class DPOLoss(ReferenceLoss):
         )
         chosen = torch.arange(len(entropy), device=entropy.device) < pairs.chosen_tokens.sum()
         figures = pair_figures(pairs, self.beta, TokenFigures(chosen, entropy, mean_logits), is_top1)
-        return pair_loss(pairs, self.weights, self.options, counts[3], counts[0]), figures
+        each = list[torch.Tensor]()
+        loss = pair_loss(pairs, self.weights, self.options, counts[3], counts[0], each)
+        margins = self.beta * (pairs.chosen_logratios - pairs.rejected_logratios).detach()
+        self.by_document = torch.stack(each).sum(dim=0), margins
+        return loss, figures
 
     def logps_of(self, outputs: ModelOutput, inputs: Inputs) -> Logps:
         """See ReferenceLoss."""

@@ -53,6 +53,7 @@ class KTOLoss(ReferenceLoss):
     answers = ("answer",)
     reference_names = ("ref_logps",)
     outputs = ("log_probs", "entropy", "mean_logits")
+    document_figures = ("loss", "reward")
 
     def __init__(self, setup: Setup, objective: Objective, reference: PreTrainedModel | None) -> None:
         super().__init__(setup, objective, reference)
@@ -87,7 +88,9 @@ class KTOLoss(ReferenceLoss):
         outputs = self.score_tokens(model, inputs)
         targets, desirable = self.targets(outputs, inputs), inputs["label"].bool()
         answers = LabelledAnswers(targets.logps, reference, desirable)
-        loss = self._loss_of(answers, self._kl, self.options).sum() / counts[3].clamp(min=1)
+        losses = self._loss_of(answers, self._kl, self.options)
+        self.by_document = losses.detach(), self.beta * answers.logratios.detach()
+        loss = losses.sum() / counts[3].clamp(min=1)
         entropy, mean_logits = (self.targets_of(outputs, inputs, name) for name in ("entropy", "mean_logits"))
         tokens = TokenFigures(targets.of_answers(desirable), entropy, mean_logits)
         return loss, unpaired_figures(answers, self._kl, self.beta, tokens)

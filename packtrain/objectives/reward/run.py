@@ -60,6 +60,8 @@ class ScoredSteps(PairSteps):
 class RewardLoss(ExampleLoss):
     """The loss of pairs on `model`, a sequence classifier with one label."""
 
+    document_figures = ("loss", "margin")
+
     def __init__(self, setup: Setup, objective: Objective) -> None:
         # a classifier finds the last token by it
         setup.model.config.get_text_config().pad_token_id = setup.tokenizer.pad_token_id
@@ -71,6 +73,7 @@ class RewardLoss(ExampleLoss):
         """See ExampleLoss; the loss is a mean over the pairs of the step."""
         chosen, rejected = self._scores(model, inputs).chunk(2)
         values = bradley_terry(chosen, rejected, margin=inputs["margin"], center_rewards_coefficient=self._center)
+        self.by_document = values.detach(), (chosen - rejected).detach()
         return values.sum() / counts[3], reward_figures(chosen, rejected)
 
     def zero(self, model: torch.nn.Module, inputs: Inputs) -> torch.Tensor:

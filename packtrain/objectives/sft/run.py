@@ -19,7 +19,7 @@ from packtrain.attention.spec import BACKENDS
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import Document, TokenDataset
 from packtrain.errors import UserError
-from packtrain.model.forward import Head, TokenLosses, choose_head, patch_forward, sum_by_document
+from packtrain.model.forward import Head, choose_head, patch_forward
 from packtrain.model.load import base_model
 from packtrain.model.routers import router_loss, without_labels
 from packtrain.monitor.heartbeat import waiting
@@ -41,13 +41,14 @@ _PROBE_TOKENS = 64
 class SFTLoss(Loss):
     """Loss of documents on `model`: Σ of token losses / trained tokens, and the routers' loss."""
 
+    document_figures = ("loss_sum",)
+
     def __init__(self, setup: Setup, objective: Objective) -> None:
         super().__init__(setup, objective)
         base = base_model(self.model)
         self.routers = router_loss(base)
         head = patch_forward(base, token_objective=objective, autocast=self.autocast, backend=self.settings.backend)
         self.head = cast(Head, head)
-        self.document_figures = ("loss_sum",)
 
     def open_step(self, batches: Sequence[MicroBatch]) -> None:
         """Counts the routers' load over the step."""
@@ -59,10 +60,10 @@ class SFTLoss(Loss):
         # DDP averages gradients over ranks; clamped so that a step without trained tokens is a zero and not 0 / 0
         scale = self.accelerator.num_processes / counts[0].clamp(min=1)
         inputs = batch.inputs_on(self.device)
-        self.head.record = record = TokenLosses() if self.settings.trainer.ledger else None
+        self.head.record = [] if self.settings.trainer.ledger and "label_owners" in inputs else None
         with nullcontext([]) if self.routers is None else self.routers.watching(real=batch.examples > 0) as loads:
             loss = model(**inputs, loss_sum=True) * scale
-        self.by_document = (sum_by_document(record, batch.examples),) if record and batch.examples else ()
+        self.by_document = (self.head.losses_of(batch.examples),) if self.head.record else ()
         self.head.record = None
         if self.routers is None:
             return loss

@@ -81,9 +81,7 @@ def complete(staging: Path, target: Path) -> None:
     if target.exists():  # it has no manifest, so it may be somebody else's
         _move_aside(target)
     run = RunFolder(target.parent.parent)
-    for log in filter(
-        Path.exists, (run.metrics, run.spikes, run.ledger)
-    ):  # a run that resumes here relies on their lines
+    for log in filter(Path.exists, run.records):
         sync(log)
     sync(run.root)
     publish(staging, target)

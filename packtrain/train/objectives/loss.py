@@ -63,7 +63,7 @@ class Loss:
     document_figures: tuple[str, ...] = ()
     """Figures of each example for ledger.jsonl (train/log/ledger.py); without any there is none. `loss_sum` is a sum over trained tokens."""
     by_document: tuple[torch.Tensor, ...] = ()
-    """These figures of the last micro-batch, without gradients: [examples] each, or [0] of a filler."""
+    """These figures of the last micro-batch, without gradients: [examples] each, or none."""
     extra_forwards = 0
     """Further forward passes of a step, for the count of FLOPs: by the reference, and for kto's KL estimate."""
 
@@ -176,13 +176,14 @@ class ExampleLoss(Loss):
 
     def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """Return the micro-batch's share of the loss, and add up its figures. `counts` as in `measure`."""
-        inputs = batch.inputs_on(self.device)
+        inputs, self.by_document = batch.inputs_on(self.device), ()
         if not batch.examples:
             return self.zero(model, inputs)
         with self.accelerator.autocast():
             loss, figures = self.measure(model, inputs, counts)
         # each rank of a split row gets here: count the row once
         self._metrics = self._metrics.plus(figures, counted=batch.part == 0)
+        self.by_document = self.by_document if batch.part == 0 else ()
         return loss
 
     def open_evaluation(self, batches: EvaluationBatches) -> None:
