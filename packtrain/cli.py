@@ -208,7 +208,8 @@ def inspect(
 ) -> int:
     """Show the data as the model will see it: tokens, statistics, what each mode costs, what is odd."""
     with fast_imports():
-        from packtrain.inspect.by_ledger import Choice, show_choice
+        from packtrain.inspect.by_ledger import show_by_ledger
+        from packtrain.inspect.corpus import training_sources
         from packtrain.inspect.summary import show_data
 
     others = {"--rows": rows, "--step": step, "--source": source, "--html": html}
@@ -223,7 +224,7 @@ def inspect(
         )
     run, launch = _config_and_plan(arguments)
     if ledger:
-        return show_choice(run, Choice(ledger, sort, top, above, write), as_json=as_json)
+        return show_by_ledger(ledger, training_sources(run), sort, top, above, write, as_json=as_json)
     title = split_arguments(arguments)[0] or "data"
     return show_data(run, launch.num_processes, title, rows=rows, step=step, source=source, html=html, as_json=as_json)
 

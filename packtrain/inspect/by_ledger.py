@@ -7,14 +7,12 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.config.schema import RunConfig, sources
 from packtrain.config.yaml_files import shown
 from packtrain.data.sources.chunks import RawRow
 from packtrain.data.sources.left_out import read_places, real_name, split_place
-from packtrain.data.sources.locate import Source, locate
+from packtrain.data.sources.locate import Source
 from packtrain.errors import UserError
 from packtrain.inspect.document_losses import Sort, read_ledger
 from packtrain.inspect.rendering import DataTerminal
@@ -28,37 +26,32 @@ _HALF = 160
 """Characters of a row's text that are shown from its beginning, and from its end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Rows to show: those of a `run` folder's ledger, in the order `sort`. Their places go into the file `write`."""
+def show_by_ledger(
+    run: str,
+    train: Iterable[Source],
+    sort: Sort,
+    top: int | None,
+    above: float | None,
+    write: Path | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Show rows of the sources `train` by the ledger of the folder `run`, and write their places. Returns the exit code.
 
-    run: str
-    sort: Sort = "hardest"
-    top: int | None = None
-    above: float | None = None
-    write: Path | None = None
-
-
-def show_choice(config: RunConfig, choice: Choice, *, as_json: bool) -> int:
-    """Show the rows, and write their places. Returns the exit code. Raises UserError without a ledger."""
-    if (ledger := read_ledger(RunFolder(Path(choice.run).expanduser()).ledger)) is None:
+    Raises UserError without a ledger, or if the places cannot be written.
+    """
+    if (ledger := read_ledger(RunFolder(Path(run).expanduser()).ledger)) is None:
         fix = "Name the folder of a run (trainer.output_dir) that trained with trainer.ledger=true."
-        raise UserError(
-            "there is no ledger.jsonl with a line", where=f"--ledger {choice.run}", fix=fix, code="no-ledger"
-        )
-    top = _TOP if choice.top is None and choice.above is None else choice.top
-    rows = ledger.choose(choice.sort, top=top, above=-math.inf if choice.above is None else choice.above)
+        raise UserError("there is no ledger.jsonl with a line", where=f"--ledger {run}", fix=fix, code="no-ledger")
+    top = _TOP if top is None and above is None else top
+    rows = ledger.choose(sort, top=top, above=-math.inf if above is None else above)
     places = [row["row"] for row in rows]
-    if choice.write is not None:
-        _write(choice.write, places)
-    data, kind, seed = config.data, config.objective.kind, config.trainer.seed
-    given = sources(data.train, "train")
-    found = (locate(one, "train", seed, kind, data.split_text, streaming=data.streaming) for one in given)
-    texts = read_texts(places, found)
+    if write is not None:
+        _write(write, places)
+    texts = read_texts(places, train)
     if as_json:
-        print(
-            json.dumps({"documents": len(ledger.rows), "rows": [row | {"text": texts.get(row["row"])} for row in rows]})
-        )
+        shown_rows = [{**row, "text": texts.get(row["row"])} for row in rows]
+        print(json.dumps({"documents": len(ledger.rows), "rows": shown_rows}, indent=2))
         return 0
     terminal = DataTerminal()
     for row in rows:
@@ -66,9 +59,8 @@ def show_choice(config: RunConfig, choice: Choice, *, as_json: bool) -> int:
         margin = f", margin {row['margin']:.4g}" if "margin" in row else ""
         terminal.say(f"{visible(row['row'])} · loss {losses}, {row['excess']:+.4g} over the median{margin}", "bold")
         terminal.say(f"   {visible(texts.get(row['row'], '(not in the data now)'))}", "dim")
-    terminal.say(f"{counted(len(rows), 'rows')} of {counted(len(ledger.rows), 'documents')}, {choice.sort} first")
-    if choice.write is not None:
-        terminal.say(f"written: {shown(choice.write)}")
+    written = f"; their places are in {shown(write)}" if write else ""
+    terminal.say(f"{counted(len(rows), 'rows')} of {counted(len(ledger.rows), 'documents')}, {sort} first{written}")
     return 0
 
 

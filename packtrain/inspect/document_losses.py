@@ -32,8 +32,8 @@ class DocumentLosses:
     """Documents of a run: their `rows` (FILE:LINE) and `losses` of all passes, and figures by name, float64 [documents] each.
 
     `first` and `last` are losses. `forgotten` is how much the last loss is above the best one, if the best one was nearer to the last losses of
-    all documents than to their first ones. `change` is 1 - best / worst loss, if there are several passes. `margin` is a pair's last one. A document without a figure has NaN.
-    `skipped` counts torn lines, and lines that were written again.
+    all documents than to their first ones. `change` is 1 - best / worst loss, if there are several passes. `margin` is a pair's last one. A
+    document without a figure has NaN. `skipped` counts torn lines, and lines that were written again.
     """
 
     rows: Sequence[str]
@@ -46,13 +46,15 @@ class DocumentLosses:
         name, sign = _KEYS[sort]
         order, documents = np.argsort(sign * self.figures[name], kind="stable"), dict[str, int]()
         for at in map(int, order[(np.isfinite(self.figures[name]) & (self.figures["last"] > above))[order]]):
+            if len(documents) == top:
+                break
             documents.setdefault(self.rows[at], at)
-        return [self._entry(at) for at in [*documents.values()][:top]]
+        return [*map(self._entry, documents.values())]
 
     def _entry(self, at: int) -> Json:
         known = {name: round(float(values[at]), 6) for name, values in self.figures.items() if np.isfinite(values[at])}
-        tokens = int(known.pop("tokens"))
-        return {"row": self.rows[at], "tokens": tokens, "losses": self.losses[at].round(6).tolist(), **known}
+        losses = self.losses[at].round(6).tolist()
+        return {"row": self.rows[at], "losses": losses, **known, "tokens": int(known["tokens"])}
 
     def by_source(self) -> list[Json]:
         """Return documents and mean losses of each file or data set, by name."""
@@ -60,10 +62,8 @@ class DocumentLosses:
         names, source = np.unique([place[0] if place else "" for place in places], return_inverse=True)
         count = np.bincount(source)
         means = {name: np.bincount(source, self.figures[name]) / count for name in ("first", "last", "excess")}
-        rows = enumerate(zip(names.tolist(), count.tolist(), strict=True))
-        return [
-            {"source": name, "documents": n} | {own: float(means[own][at]) for own in means} for at, (name, n) in rows
-        ]
+        columns = {"source": names, "documents": count, **means}
+        return [{name: values[at].item() for name, values in columns.items()} for at in range(len(names))]
 
 
 def read_ledger(file: Path) -> DocumentLosses | None:

@@ -20,8 +20,8 @@ from packtrain.run_folder import RunFolder, text_of
 from packtrain.wording import whole
 
 _ROWS = 10
-_LARGEST = 1 << 30
-"""Bytes of a file up to which its texts are shown: they are searched from its beginning."""
+_LARGEST_LEDGER, _LARGEST_FILE = 1 << 26, 1 << 30
+"""Bytes that are read in some seconds: every run makes a report at its end."""
 
 
 def tabulate_documents(folder: RunFolder, settings: Mapping[str, tuple[str, str]]) -> Json | None:
@@ -29,7 +29,8 @@ def tabulate_documents(folder: RunFolder, settings: Mapping[str, tuple[str, str]
 
     `settings` are those of RunRecord. Only files that are still there have texts, not data sets of the hub.
     """
-    ledger, tables = read_ledger(folder.ledger), list[Json]()
+    is_small = folder.ledger.is_file() and folder.ledger.stat().st_size <= _LARGEST_LEDGER
+    ledger, tables = read_ledger(folder.ledger) if is_small else None, list[Json]()
     if ledger is not None:
         middle = float(np.median(ledger.figures["last"]))
         tables = [
@@ -42,7 +43,7 @@ def tabulate_documents(folder: RunFolder, settings: Mapping[str, tuple[str, str]
     places, texts = {row["row"] for table in tables for row in table["rows"]}, dict[str, str]()
     for file in {found[0] for found in map(split_place, places) if found}:
         with suppress(PacktrainError, OSError, LookupError):  # it is another file now, or of an objective that is gone
-            if file in BUILT_IN or os.path.getsize(file) <= _LARGEST:
+            if file in BUILT_IN or os.path.getsize(file) <= _LARGEST_FILE:
                 texts |= read_texts(places, [_open(file, settings)])
     for row in (row for table in tables for row in table["rows"]):
         row["text"] = texts.get(row["row"], "")
