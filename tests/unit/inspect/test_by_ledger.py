@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,19 @@ def test_a_written_list_leaves_the_rows_out_and_no_other_file_is_overwritten(run
     assert done.returncode == 2 and "[not-file-and-line]" in done.stderr and "text 1" in (run / "a.jsonl").read_text()
     assert "[file-not-writable]" in inspect(run, "--ledger", "run", "--write", "no/bad.txt").stderr
     assert "[no-such-path]" in inspect(run, "data.leave_out=gone.txt").stderr
+
+
+def test_the_commands_of_the_docs_run_as_written(tmp_path: Path) -> None:
+    docs = (Path(__file__).parents[3] / "docs/inspect.md").read_text().partition("## Which documents hurt")[2]
+    first, *shows, again = [shlex.split(line, comments=True) for line in docs.split("```")[1].splitlines()[1:]]
+    folder = tmp_path / "runs/quickstart-sft"
+    folder.mkdir(parents=True)
+    read(folder, [line(step, at, 3.0 + at / 10, f"quickstart:{at + 1}") for step in (1, 2) for at in range(60)])
+    assert first[1] == "sft" and len(shows) == 3 and all(show[:2] == ["packtrain", "inspect"] for show in shows)
+    for command in (*shows, [*again, "--dry-run"]):
+        done = packtrain(*command[1:], folder=tmp_path, PACKTRAIN_CACHE=str(tmp_path / "cache"))
+        assert done.returncode == 0 and done.stdout, done.stderr
+    assert (tmp_path / "bad.txt").read_text().splitlines()[0] == "quickstart:60"
 
 
 def test_rows_of_a_table_and_of_a_stream_are_found(run: Path) -> None:
