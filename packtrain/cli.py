@@ -191,7 +191,7 @@ def inspect(
     html: Annotated[Path | None, Option("--html", metavar="FILE", help="Write it as a page.")] = None,
     ledger: Annotated[
         str | None,
-        Option("--ledger", metavar="RUN_DIR", help="Show rows by what they cost this run, with their losses."),
+        Option("--ledger", metavar="RUN_DIR", help="Show rows with the losses of this run."),
     ] = None,
     sort: Annotated[
         Literal["hardest", "easiest", "forgotten", "alike"],

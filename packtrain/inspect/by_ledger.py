@@ -1,4 +1,4 @@
-"""`packtrain inspect --ledger RUN`: rows of the data by what they cost a run, with figures and text."""
+"""`packtrain inspect --ledger RUN`: rows in the order of their losses, with their texts."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def show_by_ledger(
     *,
     as_json: bool,
 ) -> int:
-    """Show rows of the sources `train` by the ledger of the folder `run`, and write their places. Returns the exit code.
+    """Show rows by the ledger of the folder `run`, and write their places.
 
-    Raises UserError without a ledger, or if the places cannot be written.
+    Their texts are in the sources `train`. Returns the exit code. Raises UserError without a ledger, or if the file cannot be written.
     """
     if (ledger := read_ledger(RunFolder(Path(run).expanduser()).ledger)) is None:
         fix = "Name the folder of a run (trainer.output_dir) that trained with trainer.ledger=true."
         raise UserError("there is no ledger.jsonl with a line", where=f"--ledger {run}", fix=fix, code="no-ledger")
     top = _TOP if top is None and above is None else top
     rows = ledger.choose(sort, top=top, above=-math.inf if above is None else above)
-    places = [row["row"] for row in rows]
+    places = [row["row"] for row in rows if split_place(row["row"])]
     if write is not None:
         _write(write, places)
     texts = read_texts(places, train)
@@ -76,7 +76,7 @@ def _write(file: Path, places: Iterable[str]) -> None:
 
 
 def read_texts(places: Iterable[str], found: Iterable[Source]) -> dict[str, str]:
-    """Read the texts of the rows at `places` that the sources have, each shortened to a line."""
+    """Read the texts of the rows at `places`, each shortened to a line."""
     wanted: dict[str, dict[int, str]] = defaultdict(dict)
     for place in places:
         if parts := split_place(place):

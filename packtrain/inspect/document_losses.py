@@ -1,4 +1,4 @@
-"""Reader of ledger.jsonl: what each document cost a run, each time that it was trained.
+"""Reader of ledger.jsonl: the losses of each document in a run.
 
 All losses fall during a run, so losses of different steps do not compare. `excess` is a document's loss above the median at the same time,
 as a mean over its passes: a model learns wrong rows by heart in the end, but later than the others.
@@ -29,9 +29,9 @@ _KEYS = {"hardest": ("excess", -1), "easiest": ("excess", 1), "forgotten": ("for
 
 @dataclass(frozen=True, slots=True)
 class DocumentLosses:
-    """Documents of a run: their `rows` (FILE:LINE) and `losses` of all passes, and figures by name, float64 [documents] each.
+    """Documents of a run with their figures.
 
-    `first` and `last` are losses. `forgotten` is how much the last loss is above the best one, if the best one was nearer to the last losses of
+    `rows` are FILE:LINE, `losses` the losses of all passes. Each of the `figures` is float64 [documents]. `first` and `last` are losses. `forgotten` is how much the last loss is above the best one, if the best one was nearer to the last losses of
     all documents than to their first ones. `change` is 1 - best / worst loss, if there are several passes. `margin` is a pair's last one. A
     document without a figure has NaN. `skipped` counts torn lines, and lines that were written again.
     """
@@ -85,7 +85,10 @@ def read_ledger(file: Path) -> DocumentLosses | None:
 
 
 def _summarise(table: np.ndarray, names: Sequence[str], torn: int) -> DocumentLosses:
-    """Make the figures from lines float64 [lines, 6]: step, document, tokens, loss, margin, number of the row."""
+    """Make the figures of all documents.
+
+    `table` is float64 [lines, 6]: step, document, tokens, loss, margin, number of the row's name.
+    """
     ordered = table[np.lexsort((table[:, 1], table[:, 0]))]
     last_written = np.append((np.diff(ordered[:, :2], axis=0) != 0).any(axis=1), True)
     step, document, tokens, loss, margin, row = ordered[last_written].T

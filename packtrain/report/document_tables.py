@@ -1,4 +1,4 @@
-"""Section of a report on single documents: which were hard, easy, forgotten or never learned, and the rows of spikes."""
+"""Section of a report on documents: hard, easy, forgotten ones, and the rows of spikes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _LARGEST_LEDGER, _LARGEST_FILE = 1 << 26, 1 << 30
 
 
 def tabulate_documents(folder: RunFolder, settings: Mapping[str, tuple[str, str]]) -> Json | None:
-    """Return `tables` of rows with their losses and texts, and `sources` with their means; None without any.
+    """Return `tables` of rows with losses and texts, and the `sources` with mean losses.
 
-    `settings` are those of RunRecord. Only files that are still there have texts, not data sets of the hub.
+    None if there are none. `settings` are the ones of RunRecord. Rows of files that are still there have a text, rows of the hub have none.
     """
     is_small = folder.ledger.is_file() and folder.ledger.stat().st_size <= _LARGEST_LEDGER
     ledger, tables = read_ledger(folder.ledger) if is_small else None, list[Json]()
@@ -57,7 +57,7 @@ def _open(file: str, settings: Mapping[str, tuple[str, str]]) -> Source:
 
 
 def _read_spikes(folder: RunFolder) -> Iterator[Json]:
-    """Yield a table for each of the first spikes; its rows begin with the largest loss."""
+    """Yield a table for each of the first spikes, the largest losses first."""
     for line in text_of(folder.spikes).splitlines()[:_ROWS]:
         with suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
             spike = json.loads(line)
@@ -67,5 +67,5 @@ def _read_spikes(folder: RunFolder) -> Iterator[Json]:
 
 
 def _number(loss: float | str | None) -> float:
-    """Return a loss of spikes.jsonl; infinity for none, as it is the one to look at."""
+    """Return a loss of spikes.jsonl as a number, infinity for NaN and for none."""
     return number if loss is not None and not math.isnan(number := float(loss)) else math.inf

@@ -1,4 +1,4 @@
-"""Rows with wrong answers are at the top of the ledger's list, and the written list leaves them out of the next run."""
+"""Rows with wrong answers are the hardest of a run, and the next run leaves them out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = (
 
 
 def plant(file: Path, rows: int, wrong: int, keys: int, seed: int) -> set[str]:
-    """Write questions, `keys` different ones, each with its one answer; return the places of the rows with another answer."""
+    """Write `keys` questions with one answer each. Return the places of the `wrong` rows."""
     rng, words = random.Random(seed), WORDS.split()[:keys]
     planted, lines = {*rng.sample(range(rows), wrong)}, list[str]()
     for number in range(rows):

@@ -1,4 +1,7 @@
-"""Rows that data.leave_out takes out of data.train: a text file with one FILE:LINE a line, as `packtrain inspect --write` makes it."""
+"""Rows that data.leave_out drops from data.train.
+
+The list is a text file with one FILE:LINE a line, as `packtrain inspect --ledger RUN --write FILE` makes it.
+"""
 
 from __future__ import annotations
 
