@@ -163,7 +163,7 @@ class PairDataset:
 
     def __init__(self, documents: TokenDataset, *, with_margins: bool = False) -> None:
         """Pair up `documents`: chosen, rejected, chosen, rejected, …"""
-        self.documents, self.fingerprint = documents, documents.fingerprint
+        self.documents, self.fingerprint, self.stores = documents, documents.fingerprint, documents.stores
         lengths, trained = documents.lengths, documents.trained
         before = (lengths - trained)[::2]
         self.lengths: np.ndarray = lengths[::2] + lengths[1::2]
@@ -182,6 +182,11 @@ class PairDataset:
     def source_of(self) -> np.ndarray:
         """Return the number of each pair's source: int16[n]."""
         return self.documents.source_of[::2]
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """Return the number of each pair through the stores: int64[n]."""
+        return self.documents.rows[::2] // 2
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -193,18 +193,18 @@ class RowPlaces:
         for source, store in zip(training_sources(config), stores, strict=True):
             rows = first + len(store.fates)
             for chunk in source.chunks():
-                start, end = chunk.numbers[0], chunk.numbers[-1] + 1
-                numbers = range(start, end) if end - start == len(chunk) else np.array(chunk.numbers)
+                numbers = range(chunk.numbers[0], chunk.numbers[-1] + 1)
+                numbers = numbers if len(numbers) == len(chunk) else np.array(chunk.numbers)
                 self._chunks.append(replace(chunk, numbers=numbers, values=()))
                 self._firsts.append(first)
                 first += len(chunk)
             if first != rows:
                 raise ValueError(f"{source.name} has other rows now")
         documents = np.concatenate([store.fates["documents"] for store in stores])
-        self._row_of = np.repeat(np.arange(first, dtype=np.int32), documents)
+        self._row_of = np.repeat(np.arange(first, dtype=np.int32), documents)[:: config.objective.spec.documents]
 
     def of(self, documents: np.ndarray) -> list[str]:
-        """Return FILE:LINE of documents, by their numbers through the stores."""
+        """Return FILE:LINE of documents (or pairs), by their numbers through the stores."""
         rows = self._row_of[documents]
         chunks = np.searchsorted(self._firsts, rows, side="right") - 1
         return [self._chunks[at].place(row - self._firsts[at]) for at, row in zip(chunks, rows.tolist(), strict=True)]

@@ -84,6 +84,22 @@ class MicroBatch:
         return replace(self, inputs=self.inputs | pinned, mismatched=mismatched)
 
 
+@dataclass(slots=True)
+class StepDocuments:
+    """Documents (or pairs) of step `number` of a run, over all ranks: int [n] each, by `examples`, their numbers in the data.
+
+    `documents` are their numbers through the stores; of a stream, through the run, with their `rows` (FILE:LINE). `tokens`: trained ones. `found`
+    collects the examples of this rank's micro-batches, with their figures (Loss.by_document).
+    """
+
+    number: int
+    examples: np.ndarray
+    documents: np.ndarray
+    tokens: np.ndarray
+    rows: Sequence[str]
+    found: list[tuple[Sequence[int] | np.ndarray, tuple[torch.Tensor, ...]]] = field(default_factory=list[Any])
+
+
 class WorkRecord:
     """Record of the running micro-batch, for the message about memory.
 
@@ -155,6 +171,15 @@ class Steps(ByStep):
     def trains_on(self, number: int, step: int) -> bool:
         """Return whether `step` trains on this example."""
         return step not in self.given_up and self.skipped_from.get(number, step + 1) > step
+
+    def trained_in(self, step: int, number: int) -> StepDocuments:
+        """Return the documents that `step` trains on, over all ranks. It is step `number` of the run, from 1."""
+        examples = np.sort(self.schedule.documents(step))
+        if self.skipped_from:
+            examples = examples[[self.trains_on(one, step) for one in examples.tolist()]]
+        rows = [self.rows[one] for one in map(int, examples)] if self.rows else []
+        documents = self.before + examples if rows else self.data.rows[examples]
+        return StepDocuments(number, examples, documents, self.data.trained[examples], rows)
 
     def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None, int]:
         """Return a step's document lengths, the lengths of shared beginnings, and the number of targets.

@@ -24,8 +24,8 @@ from packtrain.packing.collate import on_device
 from packtrain.train.checkpoint.folder import folder_of
 from packtrain.train.checkpoint.state import Checkpoints
 from packtrain.train.engine import engine_of
-from packtrain.train.loader import MicroBatch, Steps, WorkRecord, step_loader
-from packtrain.train.log.ledger import Ledger, StepDocuments
+from packtrain.train.loader import MicroBatch, StepDocuments, Steps, WorkRecord, step_loader
+from packtrain.train.log.ledger import Ledger
 from packtrain.train.log.metrics import EXCHANGE_EVERY, RankTimes, SourceCounts, StepClock, StepMetrics, StepSums
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import FEW, SeenUpdates
@@ -76,13 +76,7 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
 class StepTrainer:
     """Trainer of a run. `listeners` are told of its steps, logged lines and evaluations."""
 
-    def __init__(
-        self,
-        loss: Loss,
-        settings: LoopSettings,
-        listeners: Sequence[Listener] = (),
-        ledger: Ledger | None = None,
-    ) -> None:
+    def __init__(self, loss: Loss, settings: LoopSettings, listeners: Sequence[Listener] = ()) -> None:
         self.loss, self.settings = loss, settings
         self.steps, self.evaluation = settings.steps, dict(settings.evaluation)
         self.model, self.accelerator = loss.model, loss.accelerator
@@ -102,11 +96,12 @@ class StepTrainer:
         self.step_metrics = StepMetrics(self.accelerator, self.model, dtype, settings.steps, forwards=forwards)
         self.source_counts = SourceCounts(settings.steps.data.report.sources)
         loss.report_phase = self.clock.enter
-        self.ledger = ledger or Ledger()
-        self.state, self.listeners = RunState(), [*listeners, self.ledger]
+        self.ledger: Ledger | None = None
+        self.state, self.listeners = RunState(), [*listeners]
         self._steps_watched, self._resumed_from = 0, None
         self._loss_and_counts = (torch.zeros(()), torch.zeros(4))  # of the current step, for `_judge_for_engine`
         self._sums: StepSums  # of the current step
+        self._documents: StepDocuments  # of the current step
         self._losses_since_log: list[torch.Tensor] = []
         self._documents_since_log: list[StepDocuments] = []
         self._forget_step: Callable[[], None] = lambda: None
@@ -203,15 +198,15 @@ class StepTrainer:
         total = torch.zeros((), device=self.loss.device)
         self._forget_step = self.loss.mark_metrics()
         self.loss.open_step(micro_batches)
-        documents = StepDocuments(self.state.step + 1, *self.steps.at(self.state.step))
-        self._documents_since_log.append(documents)
+        steps, step = self.steps.at(self.state.step)
+        self._documents = steps.trained_in(step, self.state.step + 1)
         with self.engine.casting_once():
             for number, batch in enumerate(micro_batches, start=1):
                 self.work.begin(self.state.step, number, batch)
                 self.clock.enter("forward", micro=number)
                 with self.engine.exchanging_gradients(last=number == len(micro_batches)):
                     loss = self.loss.compute(model, batch, counts)
-                    documents.found.append((batch.numbers, self.loss.by_document))
+                    self._documents.found.append((batch.numbers, self.loss.by_document))
                     total += loss.detach()
                     self._loss_and_counts = total, counts
                     self.clock.enter("backward", micro=number)
@@ -240,7 +235,6 @@ class StepTrainer:
         if not self.spikes.spike_reason:
             return Judgement(loss, norm)
         self._forget_step()
-        self._documents_since_log.pop()
         back = self.spikes.decide(step, self._newest_checkpoint, self._measure_example_losses)
         return Judgement(None, torch.tensor(self.spikes.recent.last()[1]), back)
 
@@ -252,8 +246,9 @@ class StepTrainer:
         self.clock.enter("optimizer")
         if loss is not None:
             self._losses_since_log.append(loss)
+            self._documents_since_log.append(self._documents)
         rate = self.engine.update()
-        self.source_counts.add(self.steps, self.state.step)
+        self.source_counts.add(self.steps.at(self.state.step)[0], self._documents)
         self.state.step += 1
         self.state.epoch = self.steps.schedule.epoch_of(self.state.step)
         self._read_counts()
@@ -281,7 +276,8 @@ class StepTrainer:
         with waiting("the loss of all ranks"):
             loss = cast(torch.Tensor, self.accelerator.gather(torch.stack(losses).mean())).mean().item()
         self._raise_if_not_finite(loss)
-        self.ledger.gather(self.loss, self._documents_since_log)
+        if self.ledger is not None and self._documents_since_log:
+            self.ledger.gather(self.loss, self._documents_since_log)
         self._losses_since_log, self._documents_since_log = [], []
         line = {
             "loss": loss,
@@ -333,7 +329,8 @@ class StepTrainer:
     def save_checkpoint(self) -> None:
         """Start to write the checkpoint of this step in the background. The step has been logged, so its loss is finite."""
         self.clock.enter("checkpoint", step=self.state.step)
-        self.writer.write_later(self.ledger.wait)
+        if self.ledger is not None:
+            self.writer.write_later(self.ledger.wait)
         self.checkpoints.save(self.state, self.spikes.recent)
         self.state.saves = False
 

@@ -28,7 +28,6 @@ from packtrain.attention.backends import deterministic
 from packtrain.changes.spec import proposals
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
-from packtrain.data.dataset import PairDataset
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import Json, LostPeers, PacktrainError, UserError, boundary
 from packtrain.inspect.audit import sample_answers
@@ -58,7 +57,7 @@ from packtrain.train.log.ledger import Ledger
 from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
-from packtrain.train.objectives.loss import Loss, Setup
+from packtrain.train.objectives.loss import Setup
 from packtrain.train.objectives.training_objective import Start
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.weight_groups import freeze_unreached, reduce_unreached
@@ -158,8 +157,8 @@ def _train(run: Run, trainer: StepTrainer, checkpoint: Path | None, finish: Fini
     summary = results.Summary(trainer, run.prepared.data, run.prepared.backend, started, early)
     with ExitStack() as ending:
         ending.enter_context(told_at_once(lambda number: log.say(_while_stopping(trainer, number))))
-        for ended in (*run.trackers, trainer.ledger):
-            ending.callback(ended.close)
+        for writer in (*run.trackers, *([trainer.ledger] if trainer.ledger else [])):
+            ending.callback(writer.close)
         try:
             with trainer.writer:
                 run_steps(trainer, checkpoint)
@@ -318,7 +317,11 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     )
     with boundary("the trainer cannot be made", "optim", code="trainer-unusable"):
         loss = prepared.objective.loss(Setup(model, prepared.tokenizer, settings))
-        trainer = StepTrainer(loss, settings, _listeners(run), _ledger(run, loss))
+        trainer = StepTrainer(loss, settings, _listeners(run))
+    if config.trainer.ledger and loss.document_figures:
+        read = partial(RowPlaces, config, data.train.stores) if data.stream is None else lambda: None
+        trainer.ledger = Ledger(run.folder.ledger if ranks.main else None, read, log.warn)
+        trainer.listeners.append(trainer.ledger)
     if peak := trainer.step_metrics.peak:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
     largest = find_largest(steps, settings.first_step)
@@ -382,15 +385,6 @@ def _listeners(run: Run) -> list[Listener]:
     if trainer.early_stop_patience and trainer.eval_every:
         listeners.append(EarlyStop(trainer.early_stop_patience, trainer.eval_every, run.log))
     return [*listeners, run.progress]
-
-
-def _ledger(run: Run, loss: Loss) -> Ledger:
-    """Make the ledger. It reads the sources again, in the background: tokens do not know where their rows are."""
-    config, data = run.config, run.prepared.data.train
-    stores = (data.documents if isinstance(data, PairDataset) else data).stores
-    figures = loss.document_figures if config.trainer.ledger else ()
-    read = partial(RowPlaces, config, stores) if run.prepared.data.stream is None else None
-    return Ledger(figures, run.folder.ledger if run.ranks.main else None, read, run.log.warn)
 
 
 def _try_saving(run: Run, ends: list[int]) -> None:

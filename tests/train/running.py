@@ -139,7 +139,8 @@ class Run:
 
     @property
     def ledger(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "ledger.jsonl").read_text().splitlines()]
+        file = self.folder / "ledger.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     @property
     def kept(self) -> list[str]:

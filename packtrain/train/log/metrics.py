@@ -33,7 +33,7 @@ from packtrain.objectives.spec import Figure
 from packtrain.packing.collate import to_device
 from packtrain.run_folder import losses_of_sets
 from packtrain.system import write_text
-from packtrain.train.loader import Steps
+from packtrain.train.loader import StepDocuments, Steps
 from packtrain.train.log.console import Log
 from packtrain.train.run_state import Listener, RunState
 from packtrain.train.sync import limit_collectives
@@ -147,12 +147,10 @@ class SourceCounts:
         self._names = names if len(names) > 1 else ()
         self._counts = {f"{kind}/{name}": 0 for name in self._names for kind in SOURCES}
 
-    def add(self, steps: Steps, step: int) -> None:
-        """Add the examples that `step` trains on."""
+    def add(self, steps: Steps, documents: StepDocuments) -> None:
+        """Add the examples that a step of `steps` trains on."""
         if self._names:
-            steps, step = steps.at(step)
-            trained = [number for number in steps.schedule.documents(step).tolist() if steps.trains_on(number, step)]
-            for number in trained:
+            for number in documents.examples.tolist():
                 name = self._names[steps.data.source_of[number]]
                 self._counts[f"source_examples/{name}"] += 1
                 self._counts[f"source_tokens/{name}"] += int(steps.data.lengths[number])
