@@ -11,6 +11,7 @@ import math
 import os
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -33,13 +34,12 @@ class DocumentLosses:
 
     `rows` are FILE:LINE, `losses` the losses of all passes. Each of the `figures` is float64 [documents]. `first` and `last` are losses. `forgotten` is how much the last loss is above the best one, if the best one was nearer to the last losses of
     all documents than to their first ones. `change` is 1 - best / worst loss, if there are several passes. `margin` is a pair's last one. A
-    document without a figure has NaN. `skipped` counts torn lines, and lines that were written again.
+    document without a figure has NaN.
     """
 
     rows: Sequence[str]
     losses: Sequence[np.ndarray]
     figures: Mapping[str, np.ndarray]
-    skipped: int
 
     def choose(self, sort: Sort, *, top: int | None = None, above: float = -math.inf) -> list[Json]:
         """Return the first `top` rows by `sort`, each by its first document. `above`: only if the last loss is larger."""
@@ -68,23 +68,21 @@ class DocumentLosses:
 
 def read_ledger(file: Path) -> DocumentLosses | None:
     """Read a run's ledger, even if it is torn. None without a whole line, or without the file."""
-    numbers, names, torn = array("d"), dict[str, int](), 0
+    numbers, names = array("d"), dict[str, int]()
     with file.open("rb") if file.is_file() else open(os.devnull, "rb") as lines:
         for line in lines:
-            try:
+            with suppress(ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
                 entry = json.loads(line)
                 own = [float(entry[name]) for name in ("step", "document", "tokens", "loss")]  # null: it was no number
                 own.append(float(entry.get("margin", math.nan)))
                 row = str(entry["row"] or f"document {entry['document']}")
                 numbers.extend([*own, names.setdefault(row, len(names))])
-            except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
-                torn += bool(line.strip())
     table = np.frombuffer(numbers).reshape(-1, 6)
     table = table[np.isfinite(table[:, :4]).all(axis=1)]
-    return _summarise(table, [*names], torn) if len(table) else None
+    return _summarise(table, [*names]) if len(table) else None
 
 
-def _summarise(table: np.ndarray, names: Sequence[str], torn: int) -> DocumentLosses:
+def _summarise(table: np.ndarray, names: Sequence[str]) -> DocumentLosses:
     """Make the figures of all documents.
 
     `table` is float64 [lines, 6]: step, document, tokens, loss, margin, number of the row's name.
@@ -114,4 +112,4 @@ def _summarise(table: np.ndarray, names: Sequence[str], torn: int) -> DocumentLo
         "margin": margin[order][ends],
     }
     rows = [names[int(number)] for number in row[order][ends]]
-    return DocumentLosses(rows, np.split(losses, starts[1:]), figures, torn + len(table) - len(document))
+    return DocumentLosses(rows, np.split(losses, starts[1:]), figures)

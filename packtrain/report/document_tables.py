@@ -61,11 +61,7 @@ def _read_spikes(folder: RunFolder) -> Iterator[Json]:
     for line in text_of(folder.spikes).splitlines()[:_ROWS]:
         with suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
             spike = json.loads(line)
-            rows = [{"row": str(one["place"]), "losses": [_number(one["loss"])]} for one in spike["documents"]]
-            rows.sort(key=lambda row: -row["losses"][0])
+            found = ((one["place"], "nan" if one["loss"] is None else one["loss"]) for one in spike["documents"])
+            rows = [{"row": str(place), "losses": [float(loss)]} for place, loss in found]
+            rows.sort(key=lambda row: -row["losses"][0] if math.isfinite(row["losses"][0]) else -math.inf)
             yield {"title": f"Spike at step {spike['step']}", "why": str(spike["why"]), "rows": rows[:_ROWS]}
-
-
-def _number(loss: float | str | None) -> float:
-    """Return a loss of spikes.jsonl as a number, infinity for NaN and for none."""
-    return number if loss is not None and not math.isnan(number := float(loss)) else math.inf
