@@ -189,13 +189,42 @@ def inspect(
     step: Annotated[int | None, Option("--step", metavar="N", help="Show the rows of step N, from 1.")] = None,
     source: Annotated[str | None, Option("--source", metavar="FILE:LINE", help="Show this row.")] = None,
     html: Annotated[Path | None, Option("--html", metavar="FILE", help="Write it as a page.")] = None,
+    ledger: Annotated[
+        str | None,
+        Option("--ledger", metavar="RUN_DIR", help="Show rows with the losses of this run."),
+    ] = None,
+    sort: Annotated[
+        Literal["hardest", "easiest", "forgotten", "alike"],
+        Option("--sort", help="With --ledger: their order. alike: losses that hardly change from pass to pass."),
+    ] = "hardest",
+    top: Annotated[int | None, Option("--top", metavar="N", min=1, help="With --ledger: the first N (20).")] = None,
+    above: Annotated[
+        float | None, Option("--above", metavar="LOSS", help="With --ledger: only rows whose last loss is above it.")
+    ] = None,
+    write: Annotated[
+        Path | None, Option("--write", metavar="FILE", help="With --ledger: list their places, for data.leave_out.")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Show the data as the model will see it: tokens, statistics, what each mode costs, what is odd."""
     with fast_imports():
+        from packtrain.inspect.by_ledger import show_by_ledger
+        from packtrain.inspect.corpus import training_sources
         from packtrain.inspect.summary import show_data
 
+    others = {"--rows": rows, "--step": step, "--source": source, "--html": html}
+    stray = others if ledger else {"--top": top, "--above": above, "--write": write}
+    for name in (name for name, value in stray.items() if value is not None):
+        what = "it does not go with --ledger" if ledger else "it chooses from the rows of --ledger"
+        raise UserError(
+            what,
+            where=name,
+            fix="Leave one of them out." if ledger else "Give --ledger RUN_DIR, too.",
+            code="ledger-options",
+        )
     run, launch = _config_and_plan(arguments)
+    if ledger:
+        return show_by_ledger(ledger, training_sources(run), sort, top, above, write, as_json=as_json)
     title = split_arguments(arguments)[0] or "data"
     return show_data(run, launch.num_processes, title, rows=rows, step=step, source=source, html=html, as_json=as_json)
 

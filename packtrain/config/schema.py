@@ -169,6 +169,12 @@ class Data:
         of=lambda spec: spec.examples == "documents",
     )
     bad_rows: Literal["error", "skip"] = advanced("error", "Stop at the first unreadable row, or count and skip them.")
+    leave_out: str | None = advanced(
+        None,
+        "Text file with a FILE:LINE on each line: rows of data.train that are left out (docs/inspect.md). packtrain inspect --ledger RUN "
+        "--write FILE writes one.",
+        resume="decisive",
+    )
     shuffle: Shuffle = key(
         True,
         "New order of the documents in every epoch, from trainer.seed. by_prefix: a new order of families, whose documents begin alike and "

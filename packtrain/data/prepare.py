@@ -21,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice, pairwise
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -36,10 +36,11 @@ from packtrain.data.dataset import Dataset, PairDataset, TokenDataset, Tokenised
 from packtrain.data.formats.columns import detect_format
 from packtrain.data.pictures.processor import PictureProcessor
 from packtrain.data.sources.chunks import BadRow, Chunk, is_object
+from packtrain.data.sources.left_out import LeftOut
 from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import EncodedChunk, StoreWriter, cache_folder, hash_file, open_or_build
 from packtrain.data.tokens.chat_template import choose_template
-from packtrain.data.tokens.encode import MAX_PROBLEMS, Encoder
+from packtrain.data.tokens.encode import LEFT_OUT, MAX_PROBLEMS, Encoder
 from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import PacktrainError, Problem, UserError
 from packtrain.monitor import heartbeat
@@ -105,6 +106,8 @@ def prepare(
         tokeniser = Tokeniser(encoder, cache_folder(data.cache_dir), seed, console, stack)
         trained = [] if first_rows else sources(data.train, "train")
         parts = [tokeniser.tokenise(source, "train") for source in trained]
+        if parts and (remark := tokeniser.left_out.check()):
+            parts[0] = replace(parts[0], remark="; ".join(filter(None, (parts[0].remark, remark))))
         if isinstance(data.eval, (int, float)) and data.eval:
             held = hold_out(parts, data.eval)
             train = mix(parts, "data.train", kept=[~rows for rows in held], weigh=not data.stages)
@@ -158,6 +161,11 @@ class Tokeniser:
     stack: ExitStack
     pool: ProcessPoolExecutor | None = None
 
+    @cached_property
+    def left_out(self) -> LeftOut:
+        """Return the rows of data.train that are left out."""
+        return LeftOut(self.encoder.data.leave_out)
+
     @property
     def settings(self) -> tuple[object, ...]:
         """Return the settings that decide the documents of a row; the cache key includes them."""
@@ -170,6 +178,7 @@ class Tokeniser:
         encoder, data = self.encoder, self.encoder.data
         try:
             source = locate(given, role, self.seed, encoder.objective, data.split_text)
+            source = self.left_out.mark(source) if role == "train" else source
             identity = source.identity(partial(hash_file, memory=self.folder / "hashes"))
         except OSError as error:
             where = str(error.filename or given.path)
@@ -183,6 +192,9 @@ class Tokeniser:
             self.console.print(f"{source.name}: {message}", highlight=False, markup=False)
 
         store, built = open_or_build(self.folder, key, partial(self._build, source), say)
+        if role == "train":
+            reason = store.reasons.index(LEFT_OUT) if LEFT_OUT in store.reasons else -1
+            self.left_out.match(source, int(np.count_nonzero(store.fates["dropped"] == reason)))
         given = given if source.samples is None else replace(given, samples=source.samples)
         return Tokenised(given, store, built, source.remark)
 
@@ -205,7 +217,7 @@ class Tokeniser:
             if writer.dropped.total() == rows:
                 reasons = ", ".join(f"{number} {reason}" for reason, number in writer.dropped.most_common())
                 what = f"no document remains of {counted(rows, 'rows')}; dropped: {reasons}"
-                fix = "See data.format, data.loss_on, data.max_length, data.overlong."
+                fix = "See data.format, data.loss_on, data.max_length, data.overlong, data.leave_out."
                 raise UserError(what, where=source.name, fix=fix, code="no-document-remains")
             writer.finish(format, time.monotonic() - started)
 

@@ -271,6 +271,8 @@ def open_stream(
     tokeniser = Tokeniser(encoder, cache_folder(data.cache_dir), seed, console, stack)
     for number, named in enumerate(given):
         source = locate(named, "train", seed, objective, data.split_text, streaming=True)
+        source = tokeniser.left_out.mark(source)
+        tokeniser.left_out.match(source, None)
         if source.samples is not None:
             what = "num_samples are those of an epoch, which a stream has not"
             fix = "Name the entry's files in its place."
@@ -296,7 +298,8 @@ def open_stream(
         f"{sample.fingerprint} {json.dumps(identity)}".encode(), digest_size=16
     ).hexdigest()
     remark = "data.streaming: these figures are of the first rows of each source"
-    sample.report = replace(sample.report, remarks=(*sample.report.remarks, remark))
+    remarks = (*filter(None, (tokeniser.left_out.check(),)), remark)
+    sample.report = replace(sample.report, remarks=(*sample.report.remarks, *remarks))
     weights = {name: source.weight for name, source in zip(name_sources(given), given, strict=True)}
     mixture = make_mixture(data.stages, weights, examples_per_step, seed)
     stream = Stream(streams, mixture, objective, examples_per_step, sample.report, stack)

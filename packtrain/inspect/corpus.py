@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, get_args
@@ -178,13 +178,19 @@ def open_corpus(
     )
 
 
+def training_sources(config: RunConfig) -> Iterator[Source]:
+    """Find the sources of data.train."""
+    data, seed, kind = config.data, config.trainer.seed, config.objective.kind
+    for given in sources(data.train, "train"):
+        yield locate(given, "train", seed, kind, data.split_text, streaming=data.streaming)
+
+
 class RowPlaces:
     """FILE:LINE of the rows of data.train, from one more reading of its sources. Raises errors of sources that have gone or changed."""
 
     def __init__(self, config: RunConfig, stores: Sequence[Store]) -> None:
         self._chunks, self._firsts, first = list[Chunk](), list[int](), 0
-        for given, store in zip(sources(config.data.train, "train"), stores, strict=True):
-            source = locate(given, "train", config.trainer.seed, config.objective.kind, config.data.split_text)
+        for source, store in zip(training_sources(config), stores, strict=True):
             rows = first + len(store.fates)
             for chunk in source.chunks():
                 numbers = range(chunk.numbers[0], chunk.numbers[-1] + 1)

@@ -19,6 +19,7 @@ from tokenizers.decoders import DecodeStream
 
 from packtrain.config.schema import Packing, PackingMode, RunConfig
 from packtrain.config.yaml_files import shown
+from packtrain.data.sources.left_out import real_name, split_place
 from packtrain.data.tokens.cache import Document
 from packtrain.data.tokens.encode import TOO_LONG
 from packtrain.errors import UserError
@@ -27,7 +28,7 @@ from packtrain.inspect.corpus import Corpus, estimate_attention_cost, find_place
 from packtrain.inspect.picture_facts import add_thumbnails, show_picture
 from packtrain.inspect.rendering import DataTerminal, Shown, data_page
 from packtrain.packing.schedule import Schedule
-from packtrain.wording import counted, shortened, visible, whole
+from packtrain.wording import counted, shortened, visible
 
 SAMPLED_STEPS = 48
 """Steps of an epoch that are laid out. In a longer epoch they are spread evenly."""
@@ -197,19 +198,16 @@ def show_row(corpus: Corpus, place: str) -> list[Shown]:
 
 def _find_row(corpus: Corpus, place: str) -> int:
     """Find the number of the row at `place` (FILE:LINE). Raises UserError if there is none."""
-    file, colon, line = place.rpartition(":")
-    if not colon or whole(line) is None or not file:
+    if (parts := split_place(place)) is None:
         what = f"{shortened(place)} is not of the form FILE:LINE"
         fix = "Write it as in chats.jsonl:12 (FILE:ROW for a table or a list)."
         raise UserError(what, where="--source", fix=fix, code="not-file-and-line")
-    given, files = os.path.realpath(os.path.expanduser(file)), dict[str, None]()
+    (file, line), files = parts, dict[str, None]()
     for store, row in enumerate(corpus.first_rows[:-1].tolist()):
         for chunk in corpus.source(store).chunks():
             name = chunk.origin  # users name the file by its path, the end of its path, or its bare name
-            same = name == file or name.endswith(f"/{file}") or os.path.realpath(name) == given
-            for at, (where, _) in enumerate(chunk.rows() if same else ()):
-                if where in (f"{name}:{line}", f"{name}, row {line}"):
-                    return row + at
+            if line in chunk.numbers and (name.endswith(f"/{file}") or real_name(name) == real_name(file)):
+                return row + chunk.numbers.index(line)
             row += len(chunk)
             files[name] = None
     names = f"{', '.join([*files][:4])}{' …' if len(files) > 4 else ''}"

@@ -92,7 +92,8 @@ def inputs(config: RunConfig, given: str | None) -> Iterator[tuple[str, str]]:
     model, data, reference = config.model, config.data, config.objective.reference
     named = {"model.path": model.path, "model.tokenizer": model.tokenizer, "objective.reference": reference}
     bases = {f"the base of {key}": base_of(path) for key, path in named.items()}
-    for key, path in {"the config": given, **named, **bases, "data.chat_template": data.chat_template}.items():
+    files = {"data.chat_template": data.chat_template, "data.leave_out": data.leave_out}
+    for key, path in {"the config": given, **named, **bases, **files}.items():
         if path:
             yield key, path
     for key, value in (("data.train", data.train), ("data.eval", data.eval)):

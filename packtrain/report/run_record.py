@@ -24,6 +24,7 @@ from packtrain.config.keys import keys
 from packtrain.diagnose.doctor import examine
 from packtrain.errors import UserError
 from packtrain.objectives.spec import OBJECTIVES, Figure
+from packtrain.report.document_tables import tabulate_documents
 from packtrain.run_folder import RunFolder, object_of, text_of
 from packtrain.wording import Redactor, visible
 
@@ -59,7 +60,7 @@ class RunRecord:
     """One run. `status` is done, stopped, failed, stalled, running or unknown. `why` explains it in lines. `later` explains a later
     attempt that ended before training. `started` is local time; `facts` were logged before step 1, by name; `settings` hold
     value and default of each config key (equal if unchanged); `results` are name and bytes of checkpoints and models. A
-    restart has `when`, `step`, `machines` and `why` (lines)."""
+    restart has `when`, `step`, `machines` and `why` (lines). `documents` is by document_tables.py; None without a ledger or spikes."""
 
     name: str
     status: str
@@ -76,6 +77,7 @@ class RunRecord:
     results: Sequence[tuple[str, int]] = ()
     restarts: Sequence[Json] = ()
     data: Json | None = None
+    documents: Json | None = None
 
     @property
     def figures(self) -> list[Figure]:
@@ -109,6 +111,7 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
         status, why, later = str(summary.get("status", "failed")), (), why
     source = folder if began else folder.attempt
     plan, facts = object_of(source.plan), object_of(folder.facts)
+    settings = _settings(plain(read_config(source.config)))
     return RunRecord(
         name=plain(folder.root.resolve().name),
         status=plain(status),
@@ -117,7 +120,7 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
         started=plain(str(facts.get("started", ""))),
         facts={name: str(text) for name, text in plain(_mapping(facts.get("facts"))).items()},
         metrics=read_metrics(folder.metrics),
-        settings=_settings(plain(read_config(source.config))),
+        settings=settings,
         summary=plain(summary),
         batch=_mapping(plan.get("batch")),
         processes=processes if isinstance(processes := plan.get("num_processes"), int) else 1,
@@ -125,6 +128,7 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
         results=_results(folder),
         restarts=[_restart(plain(entry)) for entry in folder.restarts()],
         data=harmless(object_of(folder.data), redactor.text) or None,  # its `cut_tokens` are no secret
+        documents=harmless(tabulate_documents(folder, settings), redactor.text),
     )
 
 

@@ -140,6 +140,10 @@ def _data(data: Data) -> Iterator[Fault]:
             elif not _there(source.path) and not glob.glob(os.path.expanduser(source.path), recursive=True):
                 fix = f"Relative paths start at {Path.cwd()}."
                 yield Fault((place,), f"there is no file that matches {source.path}", fix, code="no-such-path")
+    if data.leave_out and not _there(data.leave_out):
+        yield Fault(
+            ("data.leave_out",), f"there is no file {data.leave_out}", nearest(data.leave_out), code="no-such-path"
+        )
     template = data.chat_template or ""
     if template.lower().endswith(TEMPLATE_SUFFIXES):
         yield from _missing("data.chat_template", template, TEMPLATE_SUFFIXES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
@@ -48,6 +48,7 @@ class Chunk:
 
     `numbers` are line numbers if `by_line`, else row numbers, from 1. `size` is in bytes or rows, like the
     source's. `translate` renames the columns of each row (locate.py); `columns` maps our names to its own.
+    `left_out` are the numbers of rows in data.leave_out.
     """
 
     origin: str
@@ -57,6 +58,7 @@ class Chunk:
     by_line: bool = True
     translate: Callable[[RawRow], RawRow] | None = None
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
+    left_out: Collection[int] = ()
 
     @property
     def folder(self) -> str:

@@ -58,9 +58,11 @@ UNTRAINED = "no trained token within data.max_length"
 TOO_LONG = "longer than data.max_length"
 SAME = "identical answers within data.max_length"
 MARKED = "marked as not trained"
+LEFT_OUT = "left out"
+"""Reason for dropping the rows in data.leave_out."""
 STRAY = "stray placeholder"
 """Reason for dropping rows whose texts have the token that stands for a picture."""
-UNUSABLE = (UNTRAINED, TOO_LONG, SAME, MARKED)
+UNUSABLE = (UNTRAINED, TOO_LONG, SAME, MARKED, LEFT_OUT)
 """Reasons for dropping rows that are not bad rows."""
 NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to stop."
 Flags = dict[str, float]
@@ -85,17 +87,22 @@ class Encoder:
         unread: dict[str, str] = {}
         columns, folder = chunk.columns or self.data.columns, chunk.folder
         look.cache_clear()  # files may have changed
-        for where, row in fill_in_questions([*chunk.rows()], columns) if format == "alpaca" else chunk.rows():
+        rows = fill_in_questions([*chunk.rows()], columns) if format == "alpaca" else chunk.rows()
+        for number, (where, row) in zip(chunk.numbers, rows, strict=True):
             content = hash_row(row, format, columns)
+            left_out = LEFT_OUT if number in chunk.left_out else ""
             if isinstance(row, dict) and not all(read_marks(row, columns).values()):
-                fates.append(Fate(content, dropped=MARKED))
+                fates.append(Fate(content, dropped=left_out or MARKED))
                 continue
             try:
                 documents, flags = self.encode_row(row, format, columns, unread, folder)
             except BadRow as bad:
-                fates.append(Fate(content, dropped=bad.reason))
-                if self.data.bad_rows == "error":
+                fates.append(Fate(content, dropped=left_out or bad.reason))
+                if self.data.bad_rows == "error" and not left_out:
                     problems.append(bad.problem(where))
+                continue
+            if left_out:  # tokenised all the same: its content, which may be a pair's prompt, keeps data.eval's side
+                fates.append(Fate(Fate(content)._replace(**flags).content, dropped=left_out))
                 continue
             longest = max(len(document.input_ids) for document in documents)
             if self.data.overlong == "error" and self.data.max_length and longest > self.data.max_length:
