@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,7 @@ from packtrain.data.dataset import (
     Mixture,
     TokenDataset,
     Tokenised,
+    begin_examples,
     make_mixture,
     mix_sources,
 )
@@ -59,7 +60,7 @@ _START: Place = {"file": 0, "name": "", "chunk": 0, "block": 0, "pass": 0, "take
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Documents trained together (two for a pair), with the row's fate and its location."""
+    """Documents trained together (two for a pair, all of a row rendered by turns), with the row's fate and its location."""
 
     documents: list[Document]
     fate: np.void
@@ -68,12 +69,13 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Examples of one step as a data set of the objective, with each example's row.
+    """The `examples` of one step as a data set of the objective, with the row of each of its items.
 
     `place` is the stream's position after this step. `mark` is a 16-bit hash of its tokens and pictures. `last`: the stream ends here.
     """
 
     data: Dataset
+    examples: int
     rows: list[str]
     place: Place
     mark: int
@@ -95,13 +97,14 @@ class _Block:
         self.figures.update(f"dropped: {fate.dropped}" for fate in fates if fate.dropped)
         for fate in (fate for fate in fates if not fate.dropped):
             self.figures.update(kept=1, **{name: int(getattr(fate, name)) for name in SUMMED})
-        at = np.repeat(np.arange(len(fates)), store.fates["documents"])[::together]
-        of_examples = store.fates[at]
-        of_examples["documents"], of_examples["desirable"] = together, store.labels()[::together]
-        for number, fate in enumerate(of_examples):
-            documents = [store[together * number + side] for side in range(together)]
-            row = f"{chunk.origin}{':' if chunk.by_line else ', row '}{chunk.numbers[at[number]]}"
-            self.examples.append(Example(documents, fate, row))
+        row_of = np.repeat(np.arange(len(fates)), store.fates["documents"])
+        begins = begin_examples(store) if together == 1 else np.arange(len(store)) % together == 0
+        borders = [*np.flatnonzero(begins).tolist(), len(store)]
+        of_examples = store.fates[row_of[begins]]
+        of_examples["documents"], of_examples["desirable"] = np.diff(borders), store.labels()[begins]
+        for fate, (first, end) in zip(of_examples, pairwise(borders), strict=True):
+            row = f"{chunk.origin}{':' if chunk.by_line else ', row '}{chunk.numbers[row_of[first]]}"
+            self.examples.append(Example([store[number] for number in range(first, end)], fate, row))
 
 
 @dataclass
@@ -231,10 +234,13 @@ class Stream:
         fates, seen = np.array([example.fate for _, example in taken], FATES), [own.pictures for own in documents]
         store = MemoryStore(ids, mask, lengths, fates, self.report.format, pictures=seen)
         data = TokenDataset([store], np.arange(len(store)), self.report)
-        data.source_of = np.repeat(np.array([source for source, _ in taken], np.int16), len(documents) // len(taken))
+        sizes = [len(example.documents) for _, example in taken]
+        data.source_of = np.repeat(np.array([source for source, _ in taken], np.int16), sizes)
         hashes = np.array([picture.hash for own in seen for picture in own], np.uint64)
         mark = zlib.crc32(hashes.data, zlib.crc32(mask.data, zlib.crc32(ids.data))) & 0xFFFF
-        return Window(dataset_of(OBJECTIVES[self.objective], data), [example.row for _, example in taken], place, mark)
+        together = OBJECTIVES[self.objective].documents
+        rows = [example.row for _, example in taken for _ in example.documents[::together]]
+        return Window(dataset_of(OBJECTIVES[self.objective], data), len(taken), rows, place, mark)
 
     def report_at(self, place: Place, **trained: int) -> DataReport:
         """Report on the rows read up to this place; `trained` gives the figures of training."""

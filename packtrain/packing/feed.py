@@ -108,7 +108,7 @@ class Feed:
                 what = "nothing is left of data.train after this checkpoint"
                 raise UserError(what, where="trainer.resume", fix=fix, code="stream-at-its-end")
             self._window, self.current, batches = item
-            self.examples += len(self._window.rows)
+            self.examples += self._window.examples
             self.trained += int(self._window.data.trained.sum(dtype=np.int64))
             self.ended, mark = self._window.last, self._window.mark ^ self._window.last
             self.marks = mark, mark**2
@@ -130,7 +130,7 @@ class Feed:
             raise UserError(what, where="data.train", fix=fix, code="ranks-read-differently")
 
     def rows(self, numbers: list[int]) -> list[str]:
-        """Return FILE:LINE of examples of the current step."""
+        """Return FILE:LINE of items of the current step."""
         return [self._window.rows[number] for number in numbers]
 
     def report(self, tokens: int) -> DataReport:
@@ -180,7 +180,5 @@ class Feed:
 
     def _steps_of(self, window: Window, steps: StreamedSteps) -> StreamedSteps:
         """Return the single step of a window."""
-        lengths, count = self.slots(window.data), len(window.rows)
-        schedule = replace(steps.schedule, lengths=lengths, total_steps=1, examples_per_step=count, shuffle=False)
-        schedule = replace(schedule, _rows_by_epoch={}, _row_counts={})
+        schedule = steps.schedule.over(window.data, self.slots(window.data))
         return replace(steps, data=window.data, schedule=schedule, feed=None)

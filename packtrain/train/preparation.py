@@ -79,6 +79,21 @@ class Prepared:
         return longest if self.data.stream is None else max(longest, self.config.data.max_length or 0)
 
     @property
+    def several(self) -> bool:
+        """Whether some examples have several documents."""
+        return any(part is not None and part.examples is not None for part in (self.data.train, self.data.eval))
+
+    @property
+    def may_stream_several(self) -> bool:
+        """Whether some rows of a stream may give examples of several documents."""
+        formats = self.data.train.report.format.split(", ")
+        turns = (
+            getattr(self.config.data, "render", "auto") != "conversation"
+            and self.config.objective.spec.examples == "documents"
+        )
+        return self.data.stream is not None and turns and not {"text", "tokenised"}.issuperset(formats)
+
+    @property
     def situation(self) -> Situation:
         """The run as changes of the model see it, once its precision is decided."""
         return Situation(self.config, base_model(self.model), self.ranks, self.precision)
@@ -89,6 +104,8 @@ class Prepared:
         known = config.packing.attention_cost
         # an evaluation is in order, and needs to know equal beginnings only if rows share them
         compares = config.compares_prefixes and (config.packing.share_prefix or length.get("shuffle") == "by_prefix")
+        shares = self.objective.layout == "shared"
+        within = part.examples is not None and (shares or config.batch.examples_per_step is None)
         schedule = make_schedule(
             self.objective.slots(part),
             config.packing,
@@ -97,6 +114,9 @@ class Prepared:
             attention_cost=attention_cost(self.model) if known is None else known,
             ranks_per_row=self.objective.ranks_per_row,
             prefixes=index_prefixes(part) if compares else None,
+            examples=part.examples,
+            within=index_prefixes(part, part.examples) if within and not config.packing.share_prefix else None,
+            shares_within=shares and config.objective.spec.examples == "documents",
             **length,
         )
         if config.data.stages and not (evaluation or config.data.streaming):
