@@ -103,7 +103,7 @@ class _Block:
         of_examples = store.fates[row_of[begins]]
         of_examples["documents"], of_examples["desirable"] = np.diff(borders), store.labels()[begins]
         for fate, (first, end) in zip(of_examples, pairwise(borders), strict=True):
-            row = f"{chunk.origin}{':' if chunk.by_line else ', row '}{chunk.numbers[row_of[first]]}"
+            row = f"{chunk.origin}{':' if chunk.by_line else ', row '}{chunk.numbers[int(row_of[first])]}"
             self.examples.append(Example([store[number] for number in range(first, end)], fate, row))
 
 

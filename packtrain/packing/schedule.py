@@ -217,10 +217,9 @@ class Schedule:
         if examples is not None:
             units = Rows(np.arange(len(lengths)), examples)
             prefixes = index_prefixes(cast(TokenDataset, data), examples) if self.shares_within else None
-        count = len(lengths) if examples is None else len(examples) - 1
-        step = replace(self, lengths=lengths, total_steps=1, examples_per_step=count, shuffle=False)
-        shared = {"examples": examples, "units": units, "prefixes": prefixes}
-        return replace(step, **shared, _rows_by_epoch={}, _row_counts={})
+        own = replace(self, lengths=lengths, examples=examples, units=units, prefixes=prefixes, shuffle=False)
+        number = own.examples_per_epoch
+        return replace(own, total_steps=1, examples_per_step=number, _rows_by_epoch={}, _row_counts={})
 
     def summary(self, world_size: int, sample_steps: int = 32, tokens: np.ndarray | None = None) -> Utilisation:
         """Sum over at most `sample_steps` steps, spread evenly over the first epoch. Plans the whole epoch.
