@@ -275,10 +275,7 @@ def index_prefixes(documents: IndexedDocuments, examples: np.ndarray | None = No
         if place in apart:  # each group has its own places
             common.append(0)
             continue
-        ids, others = documents[before].keys, documents[after].keys
-        alike = count_common(ids, others)
-        # the last common token predicts different tokens, unless one of the documents ends there
-        common.append(alike if alike == min(len(ids), len(others)) else outside_pictures(documents[after], alike - 1))
+        common.append(count_shareable(documents[before], documents[after]))
     return PrefixIndex(lengths, np.array(order, dtype=np.int32), np.array(common, dtype=np.int32))
 
 
@@ -305,6 +302,14 @@ def cut_examples(index: PrefixIndex, examples: np.ndarray, tokens: float) -> tup
     order = np.argsort(documents[offsets[:-1]])
     chosen = Rows(order, np.arange(len(order) + 1))
     return Rows(documents, offsets).expand(chosen), np.append(sizes, index.lengths[alone]).astype(np.int64)[order]
+
+
+def count_shareable(before: Document, after: Document) -> int:
+    """Return how many tokens at their beginning two documents can share."""
+    ids, others = before.keys, after.keys
+    alike = count_common(ids, others)
+    # the last common token predicts different tokens, unless one of the documents ends there
+    return alike if alike == min(len(ids), len(others)) else outside_pictures(after, alike - 1)
 
 
 def outside_pictures(document: Document, end: int) -> int:

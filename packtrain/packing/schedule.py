@@ -35,6 +35,7 @@ from packtrain.packing.balance import (
 )
 from packtrain.packing.bins import Rows, best_fit, in_order
 from packtrain.packing.prefixes import MIN_SHARED, PrefixIndex, cut_examples, index_prefixes, lay_out_shared, work_of
+from packtrain.wording import counted
 
 KEPT_EPOCHS = 2  # passes whose order stays in memory: the current one, and the next, as batches are prepared ahead
 _Kept = TypeVar("_Kept")
@@ -75,6 +76,14 @@ class ExampleSlots:
     shared: int
     repeated: int
     once: int
+
+    def in_words(self, why: str = "") -> str:
+        """Say what the examples cost. `why` rows share nothing, if they do not."""
+        each = f"{counted(self.documents, 'documents')} in {counted(self.examples, 'examples')}, an epoch of"
+        once = f"about {self.once:,} if each row was rendered once"
+        if self.shared == self.repeated:
+            return f"{each} {self.repeated:,} token slots, as common beginnings are repeated ({why}); {once}"
+        return f"{each} {self.shared:,} token slots with common beginnings once; {self.repeated:,} if they were repeated; {once}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -20,7 +20,7 @@ from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import make_mixture
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.streaming import open_stream
-from packtrain.data.tokens.chat_template import give_template
+from packtrain.data.tokens.chat_template import choose_template, give_template
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, Json, UserError, boundary
 from packtrain.model.forward import outputs_of_tokens
@@ -84,14 +84,11 @@ class Prepared:
         return any(part is not None and part.examples is not None for part in (self.data.train, self.data.eval))
 
     @property
-    def may_stream_several(self) -> bool:
-        """Whether some rows of a stream may give examples of several documents."""
-        formats = self.data.train.report.format.split(", ")
-        turns = (
-            getattr(self.config.data, "render", "auto") != "conversation"
-            and self.config.objective.spec.examples == "documents"
-        )
-        return self.data.stream is not None and turns and not {"text", "tokenised"}.issuperset(formats)
+    def may_turn(self) -> bool:
+        """Whether data.render may make several documents of a row."""
+        data = self.config.data
+        known = choose_template(data.chat_template, self.tokenizer) is not None
+        return known and data.render != "conversation" and self.config.objective.spec.examples == "documents"
 
     @property
     def situation(self) -> Situation:

@@ -27,7 +27,6 @@ from packtrain.data.dataset import DataReport
 from packtrain.model.adapters import joint_tensors
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements, language_layers
-from packtrain.packing.schedule import ExampleSlots
 from packtrain.plan.memory import Memory
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
@@ -186,30 +185,18 @@ def log_steps(log: Log, run: Prepared, steps: Steps, evaluation: Mapping[str, St
         f" {low if low == high else f'{low} to {high}'} micro-batch{'' if high == 1 else 'es'} a process,"
         f" {figures.padding_fraction:.1%} padding,{shared} {figures.imbalance:.1%} imbalance over processes",
     )
+    why = run.objective.why_not_shared or f"packing.mode={config.packing.mode}"
     if found := steps.schedule.example_slots():
-        log.fact(
-            "examples", _slots_of_examples(found, run.objective.why_not_shared or f"packing.mode={config.packing.mode}")
-        )
+        log.fact("examples", found.in_words(why))
         thing = "examples"
-    elif run.may_stream_several and run.objective.why_not_shared:
-        log.fact("examples", f"a row's documents repeat their common beginnings: {run.objective.why_not_shared}")
+    elif data.stream is not None and run.may_turn and run.objective.layout != "shared":
+        log.fact("examples", f"documents of a row repeat the beginnings that they have in common ({why})")
     examples, every = config.batch.examples_per_step or 0, steps.schedule.examples_per_epoch
     each = f"up to {counted(examples, thing)}" if examples else f"{config.batch.tokens_per_step:,} tokens"
     evaluated = f", evaluated in {evaluated}" if evaluation else ""
     log.fact("steps", f"{total:,}, each of {each}, on {counted(ranks.world_size, 'processes')}{evaluated}")
     if examples > every and data.stream is None:
         log.warn(f"a step of {examples:,} is more than the {counted(every, thing)} of an epoch")
-
-
-def _slots_of_examples(found: ExampleSlots, why: str) -> str:
-    """Say what examples of several documents cost. `why` rows share nothing, if they do not."""
-    each = f"{counted(found.documents, 'documents')} in {counted(found.examples, 'examples')}, an epoch of"
-    once = f"about {found.once:,} if each row was rendered once"
-    if found.shared == found.repeated:
-        return f"{each} {found.repeated:,} token slots, as common beginnings are repeated ({why}); {once}"
-    return (
-        f"{each} {found.shared:,} token slots, common beginnings once; {found.repeated:,} if they were repeated; {once}"
-    )
 
 
 def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | None) -> None:

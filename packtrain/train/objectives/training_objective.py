@@ -104,7 +104,7 @@ class TrainingObjective:
         model, ranks, autocast = base_model(run.model), run.ranks, run.precision.autocast
         wanted, prove = run.config.model.attention, run.config.verify.preflight
         asked, packed = self.packing.share_prefix, self.packing.mode == "packed"
-        joins = packed and (run.several or run.may_stream_several)
+        joins = packed and (run.several or (run.data.stream is not None and run.may_turn))
         repeated = self.why_repeated(run) if joins else "packing.share_prefix=false"
         share = self.shares_unless_told if asked is None else asked
         choice = choose_on_all_ranks(

@@ -1,0 +1,148 @@
+"""Rows by turns: an example of several documents is trained as its documents alone, in every mode, and its common beginnings run once."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matrix import assert_same_training
+from running import LLAMA, WORDS, Run, base_config, joined, packtrain, write_jsonl, written
+
+
+GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
+GEMMA2 |= {"layer_types": ["sliding_attention", "full_attention"]}
+HYBRID = {**LLAMA, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+ROUTED = {**LLAMA, "model_type": "qwen3_moe", "head_dim": 12, "moe_intermediate_size": 16, "num_experts": 4}
+ROUTED |= {"num_experts_per_tok": 2, "output_router_logits": True}
+PADDED = ("packing.mode=padding", "batch.tokens_per_device=null", "batch.examples_per_device=3")
+
+
+def said(rng: random.Random, most: int) -> str:
+    return " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
+
+
+def thinkers(count: int, seed: int = 0, turns: int = 4) -> list[dict[str, Any]]:
+    """Conversations whose answers have thoughts, which Qwen3's template takes out of what is said before."""
+    rng, rows = random.Random(seed), []
+    for _ in range(count):
+        messages = [{"role": "system", "content": "Answer in a few words of the garden."}]
+        for _ in range(rng.randint(1, turns)):
+            answer = {"role": "assistant", "content": said(rng, 6), "reasoning_content": said(rng, 9)}
+            messages += [{"role": "user", "content": said(rng, 6)}, answer]
+        rows.append({"messages": messages})
+    return rows
+
+
+def config_of(folder: Path, model: dict[str, Any] | None = None, **groups: dict[str, Any]) -> str:
+    config = base_config(folder, trainer={"max_steps": 5, "eval_every": 3}, **groups)
+    config["data"] |= {
+        "train": str(write_jsonl(folder / "thinkers.jsonl", thinkers(14))),
+        "eval": str(write_jsonl(folder / "eval.jsonl", thinkers(4, 1))),
+        "max_length": 300,
+        "chat_template": "qwen3",
+    }
+    config["model"]["config"] = model or LLAMA
+    config["optim"] |= {"max_grad_norm": 0.5}
+    config["batch"] = {"examples_per_step": 4, "tokens_per_device": 320}
+    return written(folder, config)
+
+
+def trained(folder: Path, path: str, *options: str, processes: int = 1) -> Run:
+    joined(processes, "sft", path, f"trainer.output_dir={folder}", *options)
+    return Run(folder)
+
+
+CASES: dict[str, tuple[int, dict[str, Any] | None, list[str]]] = {
+    "one process": (1, None, []),
+    "windows, soft-caps, full logits": (1, GEMMA2, []),
+    "hybrid": (1, HYBRID, []),
+    "three processes": (3, None, []),
+    "fsdp2": (2, None, ["strategy=fsdp2"]),
+    "padding free": (2, None, ["packing.mode=padding_free", PADDED[1], PADDED[2]]),
+    "divided trees": (1, None, ["batch.tokens_per_device=130", "data.max_length=130"]),
+    "across examples": (2, None, ["packing.share_prefix=true"]),
+    "split rows": (2, None, ["strategy.sequence_parallel=auto", "batch.tokens_per_device=90"]),
+    "adapters": (1, None, ["peft=lora", "peft.r=4"]),
+    "in order": (2, None, ["packing.strategy=in_order"]),
+    "rows": (2, None, ["batch.examples_per_step=null", "batch.tokens_per_step=640"]),
+    "answers cut": (1, None, ["data.max_length=90"]),
+}
+
+
+@pytest.mark.sample("hybrid", "three processes", "rows")
+@pytest.mark.parametrize("name", CASES)
+def test_rows_by_turns_are_trained_as_each_document_by_itself(tmp_path: Path, name: str) -> None:
+    processes, model, options = CASES[name]
+    path = config_of(tmp_path, model)
+    own = [one for one in options if one.startswith(("peft", "data", "batch.tokens_per_step", "batch.examples_per_step"))]
+    rows = "rows" in name
+    padded = ("packing.mode=padding",) if rows else PADDED
+    expected = trained(tmp_path / "padded", path, *padded, *own)
+    run = trained(tmp_path / "run", path, *options, processes=processes)
+    assert ("computed with another document" in run.log) == (name != "padding free")
+    assert "common beginnings are repeated (packing.mode=padding)" in expected.log
+    assert_same_training(run, expected, () if name == "adapters" else ("final/model.safetensors",), near=3e-6)
+    if not rows:
+        assert run.summary["examples"] == expected.summary["examples"] == 4 + 4 + 4 + 2 + 4
+
+
+def test_a_resumed_run_and_a_stream_go_on_with_whole_examples(tmp_path: Path) -> None:
+    path = config_of(tmp_path)
+    every = ("trainer.checkpoint_every=2", "trainer.keep_checkpoints=null")
+    whole = trained(tmp_path / "whole", path, *every)
+    rest = trained(tmp_path / "rest", path, whole.resume(2), processes=2)
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=3e-6)
+    flow = ("data.streaming=true", "data.shuffle_buffer=5", "data.eval=null", "trainer.eval_every=null")
+    stream = trained(tmp_path / "stream", path, *flow, *every, "trainer.max_steps=3")
+    padded = trained(tmp_path / "padded", path, *flow, *PADDED, "trainer.max_steps=3")
+    assert_same_training(stream, padded, near=3e-6)
+    assert stream.summary["examples"] == 12 and "common beginnings" not in stream.log
+    rest = trained(tmp_path / "flow", path, *flow, stream.resume(2), "trainer.max_steps=3")
+    assert rest.losses == pytest.approx(stream.losses[2:], rel=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "why"),
+    [
+        (LLAMA, ["objective.options.neftune_noise_alpha=5"], "the noise on embeddings"),
+        (LLAMA, ["model.attention=per_document"], "runs every document by itself"),
+        (ROUTED, [], "the loss of routers counts by document"),
+    ],
+)
+def test_what_cannot_share_is_laid_out_as_documents(
+    tmp_path: Path, model: dict[str, Any], options: list[str], why: str
+) -> None:
+    run = trained(tmp_path / "run", config_of(tmp_path, model), *options, "trainer.max_steps=2")
+    assert "common beginnings are repeated" in run.log and why in run.log
+
+
+def test_inspect_shows_each_answer_with_its_exact_context_and_what_it_costs(tmp_path: Path) -> None:
+    path, place = config_of(tmp_path), f"{tmp_path / 'thinkers.jsonl'}:1"
+    messages = thinkers(1)[0]["messages"]
+    answers = [message for message in messages if message["role"] == "assistant"]
+    shown = packtrain("inspect", path, "--source", place).stdout
+    assert shown.count("── document ") == len(answers) > 1
+    assert f"answer {len(answers)} of {len(answers)}, the first " in shown
+    found = json.loads(packtrain("inspect", path, "--source", place, "--json").stdout)
+    for number, (part, answer) in enumerate(zip(found["shown"], answers, strict=True), 1):
+        text = "".join(span["text"] for span in part["parts"][0]["spans"] if span["trained"])
+        assert answer["content"] in text and answer["reasoning_content"] in text
+        before = "".join(span["text"] for span in part["parts"][0]["spans"] if not span["trained"])
+        assert not any(other["reasoning_content"] in before for other in answers[: number - 1])
+        assert (part["answer"], part["answers"]) == (number, len(answers)) and bool(part["as_answer"]) == (number > 1)
+        assert part["shared"] < part["tokens"]
+    slots = found["modes"]["packed"]["example_slots"]
+    assert slots["examples"] == found["examples"] == 14 < slots["documents"] == found["documents"]
+    assert slots["once"] < slots["shared"] < slots["repeated"] == found["tokens"]
+    assert found["modes"]["packed"]["slots"] < found["modes"]["padding_free"]["slots"]
+    one = packtrain("inspect", path, "--rows", "2").stdout
+    assert one.count("answer 1 of") + one.count("── document ") >= 2
+
+
+def test_verify_compares_trees_with_their_gradients(tmp_path: Path) -> None:
+    report = json.loads(packtrain("verify", config_of(tmp_path), "--json").stdout)
+    assert report["verdict"] == "exact" and report["pairs"]["prompts_shared"]
+    assert report["prefix_shared"]["grad_rel_diff"] < 1e-5 and report["prefix_shared"]["loss_rel_diff"] < 1e-6
