@@ -146,6 +146,12 @@ class Data:
         "Tokens that are trained: every assistant turn, only the last answer, or all; auto is assistant for "
         "conversations, completion for prompt_completion, all for text.",
     )
+    render: Literal["auto", "conversation", "turns"] = advanced(
+        "auto",
+        "Rendering of conversations: once, or by turns, where each trained answer follows the very prompt that asks for it; auto takes turns "
+        "for rows that the chat template shows differently then (docs/data.md).",
+        resume="decisive",
+    )
     max_length: int | None = key(2048, "Most tokens of a document; none for no limit.", minimum=2)
     overlong: Literal["auto", "truncate", "drop", "split", "error"] = key(
         "auto",

@@ -24,7 +24,7 @@ from packtrain.config.schema import DataSource, Stage, name_sources
 from packtrain.data.formats.columns import name_unread
 from packtrain.data.pictures.album import tabulate_pictures
 from packtrain.data.pictures.tally import PictureFigures, count_pictures
-from packtrain.data.tokens.cache import Document, Store
+from packtrain.data.tokens.cache import REASONS, Document, Store
 from packtrain.errors import UserError
 from packtrain.wording import counted
 
@@ -60,7 +60,8 @@ class DataReport:
     The fields from `rows` to `two_bos` cover all rows of the sources, or the rows on this side of the split if data.eval is a fraction.
     `cut_tokens` were lost to data.max_length; `dropped_chunks` are parts of split documents without a trained token. `apart` counts kept rows
     with a token across an answer's border (tokens/encode.py). `retold` counts rows that TRL's training version of the chat template renders,
-    since the model's own template gives no exact loss mask for them. `tools_in_system` counts rows whose system prompt lists their tools
+    since the model's own template gives no exact loss mask for them. `turns_asked`, `turns_thoughts` and `turns_answers` count rows with a
+    document for each answer, by the reason (REASONS in tokens/cache.py). `tools_in_system` counts rows whose system prompt lists their tools
     already, so that the template got none. `two_bos` counts rows that begin with BOS twice. The fields from
     `documents` to `trained_tokens` describe one epoch, with weights: `examples` is smaller than `documents` if rows give several documents that are
     trained together (0: not counted). `held_out` documents are on the other side. `seconds` is the tokenising time (0 if all was cached), `remarks` are decisions about a source, `unread` has the sources' columns from Row.unread.
@@ -75,6 +76,9 @@ class DataReport:
     cut_tokens: int = 0
     apart: int = 0
     retold: int = 0
+    turns_asked: int = 0
+    turns_thoughts: int = 0
+    turns_answers: int = 0
     tools_in_system: int = 0
     two_bos: int = 0
     documents: int
@@ -99,12 +103,26 @@ class DataReport:
             (self.tools_in_system, "list their tools in the system prompt, so the chat template does not"),
             (self.two_bos, "begin with BOS twice: their text holds it, too, so take it out there"),
         )
-        said = (f"{counted(rows, 'rows')} {way}" for rows, way in ways if rows)
+        turned = zip((getattr(self, name) for name in TURNS), REASONS[1:], strict=True)
+        said = [f"{counted(rows, 'rows')} {way}" for rows, way in ways if rows]
+        said += [
+            f"{counted(n, 'rows')}: each answer is trained as it will be asked for, since {why}"
+            for n, why in turned
+            if n
+        ]
         return [*self.remarks, *said, *chain.from_iterable(starmap(name_unread, self.unread.items()))]
 
 
+TURNS = ("turns_asked", "turns_thoughts", "turns_answers")
 SUMMED = ("truncated", "split", "dropped_chunks", "cut_tokens", "apart", "retold", "tools_in_system", "two_bos")
 """Figures of a DataReport that are sums over the fates of kept rows."""
+
+
+def sum_fates(fates: np.ndarray) -> dict[str, int]:
+    """Return the figures of kept rows in a DataReport: SUMMED and TURNS."""
+    sums = {name: int(fates[name].sum(dtype=np.int64)) for name in SUMMED}
+    turns = {name: int(np.count_nonzero(fates["turns"] == why)) for why, name in enumerate(TURNS, 1)}
+    return {"kept": len(fates), **sums, **turns}
 
 
 class TokenDataset:
@@ -305,8 +323,7 @@ def mix_sources(
         fates = store.fates[here]
         times = np.bincount(fates["dropped"], minlength=1).tolist()
         dropped.update({store.reasons[reason]: times[reason] for reason in range(1, len(times)) if times[reason]})
-        fates = fates[fates["dropped"] == 0]
-        sums.update(kept=len(fates), **{name: int(fates[name].sum(dtype=np.int64)) for name in SUMMED})
+        sums.update(sum_fates(fates[fates["dropped"] == 0]))
     all_rows = np.concatenate(rows)
     names = name_sources([part.source for part in parts])
     table = tabulate_pictures((store.pictures, len(store)) for store in stores)

@@ -31,6 +31,7 @@ from rich.console import Console
 from packtrain.config.schema import Data, DataSource, Format, Model, name_sources, sources
 from packtrain.data.dataset import (
     SUMMED,
+    TURNS,
     DataReport,
     Dataset,
     Mixture,
@@ -39,6 +40,7 @@ from packtrain.data.dataset import (
     begin_examples,
     make_mixture,
     mix_sources,
+    sum_fates,
 )
 from packtrain.data.formats.columns import merge_uses
 from packtrain.data.prepare import PreparedData, Tokeniser, dataset_of, make_encoder, prepare, refuse_rows
@@ -95,8 +97,7 @@ class _Block:
         store, fates = MemoryStore.of(encoded, ""), encoded.fates
         self.figures["rows"] += len(fates)
         self.figures.update(f"dropped: {fate.dropped}" for fate in fates if fate.dropped)
-        for fate in (fate for fate in fates if not fate.dropped):
-            self.figures.update(kept=1, **{name: int(getattr(fate, name)) for name in SUMMED})
+        self.figures.update(sum_fates(store.fates[store.fates["dropped"] == 0]))
         row_of = np.repeat(np.arange(len(fates)), store.fates["documents"])
         begins = begin_examples(store) if together == 1 else np.arange(len(store)) % together == 0
         borders = [*np.flatnonzero(begins).tolist(), len(store)]
@@ -245,7 +246,7 @@ class Stream:
     def report_at(self, place: Place, **trained: int) -> DataReport:
         """Report on the rows read up to this place; `trained` gives the figures of training."""
         figures = sum((Counter[str](own["figures"]) for own in place["sources"].values()), Counter[str]())
-        known = {name: figures[name] for name in ("rows", "kept", *SUMMED)}
+        known = {name: figures[name] for name in ("rows", "kept", *SUMMED, *TURNS)}
         dropped = {name.removeprefix("dropped: "): n for name, n in figures.items() if name.startswith("dropped: ")}
         remarks = (*self.report.remarks[:-1], "data.streaming: the rows are those that were read")
         unread = {name: stream.unread for name, stream in zip(self.report.sources, self.streams, strict=True)}

@@ -42,6 +42,11 @@ TABLE = r"""
     the later parts of a split answer would have no prompt → Choose truncate, drop or error.
 [text-has-no-part] data.loss_on:given !data.loss_on=all data.format=text
     plain text has no {data.loss_on} part to train on → Set data.loss_on to all or auto.
+[no-turns] data.render=turns data.format=text|tokenised | these rows have no turns → Set data.render to auto.
+[turns-train-answers] data.render=turns data.loss_on=all
+    by turns, only answers are trained → Set data.loss_on to assistant or completion, or data.render to auto.
+[turns-of-scores] data.render=turns (objective.spec.scores)
+    packtrain {objective.kind} scores whole conversations → Set data.render to auto.
 [loss-on-answers] data.loss_on:given (!objective.spec.examples=documents)
     packtrain {objective.kind} learns from the answers alone → Remove the key.
 [families-of-answers] data.shuffle=by_prefix (!objective.spec.examples=documents)

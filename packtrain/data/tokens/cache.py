@@ -77,6 +77,15 @@ class Document:
         return keys
 
 
+REASONS = (
+    "",
+    "data.render=turns",
+    "the chat template leaves the thoughts of earlier answers out of what comes before (data.render)",
+    "the chat template writes a prompt or an answer differently once others follow it (data.render)",
+)
+"""Why a row has a document for each answer, by the number in Fate.turns."""
+
+
 class Fate(NamedTuple):
     """Fate of one row: it gave `documents` documents, or was `dropped` for a reason.
 
@@ -84,7 +93,7 @@ class Fate(NamedTuple):
     `two_bos`. `packtrain inspect` shows the faults `marker` (the text has control tokens of the template) and `drops_system` (the
     template leaves the system prompt out). `margin` is the chosen answer's lead (reward only). `desirable` is the label of the row's first
     document (kto only); the second one of a pair is not desirable. `cut_pictures` were lost to data.max_length. `turns`: the row gave a
-    document for each trained answer, and they are one example; the number says why (0: the row is not rendered so).
+    document for each trained answer, and they are one example; the number says why (REASONS).
     """
 
     content: int

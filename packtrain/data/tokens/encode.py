@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -49,6 +49,7 @@ from packtrain.data.tokens.cache import Document, EncodedChunk, Fate
 from packtrain.data.tokens.chat_template import ADVICE, Template
 from packtrain.data.tokens.loss_mask import UNVERIFIED, ChatEncoder, LossOn
 from packtrain.data.tokens.tokenizer import PlainTokenizer
+from packtrain.data.tokens.turns import TurnEncoder
 from packtrain.errors import Problem, UserError
 from packtrain.objectives.spec import OBJECTIVES
 
@@ -122,6 +123,9 @@ class Encoder:
         if format == "text" and loss_on in ("assistant", "completion"):
             what = f"data.loss_on={loss_on}, but running text has no {loss_on}"
             raise UserError(what, where=where, fix="Set data.loss_on to all or auto.", code="text-has-no-part")
+        if format in ("text", "tokenised") and self.data.render == "turns":
+            what = f"data.render=turns, but rows of the format {format} have no turns"
+            raise UserError(what, where=where, fix="Set data.render to auto.", code="no-turns")
         if format in ("text", "prompt_completion") and tokenizer.eos_id is None:
             raise UserError(f"the tokenizer {tokenizer.name} has no EOS token", where=where, fix=NO_EOS, code="no-eos")
         if self.data.system and self.template is not None and self._chat.drops_system:
@@ -130,12 +134,12 @@ class Encoder:
             raise UserError(what, where="data.system", fix=fix, code="system-left-out")
 
     @cached_property
-    def _chat(self) -> ChatEncoder:
+    def _chat(self) -> TurnEncoder:
         """Return the encoder of conversations. Raises BadRow without a chat template."""
         if self.template is None:
             what = f"messages need a chat template, and {self.tokenizer.name} has none"
             raise BadRow("no chat template", what, fix=ADVICE)
-        return ChatEncoder(self.tokenizer, self.template, self.pictures)
+        return TurnEncoder(self.tokenizer, self.template, self.pictures)
 
     def _look(self, conversation: Conversation) -> Conversation:
         """Return the conversation with its pictures' sizes. Raises BadRow for a picture that cannot be used."""
@@ -216,17 +220,26 @@ class Encoder:
         template = replace(self.template, text=self.template.marked, marked=None)
         return ChatEncoder(self.tokenizer, template, self.pictures)
 
-    def _encode_chat(self, conversation: Conversation, loss_on: LossOn) -> tuple[Document, Flags]:
-        """Encode a conversation by the template. If its mask is not exact, use TRL's training version."""
+    def _encode_chat(self, conversation: Conversation, loss_on: LossOn) -> tuple[list[Document], Flags]:
+        """Encode a conversation by the template: a document for each answer if these are asked for in another way.
+
+        If the mask of a whole conversation is not exact, use TRL's training version.
+        """
+        always = self.data.render == "turns"
+        if self.data.render != "conversation" and loss_on != "all":
+            with nullcontext() if always else suppress(BadRow):
+                documents, apart, reason = self._chat.encode_turns(conversation, loss_on, always=always)
+                if documents:
+                    return documents, {"apart": apart, "turns": reason}
         try:
             document, apart = self._chat.encode(conversation, loss_on)
-            return document, {"apart": apart}
+            return [document], {"apart": apart}
         except BadRow as bad:
             if bad.reason != UNVERIFIED or self._training is None:
                 raise
             with suppress(BadRow):
                 document, apart = self._training.encode(conversation, loss_on)
-                return document, {"apart": apart, "retold": True}
+                return [document], {"apart": apart, "retold": True}
             raise
 
     def encode_row(
@@ -264,13 +277,13 @@ class Encoder:
             example = self._look(example)
             default = "assistant" if example.answer_from is None else "completion"
             encoder = self._with_tools if example.tools else self
-            document, flags = encoder._encode_chat(example, default if loss_on == "auto" else loss_on)
+            documents, flags = encoder._encode_chat(example, default if loss_on == "auto" else loss_on)
         elif isinstance(example, PromptCompletion):
             ids, prompt_tokens, flags["apart"] = self._join_completion(example)
-            document = Document(ids, np.arange(len(ids)) >= (0 if loss_on == "all" else prompt_tokens))
+            documents = [Document(ids, np.arange(len(ids)) >= (0 if loss_on == "all" else prompt_tokens))]
         else:
-            document = self._check_tokens(example)
-        return [document], flags | self._find_faults(example)
+            documents = [self._check_tokens(example)]
+        return documents, flags | self._find_faults(example)
 
     def _encode_answered(self, row: Row, format: Format) -> tuple[list[Document], Flags]:
         """Encode a pair, or labelled answers, with the ids and targets of TRL's trainers. The answers of a pair share one border."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -48,7 +49,7 @@ TEMPLATE_ADVICE = (
 )
 THINKING_OFF = {"enable_thinking": False, "thinking": False}
 """Variables that ask templates for an answer without a thought; DeepSeek and Granite read the second."""
-_EMPTY_THOUGHT = re.compile(r"\s*(<think>)?\s*</think>\s*")
+EMPTY_THOUGHT = re.compile(r"\s*(<think>)?\s*</think>\s*")
 _LEADING_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 ADVICE = "Set data.chat_template to a template with {% generation %} marks, or data.loss_on=completion or all."
 
@@ -79,17 +80,10 @@ class ChatEncoder:
         `completion` trains the assistant's turns from `answer_from` on, or else the last one. Without an assistant's turn nothing is trained.
         Raises BadRow if ids or targets are uncertain.
         """
-        turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        turns, wanted = find_turns(conversation, loss_on)
         untrained = [turn for turn in turns if conversation.messages[turn].get("weight") == 0]
-        wanted = turns
-        if loss_on == "completion":
-            first = conversation.answer_from
-            wanted = turns[-1:] if first is None else [turn for turn in turns if turn >= first]
-        wanted = [turn for turn in wanted if turn not in untrained]
-        thinks = any(_find_thought(conversation.messages[turn]) for turn in wanted)
-        if not thinks and not THINKING_OFF.keys() & conversation.variables:
-            conversation = replace(conversation, variables={**conversation.variables, **THINKING_OFF})
-        given, conversation = conversation, self._rewrite(conversation)
+        given = with_switch(conversation, wanted)
+        conversation = self._rewrite(given)
         rendered = self._render(conversation)
         text, marks, _ = rendered
         self._check_tools(given, text)
@@ -99,9 +93,9 @@ class ChatEncoder:
                 what = "this turn is not to be trained (weight 0), but data.loss_on=all trains everything"
                 raise BadRow("weight", what, f"messages[{untrained[0]}]", "Set data.loss_on=assistant.")
             self._check_said(given, turns[-1:], text, text)
-            return _document(encoded, np.ones(len(encoded.ids), dtype=bool), given.messages, rendered), False
+            return make_document(encoded, np.ones(len(encoded.ids), dtype=bool), given.messages, rendered), False
         if not wanted:
-            return _document(encoded, np.zeros(len(encoded.ids), dtype=bool), given.messages, rendered), False
+            return make_document(encoded, np.zeros(len(encoded.ids), dtype=bool), given.messages, rendered), False
         spans, whole = self._find_spans(conversation, text, marks, turns, wanted)
         if not whole:
             _check_others(conversation, text, spans, self.template.name)
@@ -112,7 +106,7 @@ class ChatEncoder:
         for start, end in spans:
             turn = ((encoded.starts >= start) & (encoded.starts < end)).nonzero()[0]
             mask[self._cut_after_end(turn, encoded, text)] = True
-        return _document(encoded, mask, given.messages, rendered), separated
+        return make_document(encoded, mask, given.messages, rendered), separated
 
     def encode_answers(self, *answered: Conversation) -> list[Document]:
         """Return the prompt (with the generation prompt) and each conversation, nothing trained.
@@ -132,7 +126,7 @@ class ChatEncoder:
             found.append((side.messages, rendered))
         encoded = [self.tokenizer.encode(rendered.text) for _, rendered in found]
         nothing = [np.zeros(len(own.ids), dtype=bool) for own in encoded]
-        return [_document(own, mask, *of) for own, mask, of in zip(encoded, nothing, found, strict=True)]
+        return [make_document(own, mask, *of) for own, mask, of in zip(encoded, nothing, found, strict=True)]
 
     def _find_spans(
         self, conversation: Conversation, text: str, marks: list[Span], turns: list[int], wanted: list[int]
@@ -178,7 +172,7 @@ class ChatEncoder:
                 if before >= 0 and text.startswith(header, before):
                     start = min(start + inside, end)
                     break
-        empty = None if thinks else _EMPTY_THOUGHT.match(text, start, end)
+        empty = None if thinks else EMPTY_THOUGHT.match(text, start, end)
         return (empty.end() if empty else start), end
 
     @cached_property
@@ -205,7 +199,7 @@ class ChatEncoder:
 
     def _rewrite(self, conversation: Conversation) -> Conversation:
         if self._repeats_thought[any(conversation.variables.get(switch) is False for switch in THINKING_OFF)]:
-            messages = [*map(_with_thought_beside, conversation.messages)]
+            messages = [*map(with_thought_beside, conversation.messages)]
             conversation = replace(conversation, messages=messages)
         made, tag = self._with_keys(conversation), self._result_tag
         return replace(made, messages=[_without_tag(message, tag) for message in made.messages]) if tag else made
@@ -286,7 +280,7 @@ class ChatEncoder:
             if answer not in answers:
                 what = f"the chat template leaves out or rewrites the answer {answer[:40]!r}"
                 raise BadRow(UNVERIFIED, what, f"{place}.content", "Set data.chat_template to another template.")
-            if thought := _find_thought(message):
+            if thought := find_thought(message):
                 if (position := others.find(thought, position)) < 0:
                     what = f"the chat template ({self.template.name}) leaves out the thought {thought[:40]!r}"
                     fix = f"{TEMPLATE_ADVICE} If it keeps those of the last turn, data.loss_on=completion trains that."
@@ -314,15 +308,17 @@ class ChatEncoder:
             return True
         return without != self.render(replace(conversation, messages=until))
 
-    def _separate_at_borders(self, encoded: Encoded, text: str, spans: list[Span]) -> tuple[Encoded, bool]:
-        """Tokenise `text` again if a token crosses a border of `spans`. Return the tokens and whether they changed.
+    def _separate_at_borders(
+        self, encoded: Encoded, text: str, spans: list[Span], wanted: Set[int] = frozenset()
+    ) -> tuple[Encoded, bool]:
+        """Tokenise `text` again if a token crosses a border of `spans`, and at all borders `wanted`.
 
-        Raises BadRow for a tokenizer that cannot tokenise a text in parts.
+        Return the tokens and whether they changed. Raises BadRow for a tokenizer that cannot tokenise a text in parts.
         """
         cuts: set[int] = set()
         while True:
             crossed = (_find_crossed_borders(encoded, text, span, self.tokenizer.special_ids) for span in spans)
-            if not (borders_crossed := {border for borders in crossed for border in borders}):
+            if not (borders_crossed := {border for borders in crossed for border in borders} | wanted - cuts):
                 return encoded, bool(cuts)
             if not self.tokenizer.joins:
                 at = min(borders_crossed)
@@ -433,7 +429,7 @@ def _without_sources(message: Json) -> Json:
     }
 
 
-def _document(encoded: Encoded, mask: np.ndarray, messages: Messages, rendered: Rendered) -> Document:
+def make_document(encoded: Encoded, mask: np.ndarray, messages: Messages, rendered: Rendered) -> Document:
     """Return the document of a rendered conversation. Tokens of pictures are not trained."""
     placed = list[Picture]()
     for picture, (start, end) in zip(pictures_of(messages), rendered.pictures, strict=True):
@@ -456,13 +452,31 @@ def _check_others(conversation: Conversation, text: str, spans: list[Span], name
             raise BadRow(UNVERIFIED, what, f"messages[{turn}].content", fix)
 
 
-def _find_thought(message: Json) -> str:
+def find_turns(conversation: Conversation, loss_on: LossOn) -> tuple[list[int], list[int]]:
+    """Return the assistant's turns, and those that are trained."""
+    messages, first = conversation.messages, conversation.answer_from
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    wanted = turns
+    if loss_on == "completion":
+        wanted = turns[-1:] if first is None else [turn for turn in turns if turn >= first]
+    return turns, [turn for turn in wanted if messages[turn].get("weight") != 0]
+
+
+def with_switch(conversation: Conversation, turns: list[int]) -> Conversation:
+    """Switch thinking off if none of the turns has a thought, and the row does not say."""
+    thinks = any(find_thought(conversation.messages[turn]) for turn in turns)
+    if thinks or THINKING_OFF.keys() & conversation.variables:
+        return conversation
+    return replace(conversation, variables={**conversation.variables, **THINKING_OFF})
+
+
+def find_thought(message: Json) -> str:
     """Return an assistant's thought, "" without one."""
     before, end, _ = message["content"].rpartition("</think>")
     return (message.get("reasoning_content") or (before.split("<think>", 1)[-1] if end else "")).strip()
 
 
-def _with_thought_beside(message: Json) -> Json:
+def with_thought_beside(message: Json) -> Json:
     """Return an answer with its thought outside the content, if that begins with one. An empty thought is dropped."""
     found = _LEADING_THOUGHT.match(message["content"]) if message["role"] == "assistant" else None
     if not found or (found[1].strip() and message.get("reasoning_content", "").strip()):

@@ -303,10 +303,10 @@ def test_pairs_of_parts_under_the_names_of_llamafactory(tmp_path):
         made(write(tmp_path, row), "dpo")
 
 
-def test_qwen3_strips_earlier_thoughts_so_trls_version_for_training_is_taken_and_counted(tmp_path):
+def test_qwen3_strips_earlier_thoughts_so_trls_version_for_training_renders_whole_conversations(tmp_path):
     own = tokenizer_for(shipped("qwen3"))
     rows = [of(ASK, END), of(ASK, END, ASK, END), of(ASK, called(PARIS), RESULT, END)]
-    train = made(path := write(tmp_path, *rows), tokenizer=own)
+    train = made(path := write(tmp_path, *rows), tokenizer=own, render="conversation")
     assert (train.report.kept, train.report.retold) == (3, 2)
     found = [own.decode(train[at].input_ids[train[at].loss_mask]).replace("\n<think>", "<think>") for at in range(3)]
     assert [one.rstrip("\n") for one in found] == [SUNNY, SUNNY + SUNNY, ONE + SUNNY]

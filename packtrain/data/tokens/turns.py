@@ -1,0 +1,181 @@
+"""Render a conversation by turns: each trained answer after the very prompt that asks for it.
+
+The prompt is the template's for generation, of everything before the answer. The answer follows as the model has to write it, with
+its end: what the template adds to the prompt when this answer is the last message. Templates of thinking models show both
+differently in a whole conversation: they leave out the thoughts of earlier answers, or end the last answer in a token of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from packtrain.data.formats.examples import Conversation
+from packtrain.data.formats.messages import has_pictures
+from packtrain.data.sources.chunks import BadRow, Json
+from packtrain.data.tokens.cache import Document
+from packtrain.data.tokens.loss_mask import (
+    ADVICE,
+    EMPTY_THOUGHT,
+    THINKING_OFF,
+    UNVERIFIED,
+    ChatEncoder,
+    LossOn,
+    Rendered,
+    find_thought,
+    find_turns,
+    make_document,
+    with_switch,
+    with_thought_beside,
+)
+
+_OPENED = re.compile(r"<think>\s*(</think>\s*)?\Z")
+_CLOSED = re.compile(r"</think>\s*\Z")
+
+
+class Answer(NamedTuple):
+    """Last message of a conversation: the `text` that the model writes, end included, after the prompt `asked`."""
+
+    given: Conversation
+    asked: Rendered
+    text: str
+
+    def compare(self, told: str) -> int:
+        """Return 0 if the conversation as `told` has this prompt and answer, else the reason in REASONS."""
+        if told.startswith(self.asked.text + self.text):
+            return 0
+        *before, own = (find_thought(message) for message in self.given.messages if message["role"] == "assistant")
+        return 2 if own not in told or any(thought not in self.asked.text for thought in before) else 3
+
+
+@dataclass(frozen=True)
+class TurnEncoder(ChatEncoder):
+    """Encoder of conversations, as a whole or by turns."""
+
+    def encode_turns(
+        self, conversation: Conversation, loss_on: LossOn, *, always: bool
+    ) -> tuple[list[Document], bool, int]:
+        """Return the document of each trained answer as it is asked for, the flag of `encode`, and the reason (REASONS).
+
+        Each begins with the template's prompt for this answer. There are none if the conversation rendered once has the
+        same prompts and answers, unless `always`. Raises BadRow if a prompt or an answer is uncertain.
+        """
+        _, wanted = find_turns(conversation, loss_on)
+        answers = [self._find_answer(conversation, turn) for turn in wanted]
+        if always:
+            reason = 1
+        else:
+            told = self._render_to_end(self._rewrite(with_switch(conversation, wanted))) if wanted else ""
+            reason = min(filter(None, (answer.compare(told) for answer in answers)), default=0)
+        if not reason or not wanted:
+            return [], False, 0
+        self._check_tools(answers[-1].given, answers[-1].asked.text)
+        encoded = [self._encode_answer(answer) for answer in answers]
+        return [document for document, _ in encoded], any(apart for _, apart in encoded), reason
+
+    def _find_answer(self, conversation: Conversation, turn: int) -> Answer:
+        """Return the answer of a turn with its prompt. Raises BadRow if the template shows either in another way."""
+        given = with_switch(replace(conversation, messages=conversation.messages[: turn + 1]), [turn])
+        thought, place = find_thought(given.messages[turn]), f"messages[{turn}]"
+        rewritten, asked = self._ask(given)
+        if thought and _CLOSED.search(asked.text) and not THINKING_OFF.keys() & given.variables:
+            given = replace(given, variables={**given.variables, **dict.fromkeys(THINKING_OFF, True)})
+            rewritten, asked = self._ask(given)
+        content = rewritten.messages[turn]["content"] or ""
+        whole = self._render_to_end(rewritten)
+        if not (text := _continue(asked.text, whole, thought, content)):
+            # gpt-oss: an answer takes the thoughts before it out
+            *history, answer = given.messages
+            bare, before = self._ask(replace(given, messages=[*map(_without_thought, history), answer]))
+            text = _continue(before.text, whole, thought, content) if self._render_to_end(bare) == whole else ""
+        text = text.rstrip().removesuffix(self._closing).rstrip()
+        if not text or has_pictures(given.messages[turn]):
+            what = f"the prompt of this turn ends in {asked.text[-16:]!r}, and the chat template does not show what follows"
+            fix = "Set data.render=conversation, or data.chat_template to another template."
+            raise BadRow(UNVERIFIED, what, place, fix)
+        return Answer(given, asked, text)
+
+    def _ask(self, given: Conversation) -> tuple[Conversation, Rendered]:
+        """Return the conversation rewritten for the template, and the prompt for its last message."""
+        rewritten = self._rewrite(given)
+        try:
+            return rewritten, self._render(rewritten, rewritten.messages[:-1], generation_prompt=True)
+        except BadRow as bad:
+            what = f"the conversation before this turn cannot be rendered alone: {bad.what}"
+            raise BadRow(UNVERIFIED, what, f"messages[{len(given.messages) - 1}]", ADVICE) from bad
+
+    def _render_to_end(self, rewritten: Conversation) -> str:
+        """Render the conversation. If its last turn has no end in the template, but in TRL's training version, add that."""
+        text, marked = self._render(rewritten).text, self.template.marked
+        if marked and not text.rstrip().endswith(self._control):
+            told = self._render(rewritten, template=marked).text
+            return told if told.startswith(text) else text
+        return text
+
+    @cached_property
+    def _control(self) -> tuple[str, ...]:
+        """Return the texts of control tokens."""
+        return tuple(filter(None, map(self.tokenizer.text_of, self.tokenizer.special_ids)))
+
+    def _encode_answer(self, answer: Answer) -> tuple[Document, bool]:
+        """Return the document of an answer behind its prompt, and whether they are tokenised apart."""
+        given, asked, said = answer.given, answer.asked.text, answer.text
+        turn, text, start = len(given.messages) - 1, asked + said, len(asked)
+        self._check_said(given, [turn], said, said)
+        thinks = any(given.variables.get(switch) for switch in THINKING_OFF)
+        empty = None if thinks else EMPTY_THOUGHT.match(text, start)
+        span = (empty.end() if empty else start, len(text))
+        prompt, encoded = self.tokenizer.ids(asked), self.tokenizer.encode(text)
+        encoded, separated = self._separate_at_borders(encoded, text, [span])
+        if not np.array_equal(encoded.ids[: len(prompt)], prompt):
+            encoded, separated = self._separate_at_borders(encoded, text, [span], {start})
+        mask = np.zeros(len(encoded.ids), dtype=bool)
+        mask[self._cut_after_end((encoded.starts >= span[0]).nonzero()[0], encoded, text)] = True
+        mask[: len(prompt)] = False
+        return make_document(encoded, mask, given.messages[:turn], answer.asked), separated
+
+    @cached_property
+    def _closing(self) -> str:
+        """Return what the template writes after the end of the very last answer alone, as Phi-3's EOS; "" if nothing."""
+        question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "ANSWER"}
+        last = self._probe(question, answer).rpartition("ANSWER")[2]
+        inner = self._probe(question, answer, question).partition("ANSWER")[2]
+        end, inner = self.tokenizer.encode(last), self.tokenizer.encode(inner)
+        common = 0
+        for at, (own, other) in enumerate(zip(end.ids.tolist(), inner.ids.tolist(), strict=False), 1):
+            if own != other:
+                break
+            common = at if own in self.tokenizer.special_ids else common
+        return last[int(end.ends[common - 1]) :].strip() if common else ""
+
+
+def _continue(asked: str, text: str, thought: str, content: str) -> str:
+    """Return what the model writes after the prompt `asked`; "" if that is unsure. `text` ends in its answer.
+
+    A prompt may end in an opened thought, or an empty one, that the template leaves out of `text` (DeepSeek R1). Then the
+    thought comes first, as it stands in the `content`, or before the template's </think>.
+    """
+    if text.startswith(asked):
+        return text[len(asked) :]
+    opened = _OPENED.search(asked)
+    if not opened or not text.startswith(header := asked[: opened.start()]):
+        return ""
+    answer = text[len(header) :]
+    if opened[1]:
+        empty = EMPTY_THOUGHT.match(answer)
+        return "" if thought else answer[empty.end() if empty else 0 :]
+    if thought and answer.startswith("</think>"):
+        return thought + answer
+    body = content.rpartition("</think>")[2]
+    if thought and content.startswith(opened[0]) and answer.startswith(body):
+        return content[len(opened[0]) :] + answer[len(body) :]
+    return ""
+
+
+def _without_thought(message: Json) -> Json:
+    """Return the message as it is without a thought."""
+    return {key: value for key, value in with_thought_beside(message).items() if key != "reasoning_content"}
