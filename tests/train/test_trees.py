@@ -110,9 +110,9 @@ def test_rows_by_turns_are_trained_as_each_document_by_itself(tmp_path: Path, na
 
 MIXERS = {
     "llama": {},
-    "gemma2": {"sliding_window": 24},
+    "mistral": {"sliding_window": 24},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, **EXPERTS}
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, **EXPERTS, "mlp_only_layers": [0, 1]}
     | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
 
