@@ -2,9 +2,9 @@
 
 A step is a pure function of (lengths, settings, seed, step). Any process can compute any step, and resuming needs only a step number.
 **The documents of a step depend neither on the packing mode nor on the number of ranks.** With `examples_per_step` an
-epoch is a permutation of the examples cut into equal steps: documents of an example stay together. With `tokens_per_step` its examples are packed into rows of
-`limits.tokens`, where common beginnings within an example count once, and a step is a fixed number of rows; packed mode trains exactly these rows, the other modes
-lay the same documents out differently. The last step of an epoch is smaller: nothing is dropped and no step mixes two epochs.
+epoch is a permutation of the examples, cut into equal steps; documents of an example stay together. With `tokens_per_step` its examples are
+packed into rows of `limits.tokens`, where a common beginning within an example counts once, and a step is a fixed number of rows; packed mode
+trains exactly these rows, the other modes lay the same documents out differently. The last step of an epoch is smaller: nothing is dropped and no step mixes two epochs.
 
 With data.stages a mixture (data/dataset.py) chooses each example's source, and the source's next example is taken. Each source has its own
 order and is read pass after pass, independently of the shares: no example repeats before every example of its source was used once.
@@ -69,7 +69,7 @@ class Utilisation:
 @dataclass(frozen=True, slots=True)
 class ExampleSlots:
     """Token slots of an epoch whose `examples` have several documents: `shared` in its rows, `repeated` if no beginning is shared, and
-    `once`, about as many as if each row was rendered as one document: its longest document alone."""
+    `once`, about as many as if the chat template rendered each row once: its longest document alone."""
 
     examples: int
     documents: int
@@ -79,8 +79,8 @@ class ExampleSlots:
 
     def in_words(self, why: str = "") -> str:
         """Say what the examples cost. `why` rows share nothing, if they do not."""
-        each = f"{counted(self.documents, 'documents')} in {counted(self.examples, 'examples')}, an epoch of"
-        once = f"about {self.once:,} if each row was rendered once"
+        each = f"{counted(self.documents, 'documents')} in {counted(self.examples, 'examples')}:"
+        once = f"about {self.once:,} if the chat template rendered each row once"
         if self.shared == self.repeated:
             return f"{each} {self.repeated:,} token slots, as common beginnings are repeated ({why}); {once}"
         return f"{each} {self.shared:,} token slots with common beginnings once; {self.repeated:,} if they were repeated; {once}"
@@ -430,7 +430,10 @@ class StagedSchedule(Schedule):
 
 
 def stage(schedule: Schedule, mixture: Mixture, source_of: np.ndarray, names: tuple[str, ...]) -> StagedSchedule:
-    """Return `schedule` with its examples drawn by `mixture`. `source_of` int16 [n] is the source of each document (pair). Raises UserError if a stage uses a source without examples."""
+    """Return `schedule` with its examples drawn by `mixture`. `source_of` int16[n] is the source of each document, or pair.
+
+    Raises UserError if a stage uses a source without examples.
+    """
     source_of = source_of if schedule.examples is None else source_of[schedule.examples[:-1]]
     held = np.bincount(source_of, minlength=len(names))
     for name, number, shares in zip(names, held, zip(*mixture.shares, strict=True), strict=True):
