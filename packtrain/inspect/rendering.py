@@ -21,8 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from packtrain.errors import Json
-from packtrain.packing.schedule import ExampleSlots
-from packtrain.wording import count_dropped, counted, visible
+from packtrain.wording import count_dropped, counted, say_example_slots, visible
 
 _HERE = Path(__file__).parent
 DATA_CSS = (_HERE / "data_section.css").read_text(encoding="utf-8")
@@ -86,7 +85,7 @@ def remark_on_modes(data: Shown) -> list[str]:
         what = "prompts that both answers share save" if data["unit"] == "pairs" else of_documents
         remarks.append(f"{what} {percent(share)} of the tokens")
     if found := modes["packed"].get("example_slots"):
-        remarks.append(ExampleSlots(**found).in_words())
+        remarks.append(say_example_slots(found))
     return remarks
 
 

@@ -129,7 +129,7 @@ def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes
     if schedule.prefixes is not None:
         figures["saved_by_sharing"] = round(1 - sample.slots / sample.tokens, 4)
     if mode == "packed" and (found := schedule.example_slots()):
-        figures["example_slots"] = asdict(found)
+        figures["example_slots"] = found
     return figures
 
 

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from packtrain.data.dataset import Document, list_members
+from packtrain.data.dataset import Document
 from packtrain.packing.balance import Layout, MicroBatchLimits, lay_out, work_of_ranks
 from packtrain.packing.bins import Rows, best_fit
 from packtrain.packing.segments import Segments
@@ -270,38 +270,29 @@ def index_prefixes(documents: IndexedDocuments, examples: np.ndarray | None = No
         keys = {number: documents[number].keys[start:end].astype(">u4").tobytes() for number in members}
         groups = groupby(sorted(members, key=keys.__getitem__), key=keys.__getitem__)
         todo += reversed([(list(group), end, len(key) < 4 * (end - start)) for key, group in groups])
-    common, apart = [0], {*borders}
+    apart, common = {*borders}, [0]  # each group has its own places in the order
     for place, (before, after) in enumerate(pairwise(order), 1):
-        if place in apart:  # each group has its own places
-            common.append(0)
-            continue
-        common.append(count_shareable(documents[before], documents[after]))
+        common.append(0 if place in apart else count_shareable(documents[before], documents[after]))
     return PrefixIndex(lengths, np.array(order, dtype=np.int32), np.array(common, dtype=np.int32))
 
 
 def cut_examples(index: PrefixIndex, examples: np.ndarray, tokens: float) -> tuple[Rows, np.ndarray]:
-    """Return the documents and the size in tokens of each example, in order; an example above `tokens` becomes several.
+    """Return the documents and the size in tokens of each example, in order; trees of an example above `tokens` are divided.
 
-    `examples` int64[m + 1] are the borders of the examples, whose documents alone have a beginning in common in `index`.
+    `examples` int64[m + 1] are the borders of the examples. In `index` only documents of an example have a beginning in common.
     """
-    counts = np.diff(examples)
-    alone, several = examples[:-1][counts == 1], list_members(examples, np.flatnonzero(counts > 1))
-    example_of = np.repeat(np.arange(len(counts)), counts)
-    segments, ends = index.forest(several)
-    parts, sizes = list[list[int]](), list[int]()
-    for (size,), places in divide_trees(segments, ends, np.array([segments.lengths]), [tokens]):
-        own = sorted(several[places].tolist())
-        if parts and example_of[parts[-1][0]] == example_of[own[0]] and sizes[-1] + size <= tokens:
-            parts[-1] += own  # they have no beginning in common
-            sizes[-1] += size
-        else:
-            parts.append(own)
-            sizes.append(size)
-    documents = np.concatenate([*parts, alone]).astype(np.int64)
-    offsets = np.cumsum([0, *map(len, parts), *np.ones(len(alone), int)])
-    order = np.argsort(documents[offsets[:-1]])
-    chosen = Rows(order, np.arange(len(order) + 1))
-    return Rows(documents, offsets).expand(chosen), np.append(sizes, index.lengths[alone]).astype(np.int64)[order]
+    parts, sizes = list[np.ndarray](), list[int]()
+    borders: list[int] = examples.tolist()
+    for first, end in pairwise(borders):
+        numbers = np.arange(first, end)
+        size, found = int(index.lengths[numbers].sum()), [(np.zeros(0), [*range(len(numbers))])]
+        if len(numbers) > 1:
+            segments, ends = index.forest(numbers)
+            if (size := segments.tokens) > tokens:
+                found = divide_trees(segments, ends, np.array([segments.lengths]), [tokens])
+        parts += [numbers[own] for _, own in found]
+        sizes += [size] if len(found) == 1 else [int(part[0]) for part, _ in found]
+    return Rows(np.concatenate(parts), np.cumsum([0, *map(len, parts)])), np.array(sizes)
 
 
 def count_shareable(before: Document, after: Document) -> int:

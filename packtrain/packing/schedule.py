@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar, cast
 
 import numpy as np
@@ -35,7 +35,6 @@ from packtrain.packing.balance import (
 )
 from packtrain.packing.bins import Rows, best_fit, in_order
 from packtrain.packing.prefixes import MIN_SHARED, PrefixIndex, cut_examples, index_prefixes, lay_out_shared, work_of
-from packtrain.wording import counted
 
 KEPT_EPOCHS = 2  # passes whose order stays in memory: the current one, and the next, as batches are prepared ahead
 _Kept = TypeVar("_Kept")
@@ -66,31 +65,11 @@ class Utilisation:
         return max(1 - self.slots / self.tokens, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class ExampleSlots:
-    """Token slots of an epoch whose `examples` have several documents: `shared` in its rows, `repeated` if no beginning is shared, and
-    `once`, about as many as if the chat template rendered each row once: its longest document alone."""
-
-    examples: int
-    documents: int
-    shared: int
-    repeated: int
-    once: int
-
-    def in_words(self, why: str = "") -> str:
-        """Say what the examples cost. `why` rows share nothing, if they do not."""
-        each = f"{counted(self.documents, 'documents')} in {counted(self.examples, 'examples')}:"
-        once = f"about {self.once:,} if the chat template rendered each row once"
-        if self.shared == self.repeated:
-            return f"{each} {self.repeated:,} token slots, as common beginnings are repeated ({why}); {once}"
-        return f"{each} {self.shared:,} token slots with common beginnings once; {self.repeated:,} if they were repeated; {once}"
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
     """Optimizer steps, from 0, of a training run or an evaluation; made by `make_schedule`.
 
-    An entry of `Rows` is a packed row, or, with `examples_per_step`, all documents of a step. `units`: the documents that are drawn together."""
+    An entry of `Rows` is a packed row, or, with `examples_per_step`, all documents of a step."""
 
     lengths: np.ndarray
     limits: MicroBatchLimits
@@ -109,10 +88,8 @@ class Schedule:
     """Whether rows share the beginnings within an example, at least."""
     examples: np.ndarray | None = None
     """int64[m + 1]: the borders of the examples. None: each document is one."""
-    units: Rows | None = None
-    """Documents that are drawn together: an example, or a part of one whose tree exceeds a row. None: documents are drawn one by one."""
-    sizes: np.ndarray | None = None
-    """int64[units]: the size of each unit in a row, if steps are made of rows. None: units are documents, or not packed."""
+    within: PrefixIndex | None = None
+    """Index of common beginnings within each example, if rows share them, or if steps are made of rows."""
     families: np.ndarray | None = None
     """int64[m]: the family of each example. A step draws whole families. None: it draws examples one by one."""
     has_epochs: bool = True
@@ -146,7 +123,7 @@ class Schedule:
         several ranks split is listed at the first of them."""
         in_order = self.packing.strategy == "in_order"
         by_rows = self.packing.mode == "packed" and self.examples_per_step is None
-        if by_rows and (self.units is None or self.prefixes is not None):  # else trees do not fit as documents
+        if by_rows and (self.examples is None or self.prefixes is not None):  # else trees do not fit as documents
             rows, first, end = self._rows_of(step)
             planned = [rows[row] for row in range(first, end)]
             cost = part_costs(planned, self.lengths, self.packing.mode, self.attention_cost)
@@ -210,25 +187,29 @@ class Schedule:
         """Return the number of examples of the data."""
         return len(self.lengths) if self.examples is None else len(self.examples) - 1
 
-    def example_slots(self) -> ExampleSlots | None:
-        """Count what examples of several documents cost. None: each document is an example."""
+    def example_slots(self) -> dict[str, int]:
+        """Count examples and documents if they differ, and token slots of an epoch.
+
+        `shared` in its rows; `repeated` if no beginning is shared; `once`, about as many as if the chat template rendered each row once: its
+        longest document alone.
+        """
         if self.examples is None:
-            return None
-        tokens, saved = int(self.lengths.sum(dtype=np.int64)), 0
-        if self.prefixes is not None:
-            saved = int(self.prefixes.common[self.prefixes.common >= MIN_SHARED].sum(dtype=np.int64))
+            return {}
+        tokens, common = (
+            int(self.lengths.sum(dtype=np.int64)),
+            np.zeros(0) if self.prefixes is None else self.prefixes.common,
+        )
+        shared = tokens - int(common[common >= MIN_SHARED].sum(dtype=np.int64))
         once = int(np.maximum.reduceat(self.lengths, self.examples[:-1]).sum(dtype=np.int64))
-        return ExampleSlots(self.examples_per_epoch, len(self.lengths), tokens - saved, tokens, once)
+        sizes = {"examples": self.examples_per_epoch, "documents": len(self.lengths)}
+        return {**sizes, "shared": shared, "repeated": tokens, "once": once}
 
     def over(self, data: TokenDataset | PairDataset, lengths: np.ndarray) -> Schedule:
         """Return one step over all examples of `data` with these `lengths` int[n], in order."""
-        examples, units, prefixes = data.examples, None, None
-        if examples is not None:
-            units = Rows(np.arange(len(lengths)), examples)
-            prefixes = index_prefixes(cast(TokenDataset, data), examples) if self.shares_within else None
-        own = replace(self, lengths=lengths, examples=examples, units=units, prefixes=prefixes, shuffle=False)
-        number = own.examples_per_epoch
-        return replace(own, total_steps=1, examples_per_step=number, _rows_by_epoch={}, _row_counts={})
+        shares = self.shares_within and data.examples is not None
+        prefixes = index_prefixes(cast(TokenDataset, data), data.examples) if shares else None
+        own = replace(self, lengths=lengths, examples=data.examples, prefixes=prefixes, shuffle=False, total_steps=1)
+        return replace(own, examples_per_step=own.examples_per_epoch, _rows_by_epoch={}, _row_counts={})
 
     def summary(self, world_size: int, sample_steps: int = 32, tokens: np.ndarray | None = None) -> Utilisation:
         """Sum over at most `sample_steps` steps, spread evenly over the first epoch. Plans the whole epoch.
@@ -279,11 +260,21 @@ class Schedule:
         return _remember(self._rows_by_epoch, epoch, self._make_rows)
 
     def _make_rows(self, epoch: int) -> Rows:
-        units = self._make_rows_of_units(epoch, self.lengths if self.sizes is None else self.sizes)
-        return units if self.units is None else self.units.expand(units)
+        units, sizes = self._units
+        rows = self._make_rows_of_units(epoch, sizes)
+        return rows if units is None else units.expand(rows)
+
+    @cached_property
+    def _units(self) -> tuple[Rows | None, np.ndarray]:
+        """Return documents that are drawn together (None: each by itself), and the size of each such unit if it is packed into rows."""
+        if self.examples is None:
+            return None, self.lengths
+        if self.examples_per_step is None:
+            return cut_examples(cast(PrefixIndex, self.within), self.examples, self.limits.tokens)
+        return Rows(np.arange(len(self.lengths)), self.examples), self.examples[1:]
 
     def _make_rows_of_units(self, epoch: int, sizes: np.ndarray) -> Rows:
-        count, rng = len(sizes if self.units is None else self.units), np.random.default_rng((self.seed, epoch))
+        count, rng = len(sizes), np.random.default_rng((self.seed, epoch))
         if self.examples_per_step is None and self.packing.strategy == "best_fit":
             return best_fit(sizes, int(self.limits.tokens), rng)
         order = rng.permutation(count) if self.shuffle else np.arange(count)
@@ -337,9 +328,6 @@ def make_schedule(
         fix = f"set batch.tokens_per_device to at least {math.ceil(longest / ranks_per_row)}, or data.max_length to {capacity}{more}"
         raise UserError(what, where="batch.tokens_per_device", fix=fix, code="document-exceeds-micro-batch")
     shares_within = shares_within and packing.mode == "packed"
-    units, sizes = None if examples is None else Rows(np.arange(len(lengths)), examples), None
-    if examples is not None and batch.examples_per_step is None:
-        units, sizes = cut_examples(cast(PrefixIndex, within), examples, limits.tokens)
     families = prefixes if shuffle == "by_prefix" else None
     if families is not None and examples is not None:
         families = families.of(examples[:-1])  # an example is where its first document is
@@ -358,8 +346,7 @@ def make_schedule(
         prefixes=shared if packing.mode == "packed" else None,
         shares_within=shares_within,
         examples=examples,
-        units=units,
-        sizes=sizes,
+        within=within,
         families=None if families is None else families.families(cast(int, batch.examples_per_step)),
     )
     if max_steps is not None:
@@ -411,7 +398,8 @@ class StagedSchedule(Schedule):
             here = np.flatnonzero(sources == source)
             taken[here] = self._take(source, seen[source] + np.arange(len(here)))
         step_row = Rows(taken, np.array([0, len(taken)]))
-        return step_row if self.units is None else self.units.expand(step_row), 0, 1
+        units, _ = self._units
+        return step_row if units is None else units.expand(step_row), 0, 1
 
     def _take(self, source: int, places: np.ndarray) -> np.ndarray:
         """Return the examples at these places of a source's order. The next pass follows the last place of a pass."""

@@ -35,7 +35,7 @@ from packtrain.proof.isolation import Proof
 from packtrain.system import kept
 from packtrain.train.loader import Steps
 from packtrain.train.optim.float32_step import loses_updates
-from packtrain.wording import clean, count_dropped, counted, in_millions, visible
+from packtrain.wording import clean, count_dropped, counted, in_millions, say_example_slots, visible
 
 if TYPE_CHECKING:
     from packtrain.train.preparation import Prepared
@@ -187,7 +187,7 @@ def log_steps(log: Log, run: Prepared, steps: Steps, evaluation: Mapping[str, St
     )
     why = run.objective.why_not_shared or f"packing.mode={config.packing.mode}"
     if found := steps.schedule.example_slots():
-        log.fact("examples", found.in_words(why))
+        log.fact("examples", say_example_slots(found, why))
         thing = "examples"
     elif data.stream is not None and run.may_turn and run.objective.layout != "shared":
         log.fact("examples", f"documents of a row repeat the beginnings that they have in common ({why})")

@@ -109,8 +109,8 @@ def test_only_documents_of_an_example_share_and_a_row_holds_the_tree() -> None:
     everything = np.arange(len(data))
     assert index.forest(everything)[0].tokens == sizes.sum() > index_prefixes(data).forest(everything)[0].tokens
     found = schedule_of(data, "packed", examples_per_step=6).example_slots()
-    assert found is not None and found.repeated == data.lengths.sum() and found.examples == len(units)
-    assert found.once <= found.shared <= sizes.sum() <= found.shared + MIN_SHARED * len(data)
+    assert found["repeated"] == data.lengths.sum() and found["examples"] == len(units)
+    assert found["once"] <= found["shared"] <= sizes.sum() <= found["shared"] + MIN_SHARED * len(data)
 
 
 def test_a_tree_larger_than_a_row_is_divided_between_documents() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,10 @@ from packtrain.config.schema import Batch, Data, DataSource, Packing
 from packtrain.data.dataset import TokenDataset
 from packtrain.data.prepare import prepare
 from packtrain.data.sources.quickstart import tokenizer as quickstart_tokenizer
+from packtrain.data.tokens.cache import Document
+from packtrain.data.tokens.chat_template import choose_template
+from packtrain.data.tokens.encode import Encoder
+from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.model.forward import add_loss_sum
 from packtrain.packing.collate import IGNORE, collate_padded
 from packtrain.packing.prefixes import index_prefixes
@@ -89,7 +94,7 @@ CASES: dict[str, tuple[int, dict[str, Any] | None, list[str]]] = {
 }
 
 
-@pytest.mark.sample("hybrid", "three processes", "rows")
+@pytest.mark.sample("three processes", "rows")
 @pytest.mark.parametrize("name", CASES)
 def test_rows_by_turns_are_trained_as_each_document_by_itself(tmp_path: Path, name: str) -> None:
     processes, model, options = CASES[name]
@@ -108,11 +113,24 @@ def test_rows_by_turns_are_trained_as_each_document_by_itself(tmp_path: Path, na
         assert run.summary["examples"] == expected.summary["examples"] == 4 + 4 + 4 + 2 + 4
 
 
+class InMemory(list[Document]):
+    """Documents with their lengths."""
+
+    def __init__(self, documents: list[Document], lengths: np.ndarray) -> None:
+        super().__init__(documents)
+        self.lengths = lengths
+
+
 MIXERS = {
     "llama": {},
     "mistral": {"sliding_window": 24},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, **EXPERTS, "mlp_only_layers": [0, 1]}
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_hidden_layers": 2,
+        **EXPERTS,
+        "mlp_only_layers": [0, 1],
+    }
     | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
 
@@ -149,6 +167,7 @@ def test_loss_and_gradients_of_trees_are_those_of_the_documents_alone(tmp_path: 
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6) and off(gradient(model), known) < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_and_a_stream_go_on_with_whole_examples(tmp_path: Path) -> None:
     path = config_of(tmp_path)
     every = ("trainer.checkpoint_every=2", "trainer.keep_checkpoints=null")
@@ -164,19 +183,47 @@ def test_a_resumed_run_and_a_stream_go_on_with_whole_examples(tmp_path: Path) ->
     assert rest.losses == pytest.approx(stream.losses[2:], rel=3e-6)
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "why"),
-    [
-        (LLAMA, ["objective.options.neftune_noise_alpha=5"], "the noise on embeddings"),
-        (LLAMA, ["model.attention=per_document"], "runs every document by itself"),
-        (ROUTED, [], "the loss of routers counts by document"),
-    ],
-)
-def test_what_cannot_share_is_laid_out_as_documents(
-    tmp_path: Path, model: dict[str, Any], options: list[str], why: str
-) -> None:
+REPEATS: dict[str, tuple[dict[str, Any], list[str], str]] = {
+    "noise": (LLAMA, ["objective.options.neftune_noise_alpha=5"], "the noise on embeddings"),
+    "attention": (LLAMA, ["model.attention=per_document"], "runs every document by itself"),
+    "routers": (ROUTED, [], "the loss of routers counts by document"),
+}
+
+
+@pytest.mark.sample("routers")
+@pytest.mark.parametrize("name", REPEATS)
+def test_what_cannot_share_is_laid_out_as_documents(tmp_path: Path, name: str) -> None:
+    model, options, why = REPEATS[name]
     run = trained(tmp_path / "run", config_of(tmp_path, model), *options, "trainer.max_steps=2")
     assert "common beginnings are repeated" in run.log and why in run.log
+
+
+TRAJECTORIES = {"one question": (1, 100, 1.0), "tools": (20, 5, 1.8), "many questions": (100, 1, 1.5)}
+
+
+@pytest.mark.sample("tools")
+@pytest.mark.parametrize("name", TRAJECTORIES)
+def test_a_trajectory_of_100_answers_costs_little_more_than_one_conversation(name: str) -> None:
+    questions, calls, most = TRAJECTORIES[name]
+    rng, messages = random.Random(0), list[dict[str, Any]]()
+    for _ in range(questions):
+        messages.append({"role": "user", "content": said(rng, 20)})
+        for call in range(calls):
+            asked = {"type": "function", "function": {"name": "look", "arguments": {"place": said(rng, 4)}}}
+            answer = {"role": "assistant", "content": said(rng, 8), "reasoning_content": said(rng, 8)}
+            messages.append(answer if call == calls - 1 else {**answer, "tool_calls": [asked]})
+            messages += [{"role": "tool", "content": said(rng, 20)}] if call < calls - 1 else []
+    tokenizer = quickstart_tokenizer()
+
+    def encoded(render: Any) -> list[Document]:
+        data = Data(train="rows", render=render, max_length=None)
+        encoder = Encoder(plain_tokenizer(tokenizer), choose_template("qwen3", tokenizer), data, "sft")
+        return encoder.encode_row({"messages": messages}, "messages", {}, {})[0]
+
+    (once,), turns = encoded("conversation"), encoded("turns")
+    lengths = np.array([len(document.input_ids) for document in turns])
+    tree = index_prefixes(InMemory(turns, lengths)).forest(np.arange(len(turns)))[0].tokens
+    assert len(turns) == 100 and tree <= most * len(once.input_ids) and tree < 0.1 * lengths.sum()
 
 
 def test_inspect_shows_each_answer_with_its_exact_context_and_what_it_costs(tmp_path: Path) -> None:
