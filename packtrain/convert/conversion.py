@@ -141,6 +141,8 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
         values["model.path"] = str(names(folder)[-1])
     if theirs.get("rl") == "ipo":
         values["objective.loss"] = "ipo"
+    is_once = verb != "reward" and values.get("data.loss_on") != "all"
+    values |= {"data.render": "conversation"} if is_once else {}
     known = {f"topology.environment.{name}": text for name, text in file.environment.items() if _is_of_a_tracker(name)}
     values = {**known, **values}
     is_template = is_text_of_template(values.get("data.chat_template", ""))
@@ -153,6 +155,9 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
         f"Step: {how}{'' if said else ' (the file does not say how many: --devices N)'}; here it is the same on any number of GPUs."
     ]
     remarks += ["Frozen weights are loaded in bfloat16, as there; adapters are float32."] if frozen else []
+    remarks += (
+        ["Conversations are rendered once, as there; data.render=auto trains answers as asked for."] if is_once else []
+    )
     remarks += [row["why"] for row in rules.remarks if theirs.holds(row)]
     remarks += [f"{path} is not set: it has to be." for path in ("model.path", "data.train") if path not in values]
     remarks += [f"Verb: {verb}, {guessed}."] if guessed else []

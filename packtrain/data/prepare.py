@@ -163,13 +163,8 @@ class Tokeniser:
         """Return the settings that decide the documents of a row; the cache key includes them."""
         data, template, pictures = self.encoder.data, self.encoder.template, self.encoder.pictures
         keys = (data.format, data.loss_on, data.max_length, data.overlong, data.bad_rows, sorted(data.columns.items()))
-        return (
-            *keys,
-            data.system,
-            data.render,
-            template.content if template else "",
-            pictures.content if pictures else "",
-        )
+        contents = template.content if template else "", pictures.content if pictures else ""
+        return (*keys, data.system, data.render, *contents)
 
     def tokenise(self, given: DataSource, role: Split) -> Tokenised:
         encoder, data = self.encoder, self.encoder.data

@@ -9,7 +9,7 @@ tokenised separately and joined, since the model sees them so at inference. We c
 
 A preference pair becomes two documents, prompt + chosen and prompt + rejected, with the ids and targets of TRL's DPOTrainer:
 each is tokenised as one text, and the answer starts at the first token where either differs from the tokenised prompt
-(`apart` if this is not the prompt's end). Every later token is a target, also the user's turns within an answer. An answer
+(`apart` if this is not the prompt's end; unless data.render=conversation, prompt and answer are tokenised separately then). Every later token is a target, also the user's turns within an answer. An answer
 with a label (packtrain kto) becomes one document in the same way, as in TRL's KTOTrainer. As in TRL, an empty thought before an
 answer is a target here; sft counts it as part of the prompt.
 
@@ -225,14 +225,15 @@ class Encoder:
 
         If the mask of a whole conversation is not exact, use TRL's training version.
         """
-        always = self.data.render == "turns"
+        by_turns, told = self.data.render == "turns", None
         if self.data.render != "conversation" and loss_on != "all":
-            with nullcontext() if always else suppress(BadRow):
-                documents, apart, reason = self._chat.encode_turns(conversation, loss_on, always=always)
+            with nullcontext() if by_turns else suppress(BadRow):
+                told = None if by_turns else self._chat.tell(conversation, loss_on)
+                documents, apart, reason = self._chat.encode_turns(conversation, loss_on, told)
                 if documents:
                     return documents, {"apart": apart, "turns": reason}
         try:
-            document, apart = self._chat.encode(conversation, loss_on)
+            document, apart = self._chat.encode(conversation, loss_on, told)
             return [document], {"apart": apart}
         except BadRow as bad:
             if bad.reason != UNVERIFIED or self._training is None:
@@ -286,7 +287,9 @@ class Encoder:
         return documents, flags | self._find_faults(example)
 
     def _encode_answered(self, row: Row, format: Format) -> tuple[list[Document], Flags]:
-        """Encode a pair, or labelled answers, with the ids and targets of TRL's trainers. The answers of a pair share one border."""
+        """Encode a pair, or labelled answers, with the ids and targets of TRL's trainers. The answers of a pair share one border.
+
+        With data.render, a prompt whose tokens would change before its answer keeps them."""
         spec, flags = OBJECTIVES[self.objective], Flags()
         if spec.pairs:
             examples = [*read_preference(row)]
@@ -295,6 +298,12 @@ class Encoder:
         examples = [self._look(example) if isinstance(example, Conversation) else example for example in examples]
         groups = [examples] if spec.pairs else [[example] for example in examples]
         encoded = [self._encode_answers(*group) for group in groups]
+        may_part = self.data.render != "conversation" and not spec.scores and self.tokenizer.joins
+        may_part &= row.has("prompt") or isinstance(examples[0], Conversation)  # or the prompt may end inside a word
+        for at, group in enumerate(groups if may_part else ()):
+            if encoded[at][1]:
+                with nullcontext() if self.data.render == "turns" else suppress(BadRow):
+                    encoded[at] = self._encode_answers(*group, apart=True)[0], True
         if spec.margins:
             flags["margin"] = read_margin(row)
         flags |= {"content": hash_content(common_prompt(row, examples[0])), "apart": any(apart for _, apart in encoded)}
@@ -330,19 +339,21 @@ class Encoder:
         completion = self.tokenizer.ids(pair.completion)
         return self._with_eos(np.concatenate([prompt, completion])), len(prompt), True
 
-    def _encode_answers(self, *answers: Answered) -> tuple[list[Document], bool]:
-        """Encode the prompt with each of its answers, like TRL's preference trainers.
+    def _encode_answers(self, *answers: Answered, apart: bool = False) -> tuple[list[Document], bool]:
+        """Encode the prompt with each of its answers, like TRL's preference trainers, or prompt and answer `apart`.
         The flag is True if the targets begin within the separately tokenised prompt."""
         if chats := [answer for answer in answers if isinstance(answer, Conversation)]:
             encoder = self._with_tools if chats[0].tools else self
-            asked, *answered = encoder._chat.encode_answers(*chats)
+            asked, *answered = encoder._chat.encode_answers(*chats, apart=apart)
             prompt = asked.input_ids
         else:
             texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
             if self.tokenizer.eos_id is None:
                 raise BadRow("no EOS token", f"the tokenizer {self.tokenizer.name} has no EOS token", fix=NO_EOS)
             prompt = self._encode_prompt(texts[0].prompt)
-            whole = (self.tokenizer.ids(text.prompt + text.completion, special=True) for text in texts)
+            whole = [self.tokenizer.ids(text.prompt + text.completion, special=True) for text in texts]
+            if apart:
+                whole = [np.concatenate([prompt, self.tokenizer.ids(text.completion)]) for text in texts]
             answered = [Document(self._with_eos(ids), np.zeros(0, bool)) for ids in whole]
         border = min(_count_common(prompt, document.input_ids) for document in answered)
         trained = [np.arange(len(document.input_ids)) >= border for document in answered]

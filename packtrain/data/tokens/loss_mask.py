@@ -66,6 +66,15 @@ class Rendered(NamedTuple):
     pictures: list[Span]
 
 
+class Told(NamedTuple):
+    """Conversation as `given`, as rewritten for the template, and as rendered once; `spans` of its trained turns, if known."""
+
+    given: Conversation
+    rewritten: Conversation
+    rendered: Rendered
+    spans: list[Span]
+
+
 @dataclass(frozen=True)
 class ChatEncoder:
     """Encoder of conversations with one template; made once per process. Without `pictures` the model takes text alone."""
@@ -74,18 +83,22 @@ class ChatEncoder:
     template: Template
     pictures: PictureProcessor | None = None
 
-    def encode(self, conversation: Conversation, loss_on: LossOn) -> tuple[Document, bool]:
+    def tell(self, conversation: Conversation, loss_on: LossOn) -> Told:
+        """Render a whole conversation. Raises BadRow if the template refuses."""
+        given = with_switch(conversation, find_turns(conversation, loss_on)[1])
+        rewritten = self._rewrite(given)
+        return Told(given, rewritten, self._render(rewritten), [])
+
+    def encode(self, conversation: Conversation, loss_on: LossOn, told: Told | None = None) -> tuple[Document, bool]:
         """Return the document and a flag. The flag: a turn's border split the text for tokenising.
 
         `completion` trains the assistant's turns from `answer_from` on, or else the last one. Without an assistant's turn nothing is trained.
-        Raises BadRow if ids or targets are uncertain.
+        `told` is what `tell` returns for it. Raises BadRow if ids or targets are uncertain.
         """
-        turns, wanted = find_turns(conversation, loss_on)
-        untrained = [turn for turn in turns if conversation.messages[turn].get("weight") == 0]
-        given = with_switch(conversation, wanted)
-        conversation = self._rewrite(given)
-        rendered = self._render(conversation)
-        text, marks, _ = rendered
+        given, conversation, rendered, _ = told = told or self.tell(conversation, loss_on)
+        turns, wanted = find_turns(given, loss_on)
+        untrained = [turn for turn in turns if given.messages[turn].get("weight") == 0]
+        text = rendered.text
         self._check_tools(given, text)
         encoded = self.tokenizer.encode(text)
         if loss_on == "all":
@@ -96,7 +109,7 @@ class ChatEncoder:
             return make_document(encoded, np.ones(len(encoded.ids), dtype=bool), given.messages, rendered), False
         if not wanted:
             return make_document(encoded, np.zeros(len(encoded.ids), dtype=bool), given.messages, rendered), False
-        spans, whole = self._find_spans(conversation, text, marks, turns, wanted)
+        spans, whole = self._find_spans(told, turns, wanted)
         if not whole:
             _check_others(conversation, text, spans, self.template.name)
         spoken = "\n".join(text[start:end] for start, end in spans)
@@ -108,12 +121,13 @@ class ChatEncoder:
             mask[self._cut_after_end(turn, encoded, text)] = True
         return make_document(encoded, mask, given.messages, rendered), separated
 
-    def encode_answers(self, *answered: Conversation) -> list[Document]:
+    def encode_answers(self, *answered: Conversation, apart: bool = False) -> list[Document]:
         """Return the prompt (with the generation prompt) and each conversation, nothing trained.
 
-        All have the same messages before `answer_from`. Raises BadRow if the template refuses or leaves out a part.
+        All have the same messages before `answer_from`. `apart`: the prompt is tokenised by itself in each. Raises BadRow if
+        the template refuses or leaves out a part, or if this prompt is not the beginning.
         """
-        first = answered[0]
+        first, cuts = answered[0], list[int]()
         asked = self._rewrite(replace(first, messages=first.prompt))
         found = [(first.prompt, self._render(asked, generation_prompt=True))]
         for side in answered:
@@ -124,19 +138,26 @@ class ChatEncoder:
             said = [turn for turn in turns if side.messages[turn]["role"] == "assistant"]
             self._check_said(side, said, text, text)
             found.append((side.messages, rendered))
-        encoded = [self.tokenizer.encode(rendered.text) for _, rendered in found]
+        if apart:
+            cuts = [len(prompt := found[0][1].text)]
+            if not all(rendered.text.startswith(prompt) for _, rendered in found):
+                what = "the chat template rewrites the prompt once an answer follows"
+                raise BadRow(UNVERIFIED, what, "messages", "Set data.render=conversation.")
+        encoded = [self.tokenizer.encode(rendered.text, cuts) for _, rendered in found]
         nothing = [np.zeros(len(own.ids), dtype=bool) for own in encoded]
         return [make_document(own, mask, *of) for own, mask, of in zip(encoded, nothing, found, strict=True)]
 
-    def _find_spans(
-        self, conversation: Conversation, text: str, marks: list[Span], turns: list[int], wanted: list[int]
-    ) -> tuple[list[Span], bool]:
+    def _find_spans(self, told: Told, turns: list[int], wanted: list[int]) -> tuple[list[Span], bool]:
         """Return the spans of the wanted turns, and whether they are whole turns (way 3)."""
-        if not has_marks(self.template.text) and self.template.marked is not None:
-            twin = self._render(conversation, template=self.template.marked)
-            marks = twin.marks if twin.text == text else []
+        conversation, (text, marks, _) = told.rewritten, told.rendered
         thinks = any(conversation.variables.get(switch) for switch in THINKING_OFF)
         strip = partial(self._strip_header, text, thinks)
+        if not has_marks(self.template.text):
+            if told.spans:
+                return [*map(strip, told.spans)], True
+            if self.template.marked is not None:
+                twin = self._render(conversation, template=self.template.marked)
+                marks = twin.marks if twin.text == text else []
         marks = [span for span in map(strip, marks) if span[0] < span[1]]
         if marks and len(wanted) == len(turns):
             return marks, False

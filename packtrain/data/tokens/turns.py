@@ -26,6 +26,7 @@ from packtrain.data.tokens.loss_mask import (
     ChatEncoder,
     LossOn,
     Rendered,
+    Told,
     find_thought,
     find_turns,
     make_document,
@@ -34,6 +35,7 @@ from packtrain.data.tokens.loss_mask import (
 )
 
 _OPENED = re.compile(r"<think>\s*(</think>\s*)?\Z")
+_QUESTION, _ANSWER = {"role": "user", "content": "question"}, {"role": "assistant", "content": "ANSWER"}
 _CLOSED = re.compile(r"</think>\s*\Z")
 
 
@@ -51,52 +53,59 @@ class Answer(NamedTuple):
         *before, own = (find_thought(message) for message in self.given.messages if message["role"] == "assistant")
         return 2 if own not in told or any(thought not in self.asked.text for thought in before) else 3
 
+    def is_as_in(self, told: Told) -> bool:
+        """Return whether all of it is the answer in `told` too. TRL's marks hold a <think> that the prompt opens."""
+        return self.given.variables == told.given.variables and not self.asked.text.rstrip().endswith("<think>")
+
 
 @dataclass(frozen=True)
 class TurnEncoder(ChatEncoder):
     """Encoder of conversations, as a whole or by turns."""
 
     def encode_turns(
-        self, conversation: Conversation, loss_on: LossOn, *, always: bool
+        self, conversation: Conversation, loss_on: LossOn, told: Told | None
     ) -> tuple[list[Document], bool, int]:
         """Return the document of each trained answer as it is asked for, the flag of `encode`, and the reason (REASONS).
 
-        Each begins with the template's prompt for this answer. There are none if the conversation rendered once has the
-        same prompts and answers, unless `always`. Raises BadRow if a prompt or an answer is uncertain.
+        Each begins with the template's prompt for this answer. There are none if the conversation as `told` once has the
+        same prompts and answers. Raises BadRow if a prompt or an answer is uncertain.
         """
-        _, wanted = find_turns(conversation, loss_on)
-        answers = [self._find_answer(conversation, turn) for turn in wanted]
-        if always:
-            reason = 1
-        else:
-            told = self._render_to_end(self._rewrite(with_switch(conversation, wanted))) if wanted else ""
-            reason = min(filter(None, (answer.compare(told) for answer in answers)), default=0)
-        if not reason or not wanted:
+        turns = find_turns(conversation, loss_on)[1]
+        answers = [self._find_answer(conversation, turn, told) for turn in turns]
+        reason = 1
+        if told is not None:
+            text = self._to_end(told.rewritten, told.rendered.text)
+            reason = min(filter(None, (answer.compare(text) for answer in answers)), default=0)
+            if not reason and self._end and not self._closing and all(one.is_as_in(told) for one in answers):
+                told.spans.extend((len(one.asked.text), len(one.asked.text + one.text)) for one in answers)
+        if not reason or not turns:
             return [], False, 0
         self._check_tools(answers[-1].given, answers[-1].asked.text)
         encoded = [self._encode_answer(answer) for answer in answers]
         return [document for document, _ in encoded], any(apart for _, apart in encoded), reason
 
-    def _find_answer(self, conversation: Conversation, turn: int) -> Answer:
-        """Return the answer of a turn with its prompt. Raises BadRow if the template shows either in another way."""
+    def _find_answer(self, conversation: Conversation, turn: int, told: Told | None) -> Answer:
+        """Return the answer of a turn with its prompt. Raises BadRow if the template does not show either."""
         given = with_switch(replace(conversation, messages=conversation.messages[: turn + 1]), [turn])
-        thought, place = find_thought(given.messages[turn]), f"messages[{turn}]"
+        thought = find_thought(given.messages[turn])
         rewritten, asked = self._ask(given)
         if thought and _CLOSED.search(asked.text) and not THINKING_OFF.keys() & given.variables:
             given = replace(given, variables={**given.variables, **dict.fromkeys(THINKING_OFF, True)})
             rewritten, asked = self._ask(given)
+        is_known = told is not None and told.rewritten == rewritten
+        whole = self._to_end(rewritten, told.rendered.text if is_known else self._render(rewritten).text)
         content = rewritten.messages[turn]["content"] or ""
-        whole = self._render_to_end(rewritten)
         if not (text := _continue(asked.text, whole, thought, content)):
             # gpt-oss: an answer takes the thoughts before it out
             *history, answer = given.messages
             bare, before = self._ask(replace(given, messages=[*map(_without_thought, history), answer]))
-            text = _continue(before.text, whole, thought, content) if self._render_to_end(bare) == whole else ""
+            if self._to_end(bare, self._render(bare).text) == whole:
+                text = _continue(before.text, whole, thought, content)
         text = text.rstrip().removesuffix(self._closing).rstrip()
         if not text or has_pictures(given.messages[turn]):
             what = f"the prompt of this turn ends in {asked.text[-16:]!r}, and the chat template does not show what follows"
             fix = "Set data.render=conversation, or data.chat_template to another template."
-            raise BadRow(UNVERIFIED, what, place, fix)
+            raise BadRow(UNVERIFIED, what, f"messages[{turn}]", fix)
         return Answer(given, asked, text)
 
     def _ask(self, given: Conversation) -> tuple[Conversation, Rendered]:
@@ -108,18 +117,12 @@ class TurnEncoder(ChatEncoder):
             what = f"the conversation before this turn cannot be rendered alone: {bad.what}"
             raise BadRow(UNVERIFIED, what, f"messages[{len(given.messages) - 1}]", ADVICE) from bad
 
-    def _render_to_end(self, rewritten: Conversation) -> str:
-        """Render the conversation. If its last turn has no end in the template, but in TRL's training version, add that."""
-        text, marked = self._render(rewritten).text, self.template.marked
-        if marked and not text.rstrip().endswith(self._control):
-            told = self._render(rewritten, template=marked).text
-            return told if told.startswith(text) else text
-        return text
-
-    @cached_property
-    def _control(self) -> tuple[str, ...]:
-        """Return the texts of control tokens."""
-        return tuple(filter(None, map(self.tokenizer.text_of, self.tokenizer.special_ids)))
+    def _to_end(self, rewritten: Conversation, text: str) -> str:
+        """Return the rendered conversation. If only TRL's training version ends the last turn (GLM-4.5), with this end."""
+        if self._end or self.template.marked is None:
+            return text
+        told = self._render(rewritten, template=self.template.marked).text
+        return told if told.startswith(text) else text
 
     def _encode_answer(self, answer: Answer) -> tuple[Document, bool]:
         """Return the document of an answer behind its prompt, and whether they are tokenised apart."""
@@ -139,18 +142,19 @@ class TurnEncoder(ChatEncoder):
         return make_document(encoded, mask, given.messages[:turn], answer.asked), separated
 
     @cached_property
+    def _end(self) -> str:
+        """Return what the template writes after the last answer."""
+        return self._probe(_QUESTION, _ANSWER).rpartition("ANSWER")[2].strip()
+
+    @cached_property
     def _closing(self) -> str:
-        """Return what the template writes after the end of the very last answer alone, as Phi-3's EOS; "" if nothing."""
-        question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "ANSWER"}
-        last = self._probe(question, answer).rpartition("ANSWER")[2]
-        inner = self._probe(question, answer, question).partition("ANSWER")[2]
-        end, inner = self.tokenizer.encode(last), self.tokenizer.encode(inner)
-        common = 0
-        for at, (own, other) in enumerate(zip(end.ids.tolist(), inner.ids.tolist(), strict=False), 1):
-            if own != other:
-                break
-            common = at if own in self.tokenizer.special_ids else common
-        return last[int(end.ends[common - 1]) :].strip() if common else ""
+        """Return EOS if the template writes it after the end of the very last turn (Phi-3), else nothing."""
+        eos = "" if self.tokenizer.eos_id is None else self.tokenizer.text_of(self.tokenizer.eos_id)
+        inner, end = (
+            self._probe(_QUESTION, _ANSWER, _QUESTION).partition("ANSWER")[2],
+            self._end.removesuffix(eos).strip(),
+        )
+        return eos if end and inner.startswith(end) and not inner.startswith(self._end) else ""
 
 
 def _continue(asked: str, text: str, thought: str, content: str) -> str:

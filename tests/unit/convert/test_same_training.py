@@ -252,6 +252,16 @@ def test_long_pairs_and_the_order_of_answers_are_as_in_trl(of: Any) -> None:
     assert of("l", "kto_chosen_weight: 1.0", sft="kto").config["data"].get("shuffle", True) is True  # its own sampler
 
 
+def test_conversations_are_rendered_once_as_there(of: Any) -> None:
+    assert {flat(of(trainer)).get("data.render") for trainer in "alst"} <= {"conversation"}
+    for keys, render in (
+        ("beta: 0.1", "conversation"),
+        ("desirable_weight: 1.0", "conversation"),
+        ("center_rewards_coefficient: 0.1", None),
+    ):
+        assert flat(of("t", keys)).get("data.render") == render
+
+
 def test_the_step_of_ms_swift_has_sixteen_examples_whatever_the_devices(of: Any, tmp_path: Path) -> None:
     of("s")
     for devices in (1, 4, 16):

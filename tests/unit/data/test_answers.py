@@ -88,7 +88,8 @@ def ready(folder: Path, train: Any, kind: Any = "dpo", style: str = "smollm", **
 
 
 def ours(folder: Path, rows: list[Any], kind: Any = "dpo", style: str = "smollm", **keys: Any) -> Any:
-    return ready(folder, write(folder, rows), kind, style, **keys).train
+    """The rows rendered as in TRL."""
+    return ready(folder, write(folder, rows), kind, style, **{"render": "conversation", **keys}).train
 
 
 def documents(pairs: Any) -> Documents:
@@ -147,13 +148,35 @@ def test_tokens_targets_and_labels_of_answers_are_those_of_trl(tmp_path, style, 
     assert found == expected
 
 
+@pytest.mark.parametrize("render", ["auto", "turns"])
+@pytest.mark.parametrize("shape", ["strings", "messages", "implicit strings"])
+def test_answers_follow_their_prompts_as_asked_and_only_those_with_a_token_over_the_border_differ_from_trl(
+    tmp_path, shape, render
+):
+    tokenizer, rows = tokenizer_named("smollm"), PAIRS[shape]
+    data = ours(tmp_path, rows, render=render)
+    differ = 0
+    for at, (ids, targets) in enumerate(documents(data)):
+        row, theirs = rows[at // 2], dpo_by_trl(rows, "smollm")[at]
+        prompt, said = row.get("prompt"), row["rejected" if at % 2 else "chosen"]
+        if (ids, targets) == theirs:
+            continue
+        differ += 1
+        asked = tokenizer(prompt)["input_ids"]
+        answer = tokenizer(said, add_special_tokens=False)["input_ids"]
+        assert ids == [*asked, *answer, *[tokenizer.eos_token_id][answer[-1] == tokenizer.eos_token_id :]]
+        assert targets == [at >= len(asked) for at in range(len(ids))]
+    assert data.report.apart == ours(tmp_path, rows).report.apart
+    assert bool(differ) == (shape == "strings")
+
+
 @pytest.mark.parametrize("rows", [MESSAGES, STRINGS, PAIRS["implicit messages"]])
 def test_tokens_of_rewards_are_those_of_trl(tmp_path, rows):
     args: Any = SimpleNamespace(dataset_num_proc=None, max_length=None)
     theirs = RewardTrainer._prepare_dataset(
         cast(Any, None), Dataset.from_list(rows), quickstart_tokenizer(), args, "train"
     )
-    pairs = documents(ours(tmp_path, rows, "reward", "quickstart"))
+    pairs = documents(ours(tmp_path, rows, "reward", "quickstart", render="auto"))
     assert [ids for ids, _ in pairs] == [row[f"{side}_ids"] for row in theirs for side in ("chosen", "rejected")]
 
 

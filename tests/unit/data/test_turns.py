@@ -6,15 +6,19 @@ import re
 from typing import Any
 
 import numpy as np
+import prepared
 import pytest
-from data_tokenizers import tokenizer_for
+from data_tokenizers import shipped, tokenizer_for
 from test_loss_mask import ASK, END, MADE, NAMES, TOOLS, TURNS, call, text_of
 
+from packtrain.config.compose import faults_of
 from packtrain.config.schema import Data
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens.chat_template import CHATML, choose_template
 from packtrain.data.tokens.encode import Encoder
+from packtrain.data.tokens.loss_mask import UNVERIFIED
 from packtrain.data.tokens.tokenizer import plain_tokenizer
+from packtrain.errors import UserError
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 FIRST, SECOND = TURNS[1], TURNS[3]
@@ -124,3 +128,112 @@ def test_prompts_are_those_of_transformers_and_answers_go_on_as_a_model_would_wr
                 )
             else:
                 assert said in whole, (said, whole)
+
+
+def ids_of(documents: list[Any]) -> list[tuple[list[int], list[bool]]]:
+    return [(document.input_ids.tolist(), document.loss_mask.tolist()) for document in documents]
+
+
+AUTO = {  # 2: thoughts of earlier answers are left out; 3: a prompt or an answer is written differently
+    "qwen3": {"plain": 3, "system": 3, "thoughts": 2, "one thought": 3, "tools": 3, "tools and thoughts": 2},
+    "gptoss": {"plain": 3, "thoughts": 2, "tools": 3, "tools and thoughts": 2},
+    "glm4moe": {"plain": 0, "system": 0, "thoughts": 2, "tools": 0, "tools and thoughts": 2},
+    "nemotron_3_nano": {"plain": 0, "thoughts": 2, "tools": 0},
+    "deepseek_r1_distill": {"plain": 0, "thoughts": 2},
+    "as DeepSeek V3.1": {"plain": 0, "thoughts": 2},
+    "mistral_v3": {"plain": 0, "system": 3, "tools": 3},
+    **{name: {"plain": 0, "system": 0} for name in ("chatml", "qwen2_5", "llama3", "phi3", "gemma3", "lfm2")},
+}
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_auto_takes_turns_exactly_where_a_conversation_is_shown_differently(name):
+    for kind, reason in AUTO[name].items():
+        documents, flags = encoded(name, kind, "auto")
+        assert flags.get("turns", 0) == reason, kind
+        wanted, _ = encoded(name, kind, "turns" if reason else "conversation")
+        assert ids_of(documents) == ids_of(wanted)
+
+
+def outcome(name: str, kind: str, render: str) -> tuple[int, Any]:
+    """The reason for turns, and the documents; or the error."""
+    try:
+        documents, flags = encoded(name, kind, render)
+    except BadRow as bad:
+        return 0, (bad.reason, bad.what)
+    return flags.get("turns", 0), ids_of(documents)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "hermes", *MADE])
+def test_a_conversation_that_is_shown_alike_stays_as_it_was(name):
+    for kind in DIALOGS:
+        auto, once = (outcome(name, kind, render) for render in ("auto", "conversation"))
+        assert auto[0] or auto == once or (name.startswith("diffusion_gemma") and once[1][0] == UNVERIFIED), kind
+
+
+@pytest.mark.parametrize("loss_on, answers", [("completion", 1), ("assistant", 2)])
+def test_turns_are_those_that_are_trained(loss_on, answers):
+    documents, _ = encoded("qwen3", "plain", loss_on=loss_on)
+    assert len(documents) == answers
+    _, encoder = encoder_of("qwen3")
+    [document], _ = encoder.encode_row({"messages": [*TURNS[:3], {**SECOND, "weight": 0}]}, "messages", {}, {})
+    assert ids_of([document]) == ids_of(encoded("qwen3", "plain")[0][:1])
+
+
+def test_kinds_of_rows_that_change_by_turns_are_counted_with_the_reason_and_each_way_has_its_cache(tmp_path):
+    tokenizer = tokenizer_for(shipped("qwen3"))
+    rows = [{"messages": TURNS[:2]}, {"messages": TURNS}, {"messages": DIALOGS["thoughts"]}]
+    path = prepared.write(tmp_path / "rows.jsonl", *rows)
+
+    def made(**keys: Any) -> Any:
+        return prepared.ready(tmp_path, path, "sft", tokenizer, **keys).train
+
+    report = made().report
+    assert (report.documents, report.kept, report.retold) == (5, 3, 0)
+    assert (report.turns_asked, report.turns_thoughts, report.turns_answers) == (0, 1, 1)
+    said = [line for line in report.decisions() if "as it will be asked for" in line]
+    assert len(said) == 2 and said[0].startswith("1 row:") and "thoughts" in said[0] and "data.render" in said[0]
+    once = made(render="conversation").report
+    assert (once.documents, once.retold, once.turns_thoughts) == (3, 2, 0)
+    assert made(render="turns").report.turns_asked == 3
+
+
+@pytest.mark.parametrize(
+    "path, value, code",
+    [
+        ("data.loss_on", "all", "turns-train-answers"),
+        ("data.format", "text", "no-turns"),
+        ("objective.kind", "reward", "turns-of-scores"),
+    ],
+)
+def test_turns_are_refused_where_there_are_none(path, value, code):
+    group, name = path.split(".")
+    values: dict[str, dict[str, Any]] = {"data": {"train": "rows.jsonl", "render": "turns"}, "model": {"path": "m"}}
+    values.setdefault(group, {})[name] = value
+    assert [fault.code for fault in faults_of({**values, "batch": {"examples_per_step": 1}})] == [code]
+
+
+def test_turns_of_rows_that_turn_out_to_be_text_are_refused(tmp_path):
+    path = prepared.write(tmp_path / "rows.jsonl", {"text": "Two and two is four."})
+    with pytest.raises(UserError, match=r"have no turns.*\[no-turns\]"):
+        prepared.ready(tmp_path, path, "sft", tokenizer_for(shipped("qwen3")), render="turns")
+
+
+def test_a_prompt_whose_end_would_be_one_token_with_the_answer_is_tokenised_apart():
+    """ "\n" of the header and of the answer: the prompt's tokens stay as asked."""
+    tokenizer, encoder = encoder_of("qwen2_5")
+    messages = [TURNS[0], {"role": "assistant", "content": "\nHello"}]
+    [document], flags = encoder.encode_row({"messages": messages}, "messages", {}, {})
+    asked = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
+    ids = document.input_ids.tolist()
+    assert flags["apart"] and ids[: len(asked)] == asked and tokenizer.decode(ids[len(asked) :]) == "\nHello<|im_end|>"
+    whole = tokenizer.apply_chat_template(messages, return_dict=False)
+    assert whole[: len(asked)] != asked
+
+
+def test_an_answer_that_a_template_cannot_show_is_named_and_rendered_as_before_by_auto():
+    with pytest.raises(BadRow) as caught:
+        encoded("deepseek_r1_distill", "one thought")
+    assert caught.value.field == "messages[1]" and "<think>" in caught.value.what and "data.render" in caught.value.fix
+    documents, flags = encoded("deepseek_r1_distill", "one thought", "auto", loss_on="completion")
+    assert len(documents) == 1 and flags["turns"] == 2
