@@ -85,7 +85,8 @@ def fullest(config: RunConfig, width: int, *, gpu: bool, found: Found = Found())
     longest, bounds = config.data.max_length, [tokens]
     if longest is not None:
         each = config.objective.spec.documents * longest
-        bounds += [item and item * each for item in (examples, config.batch.examples_per_step)]
+        several = config.data.render == "turns"  # an example may have any number of documents
+        bounds += [item and item * each for item in (examples, None if several else config.batch.examples_per_step)]
     most = found.slots or min((item for item in bounds if item is not None), default=None)
     if most is None:
         return None
