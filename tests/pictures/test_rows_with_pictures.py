@@ -63,6 +63,18 @@ def test_tokens_are_those_of_the_models_own_processor(models: dict[str, Model], 
     assert runs == [f"A cat.{end}", f"Yes.{end}", f"A cow.{end}"]
 
 
+def test_by_turns_each_answer_has_the_pictures_of_its_prompt(models: dict[str, Model], folder: Path) -> None:
+    row = {"messages": [shown("cat.png", "dog.jpg"), said(), shown("cow.webp", text="And this?"), said("A cow.")]}
+    once = see(folder, models["qwen2_vl"], row, render="conversation").train[0]
+    turns = see(folder, models["qwen2_vl"], row, render="turns").train
+    assert [turns[at].pictures for at in range(len(turns))] == [once.pictures[:2], once.pictures]
+    for at in range(2):
+        ids, mask = turns[at].input_ids, turns[at].loss_mask
+        assert ids.tolist() == once.input_ids[: len(ids)].tolist()
+        assert mask.tolist() == [*np.zeros(len(ids) - mask.sum(), bool), *np.ones(mask.sum(), bool)]
+        assert once.loss_mask[: len(ids)][mask].all()
+
+
 @pytest.mark.parametrize("name", ["qwen2_vl", "llava", "idefics3", "internvl"])
 def test_pixels_are_those_of_the_image_processor_bit_for_bit(models: dict[str, Model], folder: Path, name: str) -> None:
     document = see(folder, models[name], {"messages": [shown(*PICTURES), said()]}).train[0]

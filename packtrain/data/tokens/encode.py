@@ -9,9 +9,9 @@ tokenised separately and joined, since the model sees them so at inference. We c
 
 A preference pair becomes two documents, prompt + chosen and prompt + rejected, with the ids and targets of TRL's DPOTrainer:
 each is tokenised as one text, and the answer starts at the first token where either differs from the tokenised prompt
-(`apart` if this is not the prompt's end; unless data.render=conversation, prompt and answer are tokenised separately then). Every later token is a target, also the user's turns within an answer. An answer
-with a label (packtrain kto) becomes one document in the same way, as in TRL's KTOTrainer. As in TRL, an empty thought before an
-answer is a target here; sft counts it as part of the prompt.
+(`apart` if this is not the prompt's end; both are then tokenised separately, unless data.render=conversation). Every later token is
+a target, also the user's turns within an answer. An answer with a label (packtrain kto) becomes one document in the same way, as in
+TRL's KTOTrainer. As in TRL, an empty thought before an answer is a target here; sft counts it as part of the prompt.
 
 A picture is looked at (its header) when its row is encoded; its tokens are never trained, and no cut goes through them.
 """
@@ -300,10 +300,14 @@ class Encoder:
         encoded = [self._encode_answers(*group) for group in groups]
         may_part = self.data.render != "conversation" and not spec.scores and self.tokenizer.joins
         may_part &= row.has("prompt") or isinstance(examples[0], Conversation)  # or the prompt may end inside a word
-        for at, group in enumerate(groups if may_part else ()):
-            if encoded[at][1]:
-                with nullcontext() if self.data.render == "turns" else suppress(BadRow):
-                    encoded[at] = self._encode_answers(*group, apart=True)[0], True
+        for at, group in enumerate(groups):
+            if may_part and encoded[at][1]:
+                documents, is_rewritten = self._encode_answers(*group, apart=True)
+                if not is_rewritten:
+                    encoded[at] = documents, True
+                elif self.data.render == "turns":
+                    what = "the chat template rewrites the prompt once an answer follows"
+                    raise BadRow(UNVERIFIED, what, "messages", "Set data.render=conversation.")
         if spec.margins:
             flags["margin"] = read_margin(row)
         flags |= {"content": hash_content(common_prompt(row, examples[0])), "apart": any(apart for _, apart in encoded)}

@@ -8,7 +8,7 @@ Then both sides are tokenised separately, as at inference. Three ways find the s
 2. the marks of TRL's training version of the template, used only if both render this very conversation to the same text;
 3. prefixes: we also render the conversation up to a turn, with the generation prompt, and up to the turn's end. Each
    must be a prefix of the whole text. This proves that the template does not rewrite history (Qwen3 strips earlier
-   thoughts, so it is refused; encode.py then takes the training version).
+   thoughts, so it is refused; turns.py then renders each answer, or encode.py takes the training version).
 
 Not trained are the role's header before an answer, an empty thought in front of it, white space after its end, and turns of weight 0.
 If no trained turn has a thought, the template is told that thinking is off. Refused: marks over the user's or the system's
@@ -124,10 +124,10 @@ class ChatEncoder:
     def encode_answers(self, *answered: Conversation, apart: bool = False) -> list[Document]:
         """Return the prompt (with the generation prompt) and each conversation, nothing trained.
 
-        All have the same messages before `answer_from`. `apart`: the prompt is tokenised by itself in each. Raises BadRow if
-        the template refuses or leaves out a part, or if this prompt is not the beginning.
+        All have the same messages before `answer_from`. `apart`: they are tokenised in two parts, the first as long as the prompt.
+        Raises BadRow if the template refuses or leaves out a part.
         """
-        first, cuts = answered[0], list[int]()
+        first = answered[0]
         asked = self._rewrite(replace(first, messages=first.prompt))
         found = [(first.prompt, self._render(asked, generation_prompt=True))]
         for side in answered:
@@ -138,11 +138,7 @@ class ChatEncoder:
             said = [turn for turn in turns if side.messages[turn]["role"] == "assistant"]
             self._check_said(side, said, text, text)
             found.append((side.messages, rendered))
-        if apart:
-            cuts = [len(prompt := found[0][1].text)]
-            if not all(rendered.text.startswith(prompt) for _, rendered in found):
-                what = "the chat template rewrites the prompt once an answer follows"
-                raise BadRow(UNVERIFIED, what, "messages", "Set data.render=conversation.")
+        cuts = [len(found[0][1].text)] if apart else []
         encoded = [self.tokenizer.encode(rendered.text, cuts) for _, rendered in found]
         nothing = [np.zeros(len(own.ids), dtype=bool) for own in encoded]
         return [make_document(own, mask, *of) for own, mask, of in zip(encoded, nothing, found, strict=True)]

@@ -19,7 +19,6 @@ from packtrain.data.formats.messages import has_pictures
 from packtrain.data.sources.chunks import BadRow, Json
 from packtrain.data.tokens.cache import Document
 from packtrain.data.tokens.loss_mask import (
-    ADVICE,
     EMPTY_THOUGHT,
     THINKING_OFF,
     UNVERIFIED,
@@ -92,8 +91,8 @@ class TurnEncoder(ChatEncoder):
         if thought and _CLOSED.search(asked.text) and not THINKING_OFF.keys() & given.variables:
             given = replace(given, variables={**given.variables, **dict.fromkeys(THINKING_OFF, True)})
             rewritten, asked = self._ask(given)
-        is_known = told is not None and told.rewritten == rewritten
-        whole = self._to_end(rewritten, told.rendered.text if is_known else self._render(rewritten).text)
+        rendered = told.rendered if told and told.rewritten == rewritten else self._render(rewritten)
+        whole = self._to_end(rewritten, rendered.text)
         content = rewritten.messages[turn]["content"] or ""
         if not (text := _continue(asked.text, whole, thought, content)):
             # gpt-oss: an answer takes the thoughts before it out
@@ -111,11 +110,7 @@ class TurnEncoder(ChatEncoder):
     def _ask(self, given: Conversation) -> tuple[Conversation, Rendered]:
         """Return the conversation rewritten for the template, and the prompt for its last message."""
         rewritten = self._rewrite(given)
-        try:
-            return rewritten, self._render(rewritten, rewritten.messages[:-1], generation_prompt=True)
-        except BadRow as bad:
-            what = f"the conversation before this turn cannot be rendered alone: {bad.what}"
-            raise BadRow(UNVERIFIED, what, f"messages[{len(given.messages) - 1}]", ADVICE) from bad
+        return rewritten, self._render(rewritten, rewritten.messages[:-1], generation_prompt=True)
 
     def _to_end(self, rewritten: Conversation, text: str) -> str:
         """Return the rendered conversation. If only TRL's training version ends the last turn (GLM-4.5), with this end."""

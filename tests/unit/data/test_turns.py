@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,7 @@ DIALOGS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@cache
 def encoder_of(name: str, render: str = "turns", **keys: Any) -> tuple[Any, Encoder]:
     tokenizer = tokenizer_for(MADE.get(name) or (CHATML if name == "chatml" else text_of(name)))
     data = Data(train="rows", render=render, **keys)  # pyright: ignore[reportArgumentType]
@@ -91,10 +94,14 @@ def asks(tokenizer: Any, messages: list[dict[str, Any]], thought: str, tools: An
     return asked
 
 
+EVERY = [
+    pytest.param(name, marks=[pytest.mark.exhaustive] if name.endswith("_training") else [])
+    for name in (*NAMES, "hermes", "mistral_v3", *MADE)
+]
 ENDS = {"glm4moe": ("<|user|>", "<|observation|>"), "glm4moe_training": ("<|user|>", "<|observation|>")}
 
 
-@pytest.mark.parametrize("name", [*NAMES, "hermes", "mistral_v3", *MADE])
+@pytest.mark.parametrize("name", EVERY)
 def test_prompts_are_those_of_transformers_and_answers_go_on_as_a_model_would_write_them(name):
     for kind, dialog in DIALOGS.items():
         tokenizer = encoder_of(name)[0]
@@ -164,7 +171,7 @@ def outcome(name: str, kind: str, render: str) -> tuple[int, Any]:
     return flags.get("turns", 0), ids_of(documents)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "hermes", *MADE])
+@pytest.mark.parametrize("name", EVERY)
 def test_a_conversation_that_is_shown_alike_stays_as_it_was(name):
     for kind in DIALOGS:
         auto, once = (outcome(name, kind, render) for render in ("auto", "conversation"))
@@ -237,3 +244,19 @@ def test_an_answer_that_a_template_cannot_show_is_named_and_rendered_as_before_b
     assert caught.value.field == "messages[1]" and "<think>" in caught.value.what and "data.render" in caught.value.fix
     documents, flags = encoded("deepseek_r1_distill", "one thought", "auto", loss_on="completion")
     assert len(documents) == 1 and flags["turns"] == 2
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_answers_of_a_template_that_rewrites_their_prompt_are_as_before_by_auto_and_refused_by_turns(objective):
+    pair = {"prompt": TURNS[:1], "chosen": [FIRST], "rejected": [SECOND]}
+    found = []
+    for render in ("conversation", "auto", "turns"):
+        _, encoder = encoder_of("deepseek_r1_distill", render)
+        encoder = replace(encoder, objective=objective)
+        if render == "turns":
+            with pytest.raises(BadRow, match="rewrites the prompt"):
+                encoder.encode_row(pair, "preference", {}, {})
+        else:
+            documents, flags = encoder.encode_row(pair, "preference", {}, {})
+            found.append((ids_of(documents), flags["apart"]))
+    assert found[0] == found[1] and found[0][1]
