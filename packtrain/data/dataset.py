@@ -63,8 +63,9 @@ class DataReport:
     since the model's own template gives no exact loss mask for them. `turns_asked`, `turns_thoughts` and `turns_answers` count rows with a
     document for each answer, by the reason (REASONS in tokens/cache.py). `tools_in_system` counts rows whose system prompt lists their tools
     already, so that the template got none. `two_bos` counts rows that begin with BOS twice. The fields from
-    `documents` to `trained_tokens` describe one epoch, with weights: `examples` is smaller than `documents` if rows give several documents that are
-    trained together (0: not counted). `held_out` documents are on the other side. `seconds` is the tokenising time (0 if all was cached), `remarks` are decisions about a source, `unread` has the sources' columns from Row.unread.
+    `documents` to `trained_tokens` describe one epoch, with weights; there are fewer `examples` than documents if rows give several that are drawn
+    together. `held_out` documents are on the other side. `seconds` is the tokenising time (0 if all was cached), `remarks` are decisions about
+    a source, `unread` has the sources' columns from Row.unread.
     """
 
     dropped: dict[str, int]
@@ -251,7 +252,7 @@ def begin_examples(store: Store) -> np.ndarray:
 
 
 def list_members(borders: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Return the members of the `chosen` groups one after the other, int64. Those of group g are `borders`[g] to before `borders`[g + 1]."""
+    """Return the members of the `chosen` groups: int64. Group g has the numbers from `borders`[g] to before `borders`[g + 1]."""
     sizes = np.diff(borders)[chosen]
     ends = np.cumsum(sizes)
     return np.repeat(borders[chosen] + sizes - ends, sizes) + np.arange(sizes.sum())

@@ -62,7 +62,7 @@ _START: Place = {"file": 0, "name": "", "chunk": 0, "block": 0, "pass": 0, "take
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Documents trained together (two for a pair, all of a row rendered by turns), with the row's fate and its location."""
+    """Documents trained together (two for a pair), with the row's fate and its location."""
 
     documents: list[Document]
     fate: np.void
@@ -71,7 +71,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The `examples` of one step as a data set of the objective, with the row of each of its items.
+    """Number of `examples` of one step, their data set, and the row of each item.
 
     `place` is the stream's position after this step. `mark` is a 16-bit hash of its tokens and pictures. `last`: the stream ends here.
     """

@@ -302,7 +302,7 @@ def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> Show
 
 
 def _find_context(corpus: Corpus, number: int) -> Shown:
-    """Say which answer of its example a document has, and which earlier answer it shares the most tokens with. Empty for a lone document."""
+    """Describe the place of a document in its example, and the tokens in common with an earlier answer. {} for a lone document."""
     example = int(np.searchsorted(corpus.borders, number, side="right")) - 1
     first, end = corpus.borders[example : example + 2].tolist()
     if corpus.spec.documents > 1 or end - first == 1:

@@ -277,7 +277,7 @@ def index_prefixes(documents: IndexedDocuments, examples: np.ndarray | None = No
 
 
 def cut_examples(index: PrefixIndex, examples: np.ndarray, tokens: float) -> tuple[Rows, np.ndarray]:
-    """Return the documents and the size in tokens of each example, in order; trees of an example above `tokens` are divided.
+    """Return the documents of each example, and its size in tokens. Above `tokens` its trees are divided.
 
     `examples` int64[m + 1] are the borders of the examples. In `index` only documents of an example have a beginning in common.
     """

@@ -266,7 +266,7 @@ class Schedule:
 
     @cached_property
     def _units(self) -> tuple[Rows | None, np.ndarray]:
-        """Return documents that are drawn together (None: each by itself), and the size of each such unit if it is packed into rows."""
+        """Return the documents of each unit that is drawn (None: single ones), and its size in rows."""
         if self.examples is None:
             return None, self.lengths
         if self.examples_per_step is None:

@@ -93,7 +93,7 @@ class TrainingObjective:
         return {}
 
     def why_repeated(self, run: Prepared) -> str:
-        """Return why documents of an example must repeat the beginnings that they have in common, "" if they may share them."""
+        """Return why documents of an example cannot share their common beginnings, "" if they can."""
         return ""
 
     def decide_attention(self, run: Prepared) -> AttentionChoice:

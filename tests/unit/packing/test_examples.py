@@ -1,4 +1,4 @@
-"""Examples of several documents: drawn whole in every mode, laid out as a tree, and divided only if the tree exceeds a row."""
+"""Examples of several documents are drawn whole, and divided only if their tree exceeds a row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROW = 160
 
 
 def store_of(rows: int, *, seed: int = 0, most: int = 5) -> MemoryStore:
-    """Rows of 1 to `most` answers, each a document with the answers before it shortened; every third row is one document, or two parts."""
+    """Rows with a document for each of 1 to `most` answers. Every third row is one document, or two parts."""
     rng = np.random.default_rng(seed)
     documents, fates = list[np.ndarray](), list[tuple[object, ...]]()
     for row in range(rows):
