@@ -68,9 +68,9 @@ class Corpus:
     @cached_property
     def borders(self) -> np.ndarray:
         """Borders of the examples in the documents of the stores, int64 [examples + 1]."""
-        borders, together = self.documents.examples, self.spec.documents
-        several = borders is not None and self.spec.examples == "documents"
-        return borders if several else np.arange(0, len(self.documents) + 1, together)
+        if self.documents.examples is not None and self.spec.examples == "documents":
+            return self.documents.examples
+        return np.arange(0, len(self.documents) + 1, self.spec.documents)
 
     @cached_property
     def stores(self) -> tuple[Store, ...]:
