@@ -58,7 +58,8 @@ class DataReport:
     """Report on a data set. Each row is either kept or dropped: rows == kept + sum(dropped.values()).
 
     The fields from `rows` to `two_bos` cover all rows of the sources, or the rows on this side of the split if data.eval is a fraction.
-    `cut_tokens` were lost to data.max_length; `dropped_chunks` are parts of split documents without a trained token. `apart` counts kept rows
+    `cut_tokens` were lost to data.max_length; `dropped_chunks` are parts of split documents, and answers by turns, without a
+    trained token. `apart` counts kept rows
     with a token across an answer's border (tokens/encode.py). `retold` counts rows that TRL's training version of the chat template renders,
     since the model's own template gives no exact loss mask for them. `turns_asked`, `turns_thoughts` and `turns_answers` count rows with a
     document for each answer, by the reason (REASONS in tokens/cache.py). `tools_in_system` counts rows whose system prompt lists their tools

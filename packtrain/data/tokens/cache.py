@@ -80,7 +80,7 @@ class Document:
 REASONS = (
     "",
     "data.render=turns",
-    "the chat template leaves the thoughts of earlier answers out of what comes before (data.render)",
+    "the chat template leaves out the thoughts of earlier answers (data.render)",
     "the chat template writes a prompt or an answer differently once others follow it (data.render)",
 )
 """Why a row has a document for each answer, by the number in Fate.turns."""

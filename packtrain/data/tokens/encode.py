@@ -221,7 +221,7 @@ class Encoder:
         return ChatEncoder(self.tokenizer, template, self.pictures)
 
     def _encode_chat(self, conversation: Conversation, loss_on: LossOn) -> tuple[list[Document], Flags]:
-        """Encode a conversation by the template: a document for each answer if these are asked for in another way.
+        """Encode a conversation by the template, as a whole or by turns.
 
         If the mask of a whole conversation is not exact, use TRL's training version.
         """
@@ -344,7 +344,7 @@ class Encoder:
         return self._with_eos(np.concatenate([prompt, completion])), len(prompt), True
 
     def _encode_answers(self, *answers: Answered, apart: bool = False) -> tuple[list[Document], bool]:
-        """Encode the prompt with each of its answers, like TRL's preference trainers, or prompt and answer `apart`.
+        """Encode the prompt with each of its answers, like TRL's preference trainers, or `apart`.
         The flag is True if the targets begin within the separately tokenised prompt."""
         if chats := [answer for answer in answers if isinstance(answer, Conversation)]:
             encoder = self._with_tools if chats[0].tools else self

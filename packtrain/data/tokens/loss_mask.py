@@ -67,7 +67,7 @@ class Rendered(NamedTuple):
 
 
 class Told(NamedTuple):
-    """Conversation as `given`, as rewritten for the template, and as rendered once; `spans` of its trained turns, if known."""
+    """Conversation as given, rewritten for the template, and rendered once. `spans` of trained turns, if known."""
 
     given: Conversation
     rewritten: Conversation
@@ -328,7 +328,7 @@ class ChatEncoder:
     def _separate_at_borders(
         self, encoded: Encoded, text: str, spans: list[Span], wanted: Set[int] = frozenset()
     ) -> tuple[Encoded, bool]:
-        """Tokenise `text` again if a token crosses a border of `spans`, and at all borders `wanted`.
+        """Tokenise `text` again at borders `wanted`, and at borders of `spans` inside tokens.
 
         Return the tokens and whether they changed. Raises BadRow for a tokenizer that cannot tokenise a text in parts.
         """
@@ -480,7 +480,7 @@ def find_turns(conversation: Conversation, loss_on: LossOn) -> tuple[list[int], 
 
 
 def with_switch(conversation: Conversation, turns: list[int]) -> Conversation:
-    """Switch thinking off if none of the turns has a thought, and the row does not say."""
+    """Switch thinking off if none of the turns thinks, unless the row has a switch."""
     thinks = any(find_thought(conversation.messages[turn]) for turn in turns)
     if thinks or THINKING_OFF.keys() & conversation.variables:
         return conversation

@@ -1,7 +1,7 @@
-"""Render a conversation by turns: each trained answer after the very prompt that asks for it.
+"""Render a conversation by turns: each trained answer after its own prompt.
 
-The prompt is the template's for generation, of everything before the answer. The answer follows as the model has to write it, with
-its end: what the template adds to the prompt when this answer is the last message. Templates of thinking models show both
+The prompt is the template's for generation, with all messages before the answer. The answer follows as the model has to write it, with
+its end: the text that the template adds to the prompt when this answer is the last message. Templates of thinking models show both
 differently in a whole conversation: they leave out the thoughts of earlier answers, or end the last answer in a token of its own.
 """
 
@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from packtrain.data.formats.examples import Conversation
-from packtrain.data.formats.messages import has_pictures
 from packtrain.data.sources.chunks import BadRow, Json
 from packtrain.data.tokens.cache import Document
 from packtrain.data.tokens.loss_mask import (
@@ -39,14 +38,14 @@ _CLOSED = re.compile(r"</think>\s*\Z")
 
 
 class Answer(NamedTuple):
-    """Last message of a conversation: the `text` that the model writes, end included, after the prompt `asked`."""
+    """Text that the model writes after the prompt `asked`, end included: the last message `given`."""
 
     given: Conversation
     asked: Rendered
     text: str
 
     def compare(self, told: str) -> int:
-        """Return 0 if the conversation as `told` has this prompt and answer, else the reason in REASONS."""
+        """Return 0 if the text `told` begins with prompt and answer, else a number in REASONS."""
         if told.startswith(self.asked.text + self.text):
             return 0
         *before, own = (find_thought(message) for message in self.given.messages if message["role"] == "assistant")
@@ -64,10 +63,10 @@ class TurnEncoder(ChatEncoder):
     def encode_turns(
         self, conversation: Conversation, loss_on: LossOn, told: Told | None
     ) -> tuple[list[Document], bool, int]:
-        """Return the document of each trained answer as it is asked for, the flag of `encode`, and the reason (REASONS).
+        """Return a document for each trained answer, the flag of `encode`, and a number in REASONS.
 
-        Each begins with the template's prompt for this answer. There are none if the conversation as `told` once has the
-        same prompts and answers. Raises BadRow if a prompt or an answer is uncertain.
+        Each document begins with the template's prompt for its answer. There are none if the conversation as `told` once has the
+        same prompts and answers; then `told` gets their spans. Raises BadRow if a prompt or an answer is uncertain.
         """
         turns = find_turns(conversation, loss_on)[1]
         answers = [self._find_answer(conversation, turn, told) for turn in turns]
@@ -79,7 +78,7 @@ class TurnEncoder(ChatEncoder):
                 told.spans.extend((len(one.asked.text), len(one.asked.text + one.text)) for one in answers)
         if not reason or not turns:
             return [], False, 0
-        self._check_tools(answers[-1].given, answers[-1].asked.text)
+        self._check_tools(answers[-1].given, self.render(answers[-1].given))
         encoded = [self._encode_answer(answer) for answer in answers]
         return [document for document, _ in encoded], any(apart for _, apart in encoded), reason
 
@@ -101,7 +100,7 @@ class TurnEncoder(ChatEncoder):
             if self._to_end(bare, self._render(bare).text) == whole:
                 text = _continue(before.text, whole, thought, content)
         text = text.rstrip().removesuffix(self._closing).rstrip()
-        if not text or has_pictures(given.messages[turn]):
+        if not text:
             what = f"the prompt of this turn ends in {asked.text[-16:]!r}, and the chat template does not show what follows"
             fix = "Set data.render=conversation, or data.chat_template to another template."
             raise BadRow(UNVERIFIED, what, f"messages[{turn}]", fix)
@@ -143,7 +142,7 @@ class TurnEncoder(ChatEncoder):
 
     @cached_property
     def _closing(self) -> str:
-        """Return EOS if the template writes it after the end of the very last turn (Phi-3), else nothing."""
+        """Return EOS if the template writes it behind the end of the last turn (Phi-3)."""
         eos = "" if self.tokenizer.eos_id is None else self.tokenizer.text_of(self.tokenizer.eos_id)
         inner, end = (
             self._probe(_QUESTION, _ANSWER, _QUESTION).partition("ANSWER")[2],
@@ -156,7 +155,7 @@ def _continue(asked: str, text: str, thought: str, content: str) -> str:
     """Return what the model writes after the prompt `asked`; "" if that is unsure. `text` ends in its answer.
 
     A prompt may end in an opened thought, or an empty one, that the template leaves out of `text` (DeepSeek R1). Then the
-    thought comes first, as it stands in the `content`, or before the template's </think>.
+    model writes the thought first: with its end in the `content`, or before the template's </think>.
     """
     if text.startswith(asked):
         return text[len(asked) :]
@@ -176,5 +175,5 @@ def _continue(asked: str, text: str, thought: str, content: str) -> str:
 
 
 def _without_thought(message: Json) -> Json:
-    """Return the message as it is without a thought."""
+    """Return the message less its thought."""
     return {key: value for key, value in with_thought_beside(message).items() if key != "reasoning_content"}

@@ -220,6 +220,13 @@ def test_turns_are_refused_where_there_are_none(path, value, code):
     assert [fault.code for fault in faults_of({**values, "batch": {"examples_per_step": 1}})] == [code]
 
 
+@pytest.mark.parametrize("render", ["auto", "turns"])
+def test_tools_that_a_template_leaves_out_are_refused(render):
+    _, encoder = encoder_of("phi3", render)
+    with pytest.raises(BadRow, match="leaves out the tools"):
+        encoder.encode_row({"messages": TURNS, "tools": TOOLS}, "messages", {}, {})
+
+
 def test_turns_of_rows_that_turn_out_to_be_text_are_refused(tmp_path):
     path = prepared.write(tmp_path / "rows.jsonl", {"text": "Two and two is four."})
     with pytest.raises(UserError, match=r"have no turns.*\[no-turns\]"):
@@ -260,3 +267,17 @@ def test_answers_of_a_template_that_rewrites_their_prompt_are_as_before_by_auto_
             documents, flags = encoder.encode_row(pair, "preference", {}, {})
             found.append((ids_of(documents), flags["apart"]))
     assert found[0] == found[1] and found[0][1]
+
+
+def test_answers_whose_prompt_fills_the_length_are_left_out_and_counted(tmp_path):
+    tokenizer = tokenizer_for(shipped("qwen3"))
+    first, second = (len(document.input_ids) for document in encoded("qwen3", "plain")[0])
+    path = prepared.write(tmp_path / "rows.jsonl", {"messages": TURNS})
+    for length, lengths, dropped, truncated in ((first, [first], 1, 0), (second - 2, [first, second - 2], 0, 1)):
+        train: Any = prepared.ready(tmp_path, path, "sft", tokenizer, max_length=length).train
+        assert [len(train[at].input_ids) for at in range(len(train))] == lengths
+        assert (train.report.dropped_chunks, train.report.truncated, train.report.turns_answers) == (
+            dropped,
+            truncated,
+            1,
+        )
