@@ -32,7 +32,10 @@ from packtrain.data.tokens.loss_mask import (
     with_thought_beside,
 )
 
-_OPENED = re.compile(r"<think>\s*(</think>\s*)?\Z")
+_OPENED = re.compile(
+    r"(?:<think>|<\|START_THINKING\|>|<\|channel>thought)\s*((?:</think>|<\|END_THINKING\|>|<channel\|>)\s*)?\Z"
+)
+"""End of a prompt that opens a thought, or has an empty one (in group 1)."""
 _QUESTION, _ANSWER = {"role": "user", "content": "question"}, {"role": "assistant", "content": "ANSWER"}
 _CLOSED = re.compile(r"</think>\s*\Z")
 
@@ -157,17 +160,18 @@ def _continue(asked: str, text: str, thought: str, content: str) -> str:
     A prompt may end in an opened thought, or an empty one, that the template leaves out of `text` (DeepSeek R1). Then the
     model writes the thought first: with its end in the `content`, or before the template's </think>.
     """
-    if text.startswith(asked):
-        return text[len(asked) :]
     opened = _OPENED.search(asked)
-    if not opened or not text.startswith(header := asked[: opened.start()]):
+    header = asked[: opened.start()] if opened and not text.startswith(asked) else asked
+    if not text.startswith(header):
         return ""
     answer = text[len(header) :]
+    if opened and not opened[1] and thought and answer.startswith("</think>"):
+        return thought + answer
+    if header == asked or not opened:
+        return answer
     if opened[1]:
         empty = EMPTY_THOUGHT.match(answer)
         return "" if thought else answer[empty.end() if empty else 0 :]
-    if thought and answer.startswith("</think>"):
-        return thought + answer
     body = content.rpartition("</think>")[2]
     if thought and content.startswith(opened[0]) and answer.startswith(body):
         return content[len(opened[0]) :] + answer[len(body) :]

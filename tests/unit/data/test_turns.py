@@ -11,7 +11,7 @@ import numpy as np
 import prepared
 import pytest
 from data_tokenizers import shipped, tokenizer_for
-from test_loss_mask import ASK, END, MADE, NAMES, TOOLS, TURNS, call, text_of
+from test_loss_mask import ASK, DEEPSEEK, END, LEFT_OUT, MADE, NAMES, TOOLS, TURNS, call, text_of
 
 from packtrain.config.compose import faults_of
 from packtrain.config.schema import Data
@@ -32,6 +32,11 @@ def think(message: dict[str, Any], thought: str) -> dict[str, Any]:
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{**call("Paris"), "id": "abcdefghi"}]}
 RESULT = {"role": "tool", "content": '"25 degrees"', "name": "weather", "tool_call_id": "abcdefghi"}
+WRITTEN = MADE | {
+    "as DeepSeek V3.1 again": DEEPSEEK.replace("</think>' +", "<think></think>' +").replace("else '", "else '<think>"),
+    "an empty thought left out": LEFT_OUT,
+    "as Gemma 4": LEFT_OUT.replace("<think></think>", "<|channel>thought\n<channel|>"),
+}
 DIALOGS: dict[str, list[dict[str, Any]]] = {
     "plain": TURNS,
     "system": [SYSTEM, *TURNS],
@@ -44,7 +49,7 @@ DIALOGS: dict[str, list[dict[str, Any]]] = {
 
 @cache
 def encoder_of(name: str, render: str = "turns", **keys: Any) -> tuple[Any, Encoder]:
-    tokenizer = tokenizer_for(MADE.get(name) or (CHATML if name == "chatml" else text_of(name)))
+    tokenizer = tokenizer_for(WRITTEN.get(name) or (CHATML if name == "chatml" else text_of(name)))
     data = Data(train="rows", render=render, **keys)  # pyright: ignore[reportArgumentType]
     return tokenizer, Encoder(plain_tokenizer(tokenizer), choose_template(None, tokenizer), data, "sft")
 
@@ -96,7 +101,7 @@ def asks(tokenizer: Any, messages: list[dict[str, Any]], thought: str, tools: An
 
 EVERY = [
     pytest.param(name, marks=[pytest.mark.exhaustive] if name.endswith("_training") else [])
-    for name in (*NAMES, "hermes", "mistral_v3", *MADE)
+    for name in (*NAMES, "hermes", "mistral_v3", *WRITTEN)
 ]
 ENDS = {"glm4moe": ("<|user|>", "<|observation|>"), "glm4moe_training": ("<|user|>", "<|observation|>")}
 
@@ -130,9 +135,7 @@ def test_prompts_are_those_of_transformers_and_answers_go_on_as_a_model_would_wr
             for one in ENDS.get(name, ()):
                 said = said.removesuffix(one)
             if "deepseek" in name.lower() and thought:
-                assert prefix in (f"{thought}\n</think>\n\n", f"{thought}</think>\n\n") and whole.endswith(
-                    content + end
-                )
+                assert re.match(rf"{thought}\s*</think>", prefix) and whole.endswith(content + end)
             else:
                 assert said in whole, (said, whole)
 
