@@ -276,3 +276,12 @@ def _without_assigned(text: str) -> str:
             pieces.append(HIDDEN)
             at = value.end()
     return "".join([*pieces, text[at:]])
+
+
+def say_example_slots(found: Mapping[str, int], why: str = "") -> str:
+    """Say what `Schedule.example_slots` (packing/schedule.py) found. `why` rows share nothing, if they do not."""
+    each = f"{counted(found['documents'], 'documents')} in {counted(found['examples'], 'examples')}:"
+    once = f"about {found['once']:,} if the chat template rendered each row once"
+    if found["shared"] == found["repeated"]:
+        return f"{each} {found['repeated']:,} token slots, as common beginnings are repeated ({why}); {once}"
+    return f"{each} {found['shared']:,} token slots with common beginnings once; {found['repeated']:,} if they were repeated; {once}"

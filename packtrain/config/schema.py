@@ -245,7 +245,7 @@ class Packing:
     share_prefix: bool | None = key(
         None,
         "Compute a beginning that documents of a micro-batch have in common, or the prompt of a preference pair, only once. none: for pairs, "
-        "if a proof finds it exact, and not for other documents (docs/modes.md).",
+        "if a proof finds it exact, and for other documents only within a conversation by turns (docs/modes.md).",
     )
     attention_cost: float | None = advanced(
         None,
@@ -328,7 +328,11 @@ class Batch:
     """Size of an optimizer step over all devices, and of a micro-batch on one device."""
 
     examples_per_step: int | None = key(
-        None, "Documents of an optimizer step over all devices.", minimum=1, maximum=10**7, resume="decisive"
+        None,
+        "Examples of an optimizer step over all devices: documents, pairs, or conversations by turns.",
+        minimum=1,
+        maximum=10**7,
+        resume="decisive",
     )
     tokens_per_step: int | None = key(
         None, "Tokens of a step over all devices, in rows packed over an epoch.", minimum=2, resume="decisive"

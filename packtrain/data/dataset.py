@@ -64,8 +64,9 @@ class DataReport:
     since the model's own template gives no exact loss mask for them. `turns_asked`, `turns_thoughts` and `turns_answers` count rows with a
     document for each answer, by the reason (REASONS in tokens/cache.py). `tools_in_system` counts rows whose system prompt lists their tools
     already, so that the template got none. `two_bos` counts rows that begin with BOS twice. The fields from
-    `documents` to `trained_tokens` describe one epoch, with weights; `held_out` documents are on the other side. `seconds` is the
-    tokenising time (0 if all was cached), `remarks` are decisions about a source, `unread` has the sources' columns from Row.unread.
+    `documents` to `trained_tokens` describe one epoch, with weights; there are fewer `examples` than documents if rows give several that are drawn
+    together. `held_out` documents are on the other side. `seconds` is the tokenising time (0 if all was cached), `remarks` are decisions about
+    a source, `unread` has the sources' columns from Row.unread.
     """
 
     dropped: dict[str, int]
@@ -83,6 +84,7 @@ class DataReport:
     tools_in_system: int = 0
     two_bos: int = 0
     documents: int
+    examples: int = 0
     tokens: int
     trained_tokens: int
     held_out: int = 0
@@ -129,7 +131,8 @@ class TokenDataset:
     """Documents for training. They pickle with stores as paths, so that loader processes share the mapped files.
 
     lengths: int32[n], tokens of each document. trained: int32[n], its trained targets. first: int64[stores + 1], the row number
-    of each store's first document. `fingerprint` changes whenever a token, a mask or the order changes.
+    of each store's first document. examples: int64[m + 1], the borders of the examples, if some have several documents; else None: each
+    document is one. `fingerprint` changes whenever a token, a mask, an example or the order changes.
     """
 
     def __init__(self, stores: Sequence[Store], rows: np.ndarray, report: DataReport) -> None:
@@ -139,6 +142,10 @@ class TokenDataset:
         self.lengths: np.ndarray = np.concatenate([store.lengths for store in self.stores])[rows]
         self.trained: np.ndarray = np.concatenate([store.trained for store in self.stores])[rows]
         self.fingerprint = _hash("".join(store.fingerprint for store in self.stores).encode(), rows)
+        begins = np.concatenate([begin_examples(store) for store in self.stores])[rows]
+        self.examples = None if begins.all() else np.append(np.flatnonzero(begins), len(rows))
+        if self.examples is not None:
+            self.fingerprint = _hash(self.fingerprint.encode(), self.examples)
 
     @cached_property
     def source_of(self) -> np.ndarray:
@@ -183,6 +190,7 @@ class PairDataset:
     def __init__(self, documents: TokenDataset, *, with_margins: bool = False) -> None:
         """Pair up `documents`: chosen, rejected, chosen, rejected, …"""
         self.documents, self.fingerprint, self.stores = documents, documents.fingerprint, documents.stores
+        self.examples = None
         lengths, trained = documents.lengths, documents.trained
         before = (lengths - trained)[::2]
         self.lengths: np.ndarray = lengths[::2] + lengths[1::2]
@@ -225,6 +233,7 @@ class UnpairedDataset(TokenDataset):
 
     def __init__(self, documents: TokenDataset) -> None:
         self.__dict__.update(documents.__dict__)
+        self.examples = None
         self.labels: np.ndarray = np.concatenate([store.labels() for store in documents.stores])[documents.rows]
         self.fingerprint = _hash(documents.fingerprint.encode(), self.labels)
         desirable = int(np.count_nonzero(self.labels))
@@ -239,6 +248,21 @@ def has_pictures_in(data: Dataset) -> bool:
     """Return whether documents of the data's sources have pictures."""
     documents = data.documents if isinstance(data, PairDataset) else data
     return any(bool(store.pictures) for store in documents.stores)
+
+
+def begin_examples(store: Store) -> np.ndarray:
+    """Return which documents begin an example: bool[n]. All documents of a row that is rendered by turns are one example."""
+    documents = store.fates["documents"]
+    begins = np.repeat(store.fates["turns"] == 0, documents)
+    begins[(np.cumsum(documents, dtype=np.int64) - documents)[documents > 0]] = True
+    return begins
+
+
+def list_members(borders: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Return the members of the `chosen` groups: int64. Group g has the numbers from `borders`[g] to before `borders`[g + 1]."""
+    sizes = np.diff(borders)[chosen]
+    ends = np.cumsum(sizes)
+    return np.repeat(borders[chosen] + sizes - ends, sizes) + np.arange(sizes.sum())
 
 
 def _hash(fingerprint: bytes, values: np.ndarray) -> str:
@@ -284,7 +308,8 @@ def mix_sources(
 ) -> TokenDataset:
     """Return all parts with their report, each part repeated by its weight (once, unless `weigh`).
 
-    `key` is the config key that errors name. `together` consecutive documents are drawn as one (2 for preference pairs).
+    `key` is the config key that errors name. `together` consecutive documents are drawn as one (2 for preference pairs), and all documents of
+    an example.
     `kept` selects rows, a bool[rows] for each part; None takes all of them.
     """
     stores = [part.store for part in parts]
@@ -292,12 +317,17 @@ def mix_sources(
     rows, sums, dropped, first = list[np.ndarray](), Counter[str](), Counter[str](), 0
     for number, (part, here) in enumerate(zip(parts, kept, strict=True)):
         store, weight, samples = part.store, part.source.weight, part.source.samples
-        own = first + np.flatnonzero(np.repeat(here, store.fates["documents"]))
-        weight = weight if samples is None else samples * together / max(len(own), 1)
+        inside = np.repeat(here, store.fates["documents"])
+        own = first + np.flatnonzero(inside)
+        starts = np.flatnonzero(begin_examples(store)[inside]) if together == 1 else np.arange(0, len(own), together)
+        weight = weight if samples is None else samples / max(len(starts), 1)
         first += len(store)
         sums["held_out"] += len(store) - len(own)
         if len(own):
-            rows.append(_repeat_by_weight(own, part.source, weight, number, seed, key, together) if weigh else own)
+            chosen = np.arange(len(starts))
+            chosen = _repeat_by_weight(chosen, part.source, weight, number, seed, key) if weigh else chosen
+            rows.append(own[list_members(np.append(starts, len(own)), chosen)])
+            sums["examples"] += len(chosen)
         fates = store.fates[here]
         times = np.bincount(fates["dropped"], minlength=1).tolist()
         dropped.update({store.reasons[reason]: times[reason] for reason in range(1, len(times)) if times[reason]})
@@ -322,20 +352,19 @@ def mix_sources(
 
 
 def _repeat_by_weight(
-    rows: np.ndarray, source: DataSource, weight: float, number: int, seed: int, key: str, together: int
+    examples: np.ndarray, source: DataSource, weight: float, number: int, seed: int, key: str
 ) -> np.ndarray:
-    """Repeat `rows` int64[n] floor(weight) times, and once more a random part for the weight's fraction.
+    """Repeat `examples` int64[n] floor(weight) times, and once more a random part for the weight's fraction.
 
-    (seed, number of the source) fix the random part; it stays in order. Raises UserError if the weight takes no row.
+    (seed, number of the source) fix the random part; it stays in order. Raises UserError if the weight takes no example.
     """
-    rows = rows[::together]
     whole, part = int(weight), weight - int(weight)
-    extra = np.random.default_rng([seed, 2, number]).permutation(len(rows))[: round(part * len(rows))]
-    taken = np.concatenate([*[rows] * whole, rows[np.sort(extra)]])
+    extra = np.random.default_rng([seed, 2, number]).permutation(len(examples))[: round(part * len(examples))]
+    taken = np.concatenate([*[examples] * whole, examples[np.sort(extra)]])
     if not len(taken):
-        what = f"weight={weight:g} selects none of the {len(rows):,} documents of {source.path}"
+        what = f"weight={weight:g} selects none of the {len(examples):,} documents of {source.path}"
         raise UserError(what, where=key, fix="Raise its weight, or remove the source.", code="weight-too-small")
-    return (taken[:, None] + np.arange(together)).ravel()
+    return taken
 
 
 BLOCK = 1 << 14

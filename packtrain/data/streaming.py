@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ from packtrain.data.dataset import (
     Mixture,
     TokenDataset,
     Tokenised,
+    begin_examples,
     make_mixture,
     mix_sources,
     sum_fates,
@@ -70,12 +71,13 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Examples of one step as a data set of the objective, with each example's row.
+    """Number of `examples` of one step, their data set, and the row of each item.
 
     `place` is the stream's position after this step. `mark` is a 16-bit hash of its tokens and pictures. `last`: the stream ends here.
     """
 
     data: Dataset
+    examples: int
     rows: list[str]
     place: Place
     mark: int
@@ -96,12 +98,14 @@ class _Block:
         self.figures["rows"] += len(fates)
         self.figures.update(f"dropped: {fate.dropped}" for fate in fates if fate.dropped)
         self.figures.update(sum_fates(store.fates[store.fates["dropped"] == 0]))
-        at = np.repeat(np.arange(len(fates)), store.fates["documents"])[::together]
-        of_examples = store.fates[at]
-        of_examples["documents"], of_examples["desirable"] = together, store.labels()[::together]
-        for number, fate in enumerate(of_examples):
-            documents = [store[together * number + side] for side in range(together)]
-            self.examples.append(Example(documents, fate, chunk.place(at[number])))
+        row_of = np.repeat(np.arange(len(fates)), store.fates["documents"])
+        begins = begin_examples(store) if together == 1 else np.arange(len(store)) % together == 0
+        borders = [*np.flatnonzero(begins).tolist(), len(store)]
+        of_examples = store.fates[row_of[begins]]
+        of_examples["documents"], of_examples["desirable"] = np.diff(borders), store.labels()[begins]
+        for fate, (first, end) in zip(of_examples, pairwise(borders), strict=True):
+            row = chunk.place(int(row_of[first]))
+            self.examples.append(Example([store[number] for number in range(first, end)], fate, row))
 
 
 @dataclass
@@ -231,10 +235,13 @@ class Stream:
         fates, seen = np.array([example.fate for _, example in taken], FATES), [own.pictures for own in documents]
         store = MemoryStore(ids, mask, lengths, fates, self.report.format, pictures=seen)
         data = TokenDataset([store], np.arange(len(store)), self.report)
-        data.source_of = np.repeat(np.array([source for source, _ in taken], np.int16), len(documents) // len(taken))
+        sizes = [len(example.documents) for _, example in taken]
+        data.source_of = np.repeat(np.array([source for source, _ in taken], np.int16), sizes)
         hashes = np.array([picture.hash for own in seen for picture in own], np.uint64)
         mark = zlib.crc32(hashes.data, zlib.crc32(mask.data, zlib.crc32(ids.data))) & 0xFFFF
-        return Window(dataset_of(OBJECTIVES[self.objective], data), [example.row for _, example in taken], place, mark)
+        together = OBJECTIVES[self.objective].documents
+        rows = [example.row for _, example in taken for _ in example.documents[::together]]
+        return Window(dataset_of(OBJECTIVES[self.objective], data), len(taken), rows, place, mark)
 
     def report_at(self, place: Place, **trained: int) -> DataReport:
         """Report on the rows read up to this place; `trained` gives the figures of training."""

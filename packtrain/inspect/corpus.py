@@ -61,6 +61,19 @@ class Corpus:
         return index_prefixes(self.train) if self.config.compares_prefixes else None
 
     @cached_property
+    def within(self) -> PrefixIndex | None:
+        """Index of common beginnings within each example of train; None if each has one document."""
+        examples = None if self.pairs else self.train.examples
+        return None if examples is None else index_prefixes(self.train, examples)
+
+    @cached_property
+    def borders(self) -> np.ndarray:
+        """Borders of the examples in the documents of the stores, int64 [examples + 1]."""
+        if self.documents.examples is not None and self.spec.examples == "documents":
+            return self.documents.examples
+        return np.arange(0, len(self.documents) + 1, self.spec.documents)
+
+    @cached_property
     def stores(self) -> tuple[Store, ...]:
         """Stores of train, then the stores that only eval has."""
         if self.eval is None or self._shares_stores:
@@ -274,4 +287,7 @@ def schedule_of(corpus: Corpus, packing: Packing, processes: int, cost: float) -
         attention_cost=cost,
         ranks_per_row=together,
         prefixes=corpus.prefixes,
+        examples=None if corpus.within is None else corpus.train.examples,
+        within=corpus.within,
+        shares_within=True,
     )

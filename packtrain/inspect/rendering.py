@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from packtrain.errors import Json
-from packtrain.wording import count_dropped, counted, visible
+from packtrain.wording import count_dropped, counted, say_example_slots, visible
 
 _HERE = Path(__file__).parent
 DATA_CSS = (_HERE / "data_section.css").read_text(encoding="utf-8")
@@ -84,6 +84,8 @@ def remark_on_modes(data: Shown) -> list[str]:
         of_documents = "what documents of a micro-batch begin with alike saves"
         what = "prompts that both answers share save" if data["unit"] == "pairs" else of_documents
         remarks.append(f"{what} {percent(share)} of the tokens")
+    if found := modes["packed"].get("example_slots"):
+        remarks.append(say_example_slots(found))
     return remarks
 
 

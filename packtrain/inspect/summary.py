@@ -19,6 +19,7 @@ from tokenizers.decoders import DecodeStream
 
 from packtrain.config.schema import Packing, PackingMode, RunConfig
 from packtrain.config.yaml_files import shown
+from packtrain.data.dataset import list_members
 from packtrain.data.sources.left_out import real_name, split_place
 from packtrain.data.tokens.cache import Document
 from packtrain.data.tokens.encode import TOO_LONG
@@ -27,6 +28,7 @@ from packtrain.inspect.audit import audit, audit_json, rows_named, scan
 from packtrain.inspect.corpus import Corpus, estimate_attention_cost, find_places, open_corpus, schedule_of
 from packtrain.inspect.picture_facts import add_thumbnails, show_picture
 from packtrain.inspect.rendering import DataTerminal, Shown, data_page
+from packtrain.packing.prefixes import MIN_SHARED, count_shareable
 from packtrain.packing.schedule import Schedule
 from packtrain.wording import counted, shortened, visible
 
@@ -61,6 +63,7 @@ def summarise(corpus: Corpus, processes: int) -> Shown:
         "split": report.split,
         "cut_tokens": report.cut_tokens,
         "documents": report.documents,
+        "examples": report.examples,
         "labels": report.labels and asdict(report.labels),
         "unit": spec.examples,
         "tokens": report.tokens,
@@ -126,6 +129,8 @@ def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes
         figures["saved_by_sharing"] = round(1 - int(pairs.shared_lengths.sum(dtype=np.int64)) / both, 4)
     if schedule.prefixes is not None:
         figures["saved_by_sharing"] = round(1 - sample.slots / sample.tokens, 4)
+    if mode == "packed" and (found := schedule.example_slots()):
+        figures["example_slots"] = found
     return figures
 
 
@@ -176,11 +181,11 @@ def _count_cuts(corpus: Corpus) -> list[Shown]:
 
 def show_first(corpus: Corpus, number: int) -> list[Shown]:
     """Show the first `number` examples in the order of the data. Raises UserError if there are fewer."""
-    documents = np.flatnonzero(corpus.in_train)[:: corpus.spec.documents]
-    if not 0 <= number <= len(documents):
-        what = f"{number:,}, but there are {counted(len(documents), corpus.spec.examples)}"
-        raise UserError(what, where="--rows", fix=f"Give a number from 0 to {len(documents)}.", code="no-such-rows")
-    chosen = documents[:number].tolist()
+    trained = np.flatnonzero(corpus.in_train[corpus.borders[:-1]])
+    if not 0 <= number <= len(trained):
+        what = f"{number:,}, but there are {counted(len(trained), corpus.spec.examples)}"
+        raise UserError(what, where="--rows", fix=f"Give a number from 0 to {len(trained)}.", code="no-such-rows")
+    chosen = list_members(corpus.borders, trained[:number])[:: corpus.spec.documents].tolist()
     places = find_places(corpus, set(corpus.row_of[chosen].tolist()))
     return [show_example(corpus, document, places) for document in chosen]
 
@@ -268,6 +273,10 @@ def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> Show
     documents = [corpus.documents[number + side] for side in range(together)]
     notes = [] if corpus.labels is None else ["desirable" if corpus.labels[number] else "undesirable"]
     notes += ["held out"] if corpus.in_eval[number] else []
+    context = _find_context(corpus, number)
+    if context:
+        same = f", the first {context['shared']:,} tokens as answer {context['as_answer']}" if context["shared"] else ""
+        notes += [f"answer {context['answer']} of {context['answers']}{same}"]
     common, parts = 0, []
     if together == 2 and packing.mode != "padding" and packing.share_prefix is not False:
         # the last token of the prompt predicts the answer, so it runs with both answers
@@ -286,7 +295,21 @@ def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> Show
         "trained": int(sum(document.loss_mask.sum() for document in documents)),
         "cut": int(fate["cut_tokens"]),
         "parts": parts,
+        **context,
     }
+
+
+def _find_context(corpus: Corpus, number: int) -> Shown:
+    """Describe the place of a document in its example, and the tokens in common with an earlier answer. {} for a lone document."""
+    example = int(np.searchsorted(corpus.borders, number, side="right")) - 1
+    first, end = corpus.borders[example : example + 2].tolist()
+    if corpus.spec.documents > 1 or end - first == 1:
+        return {}
+    alike = [count_shareable(corpus.documents[one], corpus.documents[number]) for one in range(first, number)]
+    most = max([0, *alike])
+    shared = most if most >= MIN_SHARED else 0
+    as_answer = alike.index(shared) + 1 if shared else None
+    return {"answer": number - first + 1, "answers": end - first, "shared": shared, "as_answer": as_answer}
 
 
 def _show_spans(corpus: Corpus, document: Document, first: int, end: int) -> list[Shown]:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from packtrain.data.dataset import list_members
+
 PERTURBATIONS = (0.3, 0.1)  # ranges of the random scale factors; we use the first that costs no row
 FEW_PER_LENGTH = 10  # above this many documents per length, shuffling documents of equal length is random enough
 
@@ -37,6 +39,11 @@ class Rows:
 
     def __getitem__(self, row: int) -> np.ndarray:
         return self.documents[self.offsets[row] : self.offsets[row + 1]]
+
+    def expand(self, chosen: Rows) -> Rows:
+        """Return `chosen`, whose entries are numbers of these rows, as rows of the documents."""
+        ends = np.append(0, np.cumsum(np.diff(self.offsets)[chosen.documents]))
+        return Rows(self.documents[list_members(self.offsets, chosen.documents)], ends[chosen.offsets])
 
 
 def best_fit(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> Rows:

@@ -28,7 +28,7 @@ PLACE = "stream.json"
 """The file of a checkpoint that records the position in the stream."""
 AHEAD = 8
 """Number of steps prepared ahead of training."""
-_TOLD = ("examples", "trained", "ended")
+_TOLD = ("examples", "documents", "trained", "ended")
 _POLL_S = 0.5
 
 
@@ -62,7 +62,7 @@ Prepared = tuple[Window, StreamedSteps, Sequence[Pinnable]] | BaseException | No
 class Feed:
     """Source of streamed steps. `slots` returns how many slots the examples of a data set take in a row.
 
-    `place` is the position after the current step, with the numbers of `examples` and trained tokens so far. `marks` are this rank's
+    `place` is the position after the current step, with the numbers of `examples`, documents and trained tokens so far. `marks` are this rank's
     terms of the two sums that `check_marks` takes.
     """
 
@@ -71,6 +71,7 @@ class Feed:
     say: Callable[[str], None]
     place: Place = field(default_factory=Place)
     examples: int = 0
+    documents: int = 0
     trained: int = 0
     ended: bool = False
     marks: tuple[int, ...] = ()
@@ -89,7 +90,7 @@ class Feed:
         new: Place = {"step": step, "sources": {}, **dict.fromkeys(_TOLD, 0)}
         file = checkpoint / PLACE
         self.place = json.loads(file.read_text()) if file.exists() else new
-        self.examples, self.trained, self.ended = (self.place[name] for name in _TOLD)
+        self.examples, self.documents, self.trained, self.ended = (self.place.get(name, 0) for name in _TOLD)
 
     def load(self, steps: StreamedSteps) -> Iterator[Sequence[Pinnable]]:
         """Yield this rank's micro-batches of each step to come. Raises errors of the thread, and UserError if no rows are left."""
@@ -108,7 +109,8 @@ class Feed:
                 what = "nothing is left of data.train after this checkpoint"
                 raise UserError(what, where="trainer.resume", fix=fix, code="stream-at-its-end")
             self._window, self.current, batches = item
-            self.examples += len(self._window.rows)
+            self.examples += self._window.examples
+            self.documents += len(self._window.rows)
             self.trained += int(self._window.data.trained.sum(dtype=np.int64))
             self.ended, mark = self._window.last, self._window.mark ^ self._window.last
             self.marks = mark, mark**2
@@ -130,14 +132,20 @@ class Feed:
             raise UserError(what, where="data.train", fix=fix, code="ranks-read-differently")
 
     def rows(self, numbers: list[int]) -> list[str]:
-        """Return FILE:LINE of examples of the current step."""
+        """Return FILE:LINE of items of the current step."""
         return [self._window.rows[number] for number in numbers]
 
     def report(self, tokens: int) -> DataReport:
         """Report what happened to the rows read so far."""
         if not self.place:
             return self.stream.report
-        return self.stream.report_at(self.place, documents=self.examples, tokens=tokens, trained_tokens=self.trained)
+        return self.stream.report_at(
+            self.place,
+            documents=self.documents,
+            examples=self.examples,
+            tokens=tokens,
+            trained_tokens=self.trained,
+        )
 
     def close(self) -> None:
         """Stop the thread and wait for it."""
@@ -168,8 +176,10 @@ class Feed:
         try:
             if gpu is not None:
                 torch.cuda.set_device(gpu)  # the current device is set for each thread
+            before = self.documents
             for window in self.stream.windows(self.place or None):
-                own = self._steps_of(window, steps)
+                own = self._steps_of(window, steps, before)
+                before += len(window.rows)
                 batches = own[0]
                 put((window, own, batches if gpu is None else [batch.pin_memory() for batch in batches]))
                 if stopping.is_set():
@@ -178,10 +188,7 @@ class Feed:
         except BaseException as error:
             put(error)
 
-    def _steps_of(self, window: Window, steps: StreamedSteps) -> StreamedSteps:
-        """Return the single step of a window."""
-        lengths, count = self.slots(window.data), len(window.rows)
-        schedule = replace(steps.schedule, lengths=lengths, total_steps=1, examples_per_step=count, shuffle=False)
-        schedule = replace(schedule, _rows_by_epoch={}, _row_counts={})
-        before = (window.place["step"] - 1) * self.stream.examples_per_step
+    def _steps_of(self, window: Window, steps: StreamedSteps, before: int) -> StreamedSteps:
+        """Return the single step of a window. The run had `before` items before it."""
+        schedule = steps.schedule.over(window.data, self.slots(window.data))
         return replace(steps, data=window.data, schedule=schedule, feed=None, rows=window.rows, before=before)

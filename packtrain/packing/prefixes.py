@@ -22,7 +22,7 @@ import numpy as np
 
 from packtrain.data.dataset import Document
 from packtrain.packing.balance import Layout, MicroBatchLimits, lay_out, work_of_ranks
-from packtrain.packing.bins import best_fit
+from packtrain.packing.bins import Rows, best_fit
 from packtrain.packing.segments import Segments
 
 MIN_SHARED = 8
@@ -191,13 +191,18 @@ class PrefixIndex:
         places[self.order] = np.arange(len(places), dtype=places.dtype)
         return places
 
-    def forest(self, numbers: np.ndarray) -> tuple[Segments, list[int]]:
-        """Return the segments of these documents and each document's last segment; see packing/prefixes.py."""
+    def of(self, numbers: np.ndarray) -> PrefixIndex:
+        """Return the index of these documents alone, numbered from 0."""
         places = self._places[numbers]
         order = np.argsort(places, kind="stable")
         here = places[order]
         common = np.minimum.reduceat(self.common[: here[-1] + 1], here[:-1] + 1) if len(here) > 1 else here[:0]
-        return build_forest(self.lengths[numbers], order, common)
+        return PrefixIndex(self.lengths[numbers], order, np.append(0, common))
+
+    def forest(self, numbers: np.ndarray) -> tuple[Segments, list[int]]:
+        """Return the segments of these documents and each document's last segment; see packing/prefixes.py."""
+        own = self.of(numbers)
+        return build_forest(own.lengths, own.order, own.common[1:])
 
     def row(self, numbers: np.ndarray) -> SharedRow:
         """Return the row of these documents. In the row they are numbered from 0."""
@@ -246,11 +251,15 @@ class IndexedDocuments(Protocol):
     def __getitem__(self, number: int, /) -> Document: ...
 
 
-def index_prefixes(documents: IndexedDocuments) -> PrefixIndex:
-    """Build the index of a data set of Documents. Reads all of them; documents that begin alike are read further."""
+def index_prefixes(documents: IndexedDocuments, examples: np.ndarray | None = None) -> PrefixIndex:
+    """Build the index of a data set of Documents. Reads all of them; documents that begin alike are read further.
+
+    With `examples` int64[m + 1], the borders of groups, only documents of a group have a beginning in common. Others are not read.
+    """
     lengths = np.asarray(documents.lengths)
     order: list[int] = []
-    todo = [(list(range(len(lengths))), 0, False)]
+    borders = [0, len(lengths)] if examples is None else examples.tolist()
+    todo = [([*range(*group)], 0, False) for group in reversed([*pairwise(borders)])]
     while todo:
         members, start, are_equal = todo.pop()
         if are_equal or len(members) == 1:
@@ -261,13 +270,37 @@ def index_prefixes(documents: IndexedDocuments) -> PrefixIndex:
         keys = {number: documents[number].keys[start:end].astype(">u4").tobytes() for number in members}
         groups = groupby(sorted(members, key=keys.__getitem__), key=keys.__getitem__)
         todo += reversed([(list(group), end, len(key) < 4 * (end - start)) for key, group in groups])
-    common = [0]
-    for before, after in pairwise(order):
-        ids, others = documents[before].keys, documents[after].keys
-        alike = count_common(ids, others)
-        # the last common token predicts different tokens, unless one of the documents ends there
-        common.append(alike if alike == min(len(ids), len(others)) else outside_pictures(documents[after], alike - 1))
+    apart, common = {*borders}, [0]  # each group has its own places in the order
+    for place, (before, after) in enumerate(pairwise(order), 1):
+        common.append(0 if place in apart else count_shareable(documents[before], documents[after]))
     return PrefixIndex(lengths, np.array(order, dtype=np.int32), np.array(common, dtype=np.int32))
+
+
+def cut_examples(index: PrefixIndex, examples: np.ndarray, tokens: float) -> tuple[Rows, np.ndarray]:
+    """Return the documents of each example, and its size in tokens. Above `tokens` its trees are divided.
+
+    `examples` int64[m + 1] are the borders of the examples. In `index` only documents of an example have a beginning in common.
+    """
+    parts, sizes = list[np.ndarray](), list[int]()
+    borders: list[int] = examples.tolist()
+    for first, end in pairwise(borders):
+        numbers = np.arange(first, end)
+        size, found = int(index.lengths[numbers].sum()), [(np.zeros(0), [*range(len(numbers))])]
+        if len(numbers) > 1:
+            segments, ends = index.forest(numbers)
+            if (size := segments.tokens) > tokens:
+                found = divide_trees(segments, ends, np.array([segments.lengths]), [tokens])
+        parts += [numbers[own] for _, own in found]
+        sizes += [size] if len(found) == 1 else [int(part[0]) for part, _ in found]
+    return Rows(np.concatenate(parts), np.cumsum([0, *map(len, parts)])), np.array(sizes)
+
+
+def count_shareable(before: Document, after: Document) -> int:
+    """Return how many tokens at their beginning two documents can share."""
+    ids, others = before.keys, after.keys
+    alike = count_common(ids, others)
+    # the last common token predicts different tokens, unless one of the documents ends there
+    return alike if alike == min(len(ids), len(others)) else outside_pictures(after, alike - 1)
 
 
 def outside_pictures(document: Document, end: int) -> int:
@@ -282,6 +315,8 @@ def lay_out_shared(
     limits: MicroBatchLimits,
     attention_cost: float,
     ranks_per_row: int = 1,
+    *,
+    keep_order: bool = False,
 ) -> Layout:
     """Lay out the documents `numbers` of one step, like `lay_out`. A micro-batch counts a common prefix once.
 
@@ -295,7 +330,8 @@ def lay_out_shared(
         most = limits.tokens, division * work.sum() / world_size
         trees = divide_trees(segments, ends, np.stack([tokens, work]), most)
         sizes, cost = np.transpose([size for size, _ in trees])
-        layout = lay_out(sizes, "packed", world_size, limits, attention_cost, ranks_per_row, cost=cost)
+        how = (world_size, limits, attention_cost, ranks_per_row)
+        layout = lay_out(sizes, "packed", *how, keep_order=keep_order, cost=cost)
         done.append(float(work_of_ranks(layout, lambda part, cost=cost: cost[part].sum()).max()))
         for parts in layout:
             parts[:] = [

@@ -2,9 +2,9 @@
 
 A step is a pure function of (lengths, settings, seed, step). Any process can compute any step, and resuming needs only a step number.
 **The documents of a step depend neither on the packing mode nor on the number of ranks.** With `examples_per_step` an
-epoch is a permutation cut into equal steps. With `tokens_per_step` its documents are packed into rows of
-`limits.tokens`, and a step is a fixed number of rows; packed mode trains exactly these rows, the other modes
-lay the same documents out differently. The last step of an epoch is smaller: nothing is dropped and no step mixes two epochs.
+epoch is a permutation of the examples, cut into equal steps; documents of an example stay together. With `tokens_per_step` its examples are
+packed into rows of `limits.tokens`, where a common beginning within an example counts once, and a step is a fixed number of rows; packed mode
+trains exactly these rows, the other modes lay the same documents out differently. The last step of an epoch is smaller: nothing is dropped and no step mixes two epochs.
 
 With data.stages a mixture (data/dataset.py) chooses each example's source, and the source's next example is taken. Each source has its own
 order and is read pass after pass, independently of the shares: no example repeats before every example of its source was used once.
@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar, cast
 
 import numpy as np
 
 from packtrain.config.schema import Batch, Packing, Shuffle
-from packtrain.data.dataset import Mixture
+from packtrain.data.dataset import Mixture, PairDataset, TokenDataset
 from packtrain.errors import UserError
 from packtrain.packing.balance import (
     Layout,
@@ -34,7 +34,7 @@ from packtrain.packing.balance import (
     work_of_ranks,
 )
 from packtrain.packing.bins import Rows, best_fit, in_order
-from packtrain.packing.prefixes import PrefixIndex, lay_out_shared, work_of
+from packtrain.packing.prefixes import MIN_SHARED, PrefixIndex, cut_examples, index_prefixes, lay_out_shared, work_of
 
 KEPT_EPOCHS = 2  # passes whose order stays in memory: the current one, and the next, as batches are prepared ahead
 _Kept = TypeVar("_Kept")
@@ -84,8 +84,14 @@ class Schedule:
     """Number of neighbouring ranks that may split a row (balance.py)."""
     prefixes: PrefixIndex | None = None
     """Index of common beginnings (prefixes.py); a micro-batch computes each one once. None: rows share nothing."""
+    shares_within: bool = False
+    """Whether rows share the beginnings within an example, at least."""
+    examples: np.ndarray | None = None
+    """int64[m + 1]: the borders of the examples. None: each document is one."""
+    within: PrefixIndex | None = None
+    """Index of common beginnings within each example, if rows share them, or if steps are made of rows."""
     families: np.ndarray | None = None
-    """int64[n]: the family of each document. A step draws whole families. None: it draws documents one by one."""
+    """int64[m]: the family of each example. A step draws whole families. None: it draws examples one by one."""
     has_epochs: bool = True
     """False: a stream's schedule, which repeats the first rows for code that asks what steps are like."""
     _rows_by_epoch: dict[int, Rows] = field(default_factory=dict[int, Rows], repr=False)
@@ -115,15 +121,19 @@ class Schedule:
     def layout(self, step: int, world_size: int) -> Layout:
         """Return the documents of a step as `[rank][micro_batch]` arrays int64[documents]. All ranks have equally many micro-batches. A row that
         several ranks split is listed at the first of them."""
-        if self.packing.mode == "packed" and self.examples_per_step is None:
+        in_order = self.packing.strategy == "in_order"
+        by_rows = self.packing.mode == "packed" and self.examples_per_step is None
+        if by_rows and (self.examples is None or self.prefixes is not None):  # else trees do not fit as documents
             rows, first, end = self._rows_of(step)
             planned = [rows[row] for row in range(first, end)]
             cost = part_costs(planned, self.lengths, self.packing.mode, self.attention_cost)
-            return deal(planned, cost, world_size, self.packing.strategy == "in_order")
+            if self.prefixes is not None:
+                cost = np.array([work_of(self.prefixes, row, attention_cost=self.attention_cost) for row in planned])
+            return deal(planned, cost, world_size, in_order)
         documents = self.documents(step)
         if self.prefixes is not None:
             sizes = (world_size, self.limits, self.attention_cost, self.ranks_per_row)
-            layout = lay_out_shared(self.prefixes, documents, *sizes)
+            layout = lay_out_shared(self.prefixes, documents, *sizes, keep_order=in_order)
         else:
             layout = self.lay_out(self.lengths[documents], world_size)
         for parts in layout:
@@ -162,14 +172,44 @@ class Schedule:
         epoch, within = self._locate(step)
         return epoch + within / self.steps_per_epoch(epoch)
 
-    def documents_before(self, step: int) -> int:
-        """Return how many documents the first `step` steps train on. A repeated document counts each time."""
+    def examples_before(self, step: int) -> int:
+        """Return how many examples the first `step` steps train on. A repeated example counts each time."""
         epoch, within = self._locate(step)
-        seen = epoch * len(self.lengths)
+        seen = epoch * self.examples_per_epoch
         if within:
             rows = self._rows_of_epoch(epoch)
-            seen += int(rows.offsets[min(within * self.rows_per_step, len(rows))])
+            documents = rows.documents[: int(rows.offsets[min(within * self.rows_per_step, len(rows))])]
+            seen += len(documents) if self.examples is None else int(np.isin(documents, self.examples[:-1]).sum())
         return seen
+
+    @property
+    def examples_per_epoch(self) -> int:
+        """Return the number of examples of the data."""
+        return len(self.lengths) if self.examples is None else len(self.examples) - 1
+
+    def example_slots(self) -> dict[str, int]:
+        """Count examples and documents if they differ, and token slots of an epoch.
+
+        `shared` in its rows; `repeated` if no beginning is shared; `once`, about as many as if the chat template rendered each row once: its
+        longest document alone.
+        """
+        if self.examples is None:
+            return {}
+        tokens, common = (
+            int(self.lengths.sum(dtype=np.int64)),
+            np.zeros(0) if self.prefixes is None else self.prefixes.common,
+        )
+        shared = tokens - int(common[common >= MIN_SHARED].sum(dtype=np.int64))
+        once = int(np.maximum.reduceat(self.lengths, self.examples[:-1]).sum(dtype=np.int64))
+        sizes = {"examples": self.examples_per_epoch, "documents": len(self.lengths)}
+        return {**sizes, "shared": shared, "repeated": tokens, "once": once}
+
+    def over(self, data: TokenDataset | PairDataset, lengths: np.ndarray) -> Schedule:
+        """Return one step over all examples of `data` with these `lengths` int[n], in order."""
+        shares = self.shares_within and data.examples is not None
+        prefixes = index_prefixes(cast(TokenDataset, data), data.examples) if shares else None
+        own = replace(self, lengths=lengths, examples=data.examples, prefixes=prefixes, shuffle=False, total_steps=1)
+        return replace(own, examples_per_step=own.examples_per_epoch, _rows_by_epoch={}, _row_counts={})
 
     def summary(self, world_size: int, sample_steps: int = 32, tokens: np.ndarray | None = None) -> Utilisation:
         """Sum over at most `sample_steps` steps, spread evenly over the first epoch. Plans the whole epoch.
@@ -220,15 +260,29 @@ class Schedule:
         return _remember(self._rows_by_epoch, epoch, self._make_rows)
 
     def _make_rows(self, epoch: int) -> Rows:
-        count, rng = len(self.lengths), np.random.default_rng((self.seed, epoch))
+        units, sizes = self._units
+        rows = self._make_rows_of_units(epoch, sizes)
+        return rows if units is None else units.expand(rows)
+
+    @cached_property
+    def _units(self) -> tuple[Rows | None, np.ndarray]:
+        """Return the documents of each unit that is drawn (None: single ones), and its size in rows."""
+        if self.examples is None:
+            return None, self.lengths
+        if self.examples_per_step is None:
+            return cut_examples(cast(PrefixIndex, self.within), self.examples, self.limits.tokens)
+        return Rows(np.arange(len(self.lengths)), self.examples), self.examples[1:]
+
+    def _make_rows_of_units(self, epoch: int, sizes: np.ndarray) -> Rows:
+        count, rng = len(sizes), np.random.default_rng((self.seed, epoch))
         if self.examples_per_step is None and self.packing.strategy == "best_fit":
-            return best_fit(self.lengths, int(self.limits.tokens), rng)
+            return best_fit(sizes, int(self.limits.tokens), rng)
         order = rng.permutation(count) if self.shuffle else np.arange(count)
         if self.families is not None:
             order = np.argsort(rng.permutation(count)[self.families], kind="stable")
         if self.examples_per_step is not None:
             return Rows(order, np.append(np.arange(0, count, self.examples_per_step), count))
-        rows = in_order(self.lengths[order], int(self.limits.tokens))
+        rows = in_order(sizes[order], int(self.limits.tokens))
         return Rows(order[rows.documents], rows.offsets)
 
 
@@ -253,12 +307,16 @@ def make_schedule(
     attention_cost: float = 0.0,
     ranks_per_row: int = 1,
     prefixes: PrefixIndex | None = None,
+    examples: np.ndarray | None = None,
+    within: PrefixIndex | None = None,
+    shares_within: bool = False,
 ) -> Schedule:
     """Make the steps of a run, by default one pass over the documents. `lengths` int[n] in tokens.
 
     `max_steps` takes precedence over `epochs`; 1.5 epochs are all steps of epoch 0 and half the steps of epoch 1, rounded up. Without
-    `shuffle` every epoch is the same. Pass `prefixes` to share them in rows or to draw by them. Raises UserError if a
-    document exceeds `ranks_per_row` rows.
+    `shuffle` every epoch is the same. Pass `prefixes` to share them in rows or to draw by them. `examples` int64[m + 1] are the borders of the
+    examples; rows hold them, and share their beginnings if `shares_within`, by the index `within`. Raises UserError if a document
+    exceeds `ranks_per_row` rows.
     """
     lengths = np.asarray(lengths)
     limits = MicroBatchLimits(*(math.inf if limit is None else limit for limit in batch.limits(packing.mode)))
@@ -269,6 +327,11 @@ def make_schedule(
         what = f"the longest document has {longest} tokens, a micro-batch{over} takes {capacity}"
         fix = f"set batch.tokens_per_device to at least {math.ceil(longest / ranks_per_row)}, or data.max_length to {capacity}{more}"
         raise UserError(what, where="batch.tokens_per_device", fix=fix, code="document-exceeds-micro-batch")
+    shares_within = shares_within and packing.mode == "packed"
+    families = prefixes if shuffle == "by_prefix" else None
+    if families is not None and examples is not None:
+        families = families.of(examples[:-1])  # an example is where its first document is
+    shared = prefixes if packing.share_prefix else within if shares_within else None
     schedule = Schedule(
         lengths=lengths,
         limits=limits,
@@ -280,10 +343,11 @@ def make_schedule(
         attention_cost=attention_cost,
         total_steps=max_steps or 0,
         ranks_per_row=ranks_per_row,
-        prefixes=prefixes if packing.share_prefix and packing.mode == "packed" else None,
-        families=prefixes.families(cast(int, batch.examples_per_step))
-        if prefixes is not None and shuffle == "by_prefix"
-        else None,
+        prefixes=shared if packing.mode == "packed" else None,
+        shares_within=shares_within,
+        examples=examples,
+        within=within,
+        families=None if families is None else families.families(cast(int, batch.examples_per_step)),
     )
     if max_steps is not None:
         return schedule
@@ -302,7 +366,7 @@ _SEED_USE = 4  # sets these random numbers apart: data/ draws by the same seed w
 class StagedSchedule(Schedule):
     """Schedule without epochs: the `mixture` draws the examples of each step.
 
-    It requires examples_per_step. `source_of` int16 [examples] is the source number of each example.
+    It requires examples_per_step. `source_of` int16 [m] is the source number of each example.
     """
 
     mixture: Mixture
@@ -318,22 +382,24 @@ class StagedSchedule(Schedule):
 
     def epoch_of(self, step: int) -> float:
         """Return the number of trained examples divided by the size of the data set."""
-        return self.documents_before(step) / len(self.lengths)
+        return self.examples_before(step) / self.examples_per_epoch
 
-    def documents_before(self, step: int) -> int:
+    def examples_before(self, step: int) -> int:
         """Return the number of examples trained before `step`."""
         return step * (self.examples_per_step or 0)
 
     def _rows_of(self, step: int) -> tuple[Rows, int, int]:
         if not 0 <= step < self.total_steps:
             raise IndexError(f"step {step} of {self.total_steps}")
-        first, end = self.documents_before(step), self.documents_before(step + 1)
+        first, end = self.examples_before(step), self.examples_before(step + 1)
         sources, seen = self.mixture.sources(first, end), self.mixture.counts(first)
-        documents = np.empty(len(sources), np.int64)
+        taken = np.empty(len(sources), np.int64)
         for source in np.unique(sources).tolist():
             here = np.flatnonzero(sources == source)
-            documents[here] = self._take(source, seen[source] + np.arange(len(here)))
-        return Rows(documents, np.array([0, len(documents)])), 0, 1
+            taken[here] = self._take(source, seen[source] + np.arange(len(here)))
+        step_row = Rows(taken, np.array([0, len(taken)]))
+        units, _ = self._units
+        return step_row if units is None else units.expand(step_row), 0, 1
 
     def _take(self, source: int, places: np.ndarray) -> np.ndarray:
         """Return the examples at these places of a source's order. The next pass follows the last place of a pass."""
@@ -352,7 +418,11 @@ class StagedSchedule(Schedule):
 
 
 def stage(schedule: Schedule, mixture: Mixture, source_of: np.ndarray, names: tuple[str, ...]) -> StagedSchedule:
-    """Return `schedule` with its examples drawn by `mixture`. Raises UserError if a stage uses a source without examples."""
+    """Return `schedule` with its examples drawn by `mixture`. `source_of` int16[n] is the source of each document, or pair.
+
+    Raises UserError if a stage uses a source without examples.
+    """
+    source_of = source_of if schedule.examples is None else source_of[schedule.examples[:-1]]
     held = np.bincount(source_of, minlength=len(names))
     for name, number, shares in zip(names, held, zip(*mixture.shares, strict=True), strict=True):
         if not number and any(shares):

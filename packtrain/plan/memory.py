@@ -85,8 +85,8 @@ def fullest(config: RunConfig, width: int, *, gpu: bool, found: Found = Found())
     examples, tokens = config.batch.limits(config.packing.mode)
     longest, bounds = config.data.max_length, [tokens]
     if longest is not None:
-        each = config.objective.spec.documents * longest
-        bounds += [item and item * each for item in (examples, config.batch.examples_per_step)]
+        step = None if config.data.render == "turns" else config.batch.examples_per_step  # by turns: of many documents
+        bounds += [item and item * config.objective.spec.documents * longest for item in (examples, step)]
     most = found.slots or min((item for item in bounds if item is not None), default=None)
     if most is None:
         return None

@@ -148,7 +148,7 @@ class Steps(ByStep):
     feed: Any = field(default=None, kw_only=True)
     """The Feed (packing/feed.py) of a stream: these steps cover its first rows. None: train on these steps themselves."""
     rows: Sequence[str] = field(default=(), kw_only=True)
-    """FILE:LINE of the examples of a streamed step. The stream gave `before` examples before them."""
+    """FILE:LINE of the documents (or pairs) of a streamed step. The stream gave `before` documents before them."""
     before: int = field(default=0, kw_only=True)
     sight: Sight | None = field(default=None, kw_only=True)
     """Sight of the model; None if the data has no pictures."""

@@ -20,7 +20,7 @@ from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import make_mixture
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.streaming import open_stream
-from packtrain.data.tokens.chat_template import give_template
+from packtrain.data.tokens.chat_template import choose_template, give_template
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, Json, UserError, boundary
 from packtrain.model.forward import outputs_of_tokens
@@ -80,6 +80,18 @@ class Prepared:
         return longest if self.data.stream is None else max(longest, self.config.data.max_length or 0)
 
     @property
+    def several(self) -> bool:
+        """Whether some examples have several documents."""
+        return any(part is not None and part.examples is not None for part in (self.data.train, self.data.eval))
+
+    @property
+    def may_turn(self) -> bool:
+        """Whether data.render may make several documents of a row."""
+        data = self.config.data
+        known = choose_template(data.chat_template, self.tokenizer) is not None
+        return known and data.render != "conversation" and self.config.objective.spec.examples == "documents"
+
+    @property
     def situation(self) -> Situation:
         """The run as changes of the model see it, once its precision is decided."""
         return Situation(self.config, base_model(self.model), self.ranks, self.precision)
@@ -90,6 +102,8 @@ class Prepared:
         known = config.packing.attention_cost
         # an evaluation is in order, and needs to know equal beginnings only if rows share them
         compares = config.compares_prefixes and (config.packing.share_prefix or length.get("shuffle") == "by_prefix")
+        shares = self.objective.layout == "shared"
+        within = part.examples is not None and (shares or config.batch.examples_per_step is None)
         schedule = make_schedule(
             self.objective.slots(part),
             config.packing,
@@ -98,6 +112,9 @@ class Prepared:
             attention_cost=attention_cost(self.model) if known is None else known,
             ranks_per_row=self.objective.ranks_per_row,
             prefixes=index_prefixes(part) if compares else None,
+            examples=part.examples,
+            within=index_prefixes(part, part.examples) if within and not config.packing.share_prefix else None,
+            shares_within=shares and config.objective.spec.examples == "documents",
             **length,
         )
         if config.data.stages and not (evaluation or config.data.streaming):

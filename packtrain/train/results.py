@@ -212,7 +212,7 @@ class Summary:
             "best_eval_loss": None if best is None else evals[best],
             "best_step": best,
             "tokens": state.tokens,
-            "examples": schedule.documents_before(state.step) if feed is None else feed.examples,
+            "examples": schedule.examples_before(state.step) if feed is None else feed.examples,
             "data_ended": None if feed is None else feed.ended,
             "sources": self.trainer.source_counts.to_json(),
             "truncated": report.truncated,

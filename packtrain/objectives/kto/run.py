@@ -205,7 +205,7 @@ class MismatchedSteps(ByStep):
 
     def __getitem__(self, step: int) -> list[MicroBatch]:
         pairs, all_known = self.steps.pairs_of(step), self.steps.reference_mismatched
-        first = self.steps.schedule.documents_before(step)
+        first = self.steps.schedule.examples_before(step)
         known = None if all_known is None else all_known[first : first + len(pairs)]
         batches = []
         for part, is_split in self._own_parts(step):
@@ -216,7 +216,7 @@ class MismatchedSteps(ByStep):
     def every_step(self) -> Iterator[tuple[np.ndarray, MicroBatch]]:
         """Yield this rank's micro-batches of all steps. The array has each pair's place in the order of the steps."""
         for step in range(len(self)):
-            first = self.steps.schedule.documents_before(step)
+            first = self.steps.schedule.examples_before(step)
             for (part, _), batch in zip(self._own_parts(step), self[step], strict=True):
                 yield first + part, batch
 
@@ -288,7 +288,7 @@ class KTO(ReferenceObjective):
             return steps
         schedule, parts = steps.schedule, steps.mismatched().every_step()
         cache_key = (schedule.settings, schedule.total_steps, steps.max_length, steps.whole)
-        shape = (schedule.documents_before(schedule.total_steps),)
+        shape = (schedule.examples_before(schedule.total_steps),)
         return replace(steps, reference_mismatched=self.precompute(steps, start, shape, parts, cache_key))
 
 
@@ -299,7 +299,7 @@ def check_sizes(settings: LoopSettings) -> None:
     """
     schedule, count = settings.steps.schedule, len(settings.steps.data)
     number = min(len(settings.steps), schedule.steps_per_epoch(0))
-    sizes = np.diff([schedule.documents_before(step) for step in range(number + 1)]).tolist()
+    sizes = np.diff([schedule.examples_before(step) for step in range(number + 1)]).tolist()
     where = what = ""
     if 1 in sizes:
         where = "batch.examples_per_step" if schedule.examples_per_step else "batch.tokens_per_step"

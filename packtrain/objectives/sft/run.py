@@ -136,6 +136,12 @@ class SFT(TrainingObjective):
 
     loss_class = SFTLoss
 
+    def why_repeated(self, run: Prepared) -> str:
+        """See TrainingObjective."""
+        if self.objective.option("neftune_noise_alpha"):
+            return "the noise on embeddings depends on the length of a document"
+        return "the loss of routers counts by document" if router_loss(base_model(run.model)) is not None else ""
+
     def decide_attention(self, run: Prepared) -> AttentionChoice:
         """See TrainingObjective. Raises UserError if rows would share tokens that a loss of routers counts by document."""
         if self.packing.share_prefix and router_loss(base_model(run.model)) is not None:

@@ -35,7 +35,7 @@ from packtrain.proof.isolation import Proof
 from packtrain.system import kept
 from packtrain.train.loader import Steps
 from packtrain.train.optim.float32_step import loses_updates
-from packtrain.wording import clean, count_dropped, counted, in_millions, visible
+from packtrain.wording import clean, count_dropped, counted, in_millions, say_example_slots, visible
 
 if TYPE_CHECKING:
     from packtrain.train.preparation import Prepared
@@ -185,12 +185,18 @@ def log_steps(log: Log, run: Prepared, steps: Steps, evaluation: Mapping[str, St
         f" {low if low == high else f'{low} to {high}'} micro-batch{'' if high == 1 else 'es'} a process,"
         f" {figures.padding_fraction:.1%} padding,{shared} {figures.imbalance:.1%} imbalance over processes",
     )
-    examples = config.batch.examples_per_step or 0
+    why = run.objective.why_not_shared or f"packing.mode={config.packing.mode}"
+    if found := steps.schedule.example_slots():
+        log.fact("examples", say_example_slots(found, why))
+        thing = "examples"
+    elif data.stream is not None and run.may_turn and run.objective.layout != "shared":
+        log.fact("examples", f"documents of a row repeat the beginnings that they have in common ({why})")
+    examples, every = config.batch.examples_per_step or 0, steps.schedule.examples_per_epoch
     each = f"up to {counted(examples, thing)}" if examples else f"{config.batch.tokens_per_step:,} tokens"
     evaluated = f", evaluated in {evaluated}" if evaluation else ""
     log.fact("steps", f"{total:,}, each of {each}, on {counted(ranks.world_size, 'processes')}{evaluated}")
-    if examples > len(data.train) and data.stream is None:
-        log.warn(f"a step of {examples:,} is more than the {counted(len(data.train), thing)} of an epoch")
+    if examples > every and data.stream is None:
+        log.warn(f"a step of {examples:,} is more than the {counted(every, thing)} of an epoch")
 
 
 def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.log import console
 from packtrain.train.objectives.training_objective import Start, TrainingObjective
+
+if TYPE_CHECKING:
+    from packtrain.train.preparation import Prepared
 
 Compared = TypeVar("Compared", bound="ComparedSteps")
 
@@ -122,6 +125,10 @@ class AnswerObjective(TrainingObjective):
     """Base of objectives whose loss reads the log-probability of each answer or document."""
 
     steps_class = AnswerSteps
+
+    def why_repeated(self, run: Prepared) -> str:
+        """See TrainingObjective."""
+        return f"packtrain {self.objective.kind} does not share the beginnings of documents"
 
     def steps(
         self, data: Any, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False

@@ -92,6 +92,10 @@ class TrainingObjective:
         """
         return {}
 
+    def why_repeated(self, run: Prepared) -> str:
+        """Return why documents of an example cannot share their common beginnings, "" if they can."""
+        return ""
+
     def decide_attention(self, run: Prepared) -> AttentionChoice:
         """Choose the backend for packed rows, and decide whether rows share beginnings (`layout`).
 
@@ -99,27 +103,29 @@ class TrainingObjective:
         """
         model, ranks, autocast = base_model(run.model), run.ranks, run.precision.autocast
         wanted, prove = run.config.model.attention, run.config.verify.preflight
-        share = self.packing.share_prefix
-        must_share, share = bool(share), self.shares_unless_told if share is None else share
+        asked, packed = self.packing.share_prefix, self.packing.mode == "packed"
+        joins = packed and (run.several or (run.data.stream is not None and run.may_turn))
+        repeated = self.why_repeated(run) if joins else "packing.share_prefix=false"
+        share = self.shares_unless_told if asked is None else asked
         choice = choose_on_all_ranks(
             wanted,
             model,
             ranks,
             autocast,
             prove=prove,
-            pairs=share,
-            must_share=must_share,
+            pairs=share or not repeated,
+            must_share=bool(asked) or (packed and run.several and not repeated),
             exhibits=exhibits_of(run),
         )
-        if not share:
-            self.why_not_shared = "packing.share_prefix=false"
+        if not share and repeated:
+            self.why_not_shared = repeated
             return choice
         reason = choice.why_not_shared
         if reason is None:  # not tried yet, since nothing was proved
             reason, _ = prove_backend(choice.backend.name, model, autocast, TREE)
         self.layout, self.why_not_shared = "flat" if reason else "shared", reason
         same_everywhere(self.layout, "layout of rows", "packing.share_prefix", ranks.world_size)
-        if reason and self.packing.share_prefix:
+        if reason and asked:
             what = f"{'prompts' if self.shares_unless_told else 'prefixes'} cannot be shared: {reason}"
             raise CheckFailed(what, where="packing.share_prefix", fix="set it to false", code="sharing-inexact")
         return choice

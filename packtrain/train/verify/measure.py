@@ -112,7 +112,8 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> Json:
         isolation = isolation_of(config, ranks, base, autocast, exhibits)
         packs = config.packing.mode != "padding" and isolation.backend is not None and not isolation.problem
         pairs = None  # why prompts are not shared, and the proof
-        shares = share is not False if config.objective.spec.pairs else share
+        turns = run.may_turn and not run.objective.why_repeated(run)
+        shares = share is not False if config.objective.spec.pairs else share or turns
         if shares and packs:
             pairs = prove_backend(cast(str, isolation.backend), base, autocast, TREE)
         reach = None

@@ -186,7 +186,7 @@ def test_a_step_is_the_same_alone_in_a_longer_run_in_another_process_and_on_any_
         for ranks in (1, 2, 3):
             parts = [part for rank in range(ranks) for part, _ in plan.micro_batches(step, rank, ranks)]
             assert sorted(np.concatenate(parts).tolist()) == sorted(expected)
-    assert plan.documents_before(3) == 15 and plan.epoch_of(12) == 60 / 57
+    assert plan.examples_before(3) == 15 and plan.epoch_of(12) == 60 / 57
 
 
 def test_without_shuffling_sources_keep_their_order_and_another_seed_has_another() -> None:
