@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --list                # the parts, their limits in seconds, what each answers
     python tests/standin/gpus.py 1 python benchmarks/gpu.py --tiny    # a rehearsal on a GPU that is not there (or, without gpus.py, on the CPU)
 
-Nothing is downloaded: weights are random, of the sizes of Qwen2.5-1.5B and Qwen3-0.6B and 8B, rows are full (16,384 random tokens).
+Nothing is downloaded: weights are random, of the sizes of Qwen2.5-1.5B and Qwen3-0.6B and 8B, one with 64 experts, rows are full (16,384 random tokens).
 Nor need packtrain be installed: it is taken from this checkout. Packages that the machine lacks are named, with the command that fetches
 them where there is a network; bring them as a folder of wheels:
 
@@ -59,6 +59,7 @@ PARTS: dict[str, tuple[int, str]] = {
     "8B": (80, "full training in bfloat16: checkpointing, Liger, other kernels, an update with stochastic rounding"),
     "0.6B": (50, "packed rows, and padded ones with cuDNN's sdpa on and off, new lengths and known ones"),
     "dpo 0.6B": (50, "shared and unshared prompts, and padding with cuDNN's sdpa on and off"),
+    "experts 2B": (50, "experts in grouped products and in Liger's fused one, with its norms and without"),
     "profile": (40, "one micro-batch of 1.5B by kernels"),
     "tests": (80, "tests/gpu: sinks, compiled layers, waits; then the others"),
     "product": (80, "packtrain sft of 1.5B, ten steps: within 3 % of the ladder?"),

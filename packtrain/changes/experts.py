@@ -38,8 +38,9 @@ def fuse_experts(model: PreTrainedModel) -> Callable[[], None]:
     from liger_kernel.ops import LigerFusedMoEFunction  # pyright: ignore[reportMissingImports]
 
     def run(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        first = experts.gate_up_proj
-        return LigerFusedMoEFunction.apply(hidden.to(first.dtype), first, experts.down_proj, chosen.int(), weights)
+        hidden = hidden.to(experts.gate_up_proj.dtype)  # float32 where a proof computes in it; weights follow
+        first, second = (weight.to(hidden.dtype) for weight in (experts.gate_up_proj, experts.down_proj))
+        return LigerFusedMoEFunction.apply(hidden, first, second, chosen.int(), weights)
 
     return _compute_by(FUSED, run, model)
 

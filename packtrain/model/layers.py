@@ -202,15 +202,14 @@ def can_group(model: nn.Module) -> bool:
     return not quantised and any(hasattr(module, "_is_expert_parallel") for module in model.modules())
 
 
-_FUSABLE = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-_FUSABLE |= {"has_post_expert_norm": False, "_is_expert_parallel": False}
+_LAYOUT = ("has_gate", "is_concatenated", "has_bias", "is_transposed", "has_post_expert_norm")
 
 
 def can_fuse(experts: nn.Module) -> bool:
     """Return whether Liger's kernel computes what `experts` do: down(silu(gate) * up), gate and up in one tensor [E, 2I, H]."""
     plain = getattr(type(experts), "_apply_gate", None) is _default_apply_gate
     silu = isinstance(getattr(experts, "act_fn", None), (nn.SiLU, SiLUActivation))
-    return plain and silu and all(getattr(experts, name, value) == value for name, value in _FUSABLE.items())
+    return plain and silu and [name for name in _LAYOUT if getattr(experts, name, False)] == [*_LAYOUT[:2]]
 
 
 def loop_over_experts(model: PreTrainedModel, asked: str) -> None:
@@ -222,9 +221,7 @@ def loop_over_experts(model: PreTrainedModel, asked: str) -> None:
         model.set_experts_implementation(LOOP)
         joint = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
         if asked == "fused" and (others := [module for module in joint if not can_fuse(module)]):
-            what = (
-                f"Liger's kernel cannot compute {type(others[0]).__name__}: it takes experts with silu, without biases"
-            )
+            what = f"Liger's kernel cannot compute {type(others[0]).__name__}, only silu without biases"
             raise UserError(what, where=f"{EXPERTS_KEY} (fused)", fix="set it to auto", code="experts-not-fusable")
     elif asked != "auto":
         what = "its experts are code of its own" if has_routers(model) else "it has no experts"

@@ -1,5 +1,5 @@
 """Liger's fused experts in Triton's interpreter on tiny models, in a process of its own, since Triton decides as it is imported: their errors
-beside the loop in float32, and the proof in bfloat16, as JSON."""
+beside the loop in float32, both beside float64 in bfloat16, and the proof in bfloat16, as JSON."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ def made(family: str) -> Any:
     return model
 
 
-def alone(experts: Any, tokens: int = 19) -> dict[str, torch.Tensor]:
+def alone(experts: Any, dtype: torch.dtype = torch.float32, tokens: int = 19) -> dict[str, torch.Tensor]:
     """Run the experts on their own. Returns outputs, and gradients of inputs, of the routers' weights and of both weights."""
     random = torch.Generator().manual_seed(0)
     hidden, weights, noise = (
-        torch.randn(tokens, n, generator=random) for n in (experts.hidden_dim, 2, experts.hidden_dim)
+        torch.randn(tokens, n, generator=random).bfloat16().to(dtype)
+        for n in (experts.hidden_dim, 2, experts.hidden_dim)
     )
     chosen = torch.stack([torch.randperm(experts.num_experts, generator=random)[:2] for _ in range(tokens)])
     given = [hidden.requires_grad_(), weights.requires_grad_(), experts.gate_up_proj, experts.down_proj]
@@ -60,6 +61,18 @@ def adapted() -> Any:
     return model
 
 
+def nearer() -> dict[str, list[float]]:
+    """The errors of the loop and of the product in bfloat16, over six tiles of the intermediate width, beside float64."""
+    model = tiny_model("qwen3_moe", **{**MIXTURES["qwen3_moe"], "moe_intermediate_size": 768, "num_hidden_layers": 1})
+    loop_over_experts(model.bfloat16(), "fused")
+    found: Any = next(module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
+    exact = alone(found.double(), torch.float64)
+    loop = alone(found.bfloat16(), torch.bfloat16)
+    fuse_experts(model)
+    fused = alone(found, torch.bfloat16)
+    return {name: [off(one[name].double(), right) for one in (loop, fused)] for name, right in exact.items()}
+
+
 def proved() -> dict[str, str]:
     """The proof over float32 weights under autocast."""
     model = made("qwen3_moe").eval()
@@ -83,4 +96,5 @@ if __name__ == "__main__":
     for family in MIXTURES:
         print(json.dumps(errors_of(made(family))), flush=True)
     print(json.dumps(errors_of(adapted())), flush=True)
+    print(json.dumps(nearer()), flush=True)
     print(json.dumps(proved()), flush=True)
