@@ -83,5 +83,7 @@ if __name__ == "__main__":
     wanted = [f"layer {phase}: {figure}" for phase in ("forward", "backward") for figure in ("bytes", "launches")]
     print(json.dumps([[one["figures"][name] for name in wanted] for one in found]))
     if of_experts:
-        products = [[one["bytes"][f"layer {phase}: _grouped_mm"] for phase in ("forward", "backward")] for one in found]
+        products = [
+            sum(one["bytes"][f"layer {phase}: _grouped_mm"] for phase in ("forward", "backward")) for one in found
+        ]
         print(json.dumps([products, [one["figures"]["layer: bytes kept"] for one in found]]))

@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from test_experts import loss_and_gradients
-from test_fused_experts import MIXTURES
+from test_fused_experts import MIXTURES, ON_EXPERTS
 from tiny_models import gradient, off, tiny_model
 
 from packtrain.changes.experts import fuse_experts
@@ -55,8 +55,7 @@ def errors_of(model: Any) -> dict[str, float]:
 
 def adapted() -> Any:
     """LoRA on attention and on the experts, which compute again in the backward pass."""
-    places = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
-    model = get_peft_model(made("qwen3_moe"), LoraConfig(**places, init_lora_weights=False))
+    model = get_peft_model(made("qwen3_moe"), ON_EXPERTS)
     recompute(base_model(model), "full")
     return model
 

@@ -17,7 +17,7 @@ import torch
 from here import run_here
 from matrix import SPARSE
 from peft import LoraConfig, get_peft_model
-from running import LLAMA, base_config
+from running import LLAMA, base_config, train
 from test_experts import loss_and_gradients
 from tiny_models import EXPERTS, gradient, off, tiny_model
 from torch import nn
@@ -29,6 +29,7 @@ from packtrain.model.layers import can_fuse, loop_over_experts, recompute
 from packtrain.model.load import base_model
 from packtrain.packing.segments import Segments
 from packtrain.proof.upcast import in_float32
+from tests.train import forked
 
 ROW = Segments((17, 1, 33, 8))
 DEEPSEEK = {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16}
@@ -42,6 +43,10 @@ DEEPSEEK |= {
 }
 MIXTURES: dict[str, dict[str, Any]] = {"qwen3_moe": EXPERTS, "mixtral": EXPERTS, "deepseek_v3": EXPERTS | DEEPSEEK}
 
+ON_EXPERTS = LoraConfig(
+    target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"], init_lora_weights=False
+)
+
 
 class Product(torch.autograd.Function):
     """What Liger's function computes, by torch. `formats` are those of its calls; `by` multiplies its gradient of the weights."""
@@ -53,14 +58,15 @@ class Product(torch.autograd.Function):
         assert given[3].dtype == torch.int32
         Product.formats.append(tuple(one.dtype for one in given))
         ctx.save_for_backward(*given)
-        return multiplied(*given)
+        x, first, second, chosen, weights = given
+        return multiplied(x, first, second, chosen, weights)
 
     @staticmethod
     def backward(ctx: Any, of_output: torch.Tensor) -> Any:
         x, first, second, chosen, weights = ctx.saved_tensors
         given = [one.detach().requires_grad_() for one in (x, first, second, weights)]
         with torch.enable_grad():
-            output = multiplied(*given[:3], chosen, given[3])
+            output = multiplied(given[0], given[1], given[2], chosen, given[3])
             *others, of_weights = torch.autograd.grad(output, given, of_output)
         return *others, None, Product.by * of_weights
 
@@ -75,10 +81,13 @@ def multiplied(
     return (each * shares[..., None]).sum(1).to(x.dtype)
 
 
+LIGER: dict[str, dict[str, Any]] = {"": {"__spec__": object()}, ".ops": {"LigerFusedMoEFunction": Product}}
+
+
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Liger that is not there; its kernels run on this CPU."""
-    for name, values in {"": {"__spec__": object()}, ".ops": {"LigerFusedMoEFunction": Product}}.items():
+    for name, values in LIGER.items():
         monkeypatch.setitem(sys.modules, f"liger_kernel{name}", SimpleNamespace(**values))  # type: ignore[arg-type]
     monkeypatch.setattr(experts, "why_no_kernels", lambda device: "")
     monkeypatch.setattr(Product, "formats", [])
@@ -94,8 +103,7 @@ def test_losses_and_gradients_are_those_of_the_loop(family: str, policy: str, ad
     model: Any = tiny_model(family, **MIXTURES[family]).double().train()
     loop_over_experts(model, "fused")
     if adapters:
-        places = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
-        model = get_peft_model(model, LoraConfig(**places, init_lora_weights=False)).double()
+        model = get_peft_model(model, ON_EXPERTS).double()
     if policy != "none":
         recompute(base_model(model), policy)
     loss, _ = loss_and_gradients(model, ROW)
@@ -138,6 +146,31 @@ def test_a_run_takes_it_by_proof_and_only_if_asked(kernel: pytest.MonkeyPatch, t
     kernel.setattr(Product, "by", 1.05)
     with pytest.raises(CheckFailed, match=r"the gradient of input 2 of \w+Experts .*\[change-inexact\]"):
         run_here(tmp_path, config, "model.experts=fused", "model.dtype=bfloat16", name="wrong")
+
+
+def stood_in(*given: Any) -> None:
+    """A process of a run with this kernel."""
+    for name, values in LIGER.items():
+        sys.modules[f"liger_kernel{name}"] = SimpleNamespace(**values)  # type: ignore[assignment]
+    experts.why_no_kernels = lambda device: ""
+    forked.run(*given)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_layers_that_fsdp2_gathers_take_it_too(tmp_path: Path, policy: str) -> None:
+    trainer = {"max_steps": 2, "gradient_checkpointing": policy}
+    config = base_config(tmp_path, strategy={"name": "fsdp2"}, trainer=trainer)
+    config["model"]["config"] = SPARSE
+    grouped, fused = (
+        train(tmp_path, config, f"model.experts={way}", name=way, processes=2, begin=stood_in)
+        for way in ("grouped", "fused")
+    )
+    assert fused.summary["changes"]["experts"].startswith("all of a layer in Liger's fused product (loss off by ")
+    assert fused.losses == pytest.approx(grouped.losses, rel=1e-5)
+    norms, others = ([line["grad_norm"] for line in one.lines] for one in (fused, grouped))
+    assert norms == pytest.approx(others, rel=1e-5)
 
 
 def test_where_it_cannot_be_it_is_said_why(kernel: pytest.MonkeyPatch, tmp_path: Path) -> None:
