@@ -31,11 +31,9 @@ def made(family: str) -> Any:
 def alone(experts: Any, dtype: torch.dtype = torch.float32, tokens: int = 19) -> dict[str, torch.Tensor]:
     """Run the experts on their own. Returns outputs, and gradients of inputs, of the routers' weights and of both weights."""
     random = torch.Generator().manual_seed(0)
-    hidden, weights, noise = (
-        torch.randn(tokens, n, generator=random).bfloat16().to(dtype)
-        for n in (experts.hidden_dim, 2, experts.hidden_dim)
-    )
-    chosen = torch.stack([torch.randperm(experts.num_experts, generator=random)[:2] for _ in range(tokens)])
+    at, widths = experts.down_proj.device, (experts.hidden_dim, 2, experts.hidden_dim)
+    hidden, weights, noise = (torch.randn(tokens, n, generator=random).bfloat16().to(at, dtype) for n in widths)
+    chosen = torch.stack([torch.randperm(experts.num_experts, generator=random)[:2] for _ in range(tokens)]).to(at)
     given = [hidden.requires_grad_(), weights.requires_grad_(), experts.gate_up_proj, experts.down_proj]
     output = experts(hidden, chosen, weights)
     names = ("inputs", "weights", "gate_up_proj", "down_proj")
@@ -60,10 +58,12 @@ def adapted() -> Any:
     return model
 
 
-def nearer() -> dict[str, list[float]]:
+def nearer(device: str = "cpu") -> dict[str, list[float]]:
     """The errors of the loop and of the product in bfloat16, over six tiles of the intermediate width, beside float64."""
-    model = tiny_model("qwen3_moe", **{**MIXTURES["qwen3_moe"], "moe_intermediate_size": 768, "num_hidden_layers": 1})
-    loop_over_experts(model.bfloat16(), "fused")
+    model: Any = tiny_model(
+        "qwen3_moe", **{**MIXTURES["qwen3_moe"], "moe_intermediate_size": 768, "num_hidden_layers": 1}
+    )
+    loop_over_experts(model.to(device, torch.bfloat16), "fused")
     found: Any = next(module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
     exact = alone(found.double(), torch.float64)
     loop = alone(found.bfloat16(), torch.bfloat16)
