@@ -38,6 +38,7 @@ from typing import Any
 
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch then asks the driver how many GPUs there are, and opens none
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # FlashAttention 4 compiles once, not in each part
+os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")  # 240 variants would compile for minutes; 1 tries them
 sys.path.insert(0, str(Path(__file__).parent))
 
 import gpu_wheels
