@@ -220,7 +220,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_ligers_own_kernel_computes_the_losses_and_gradients_of_the_loop() -> None:
     """Of inputs, routers' weights and both weights to 1e-5 in float32; in bfloat16 it is nearer to float64, and the proof accepts it."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "LIGER_FUSED_MOE_AUTOTUNE": "0"}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/train"), os.environ["PYTHONPATH"]])}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/train"), os.environ.get("PYTHONPATH", "")])
+    }
     command = [sys.executable, "-m", "liger_experts"]
     ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr
