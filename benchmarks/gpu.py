@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --list                # the parts, their limits in seconds, what each answers
     python tests/standin/gpus.py 1 python benchmarks/gpu.py --tiny    # a rehearsal on a GPU that is not there (or, without gpus.py, on the CPU)
 
-Nothing is downloaded: weights are random, of the sizes of Qwen2.5-1.5B and Qwen3-0.6B and 8B, rows are full (16,384 random tokens).
+Nothing is downloaded: weights are random, of the sizes of Qwen2.5-1.5B and Qwen3-0.6B and 8B, one with 64 experts, rows are full (16,384 random tokens).
 Nor need packtrain be installed: it is taken from this checkout. Packages that the machine lacks are named, with the command that fetches
 them where there is a network; bring them as a folder of wheels:
 
@@ -38,6 +38,7 @@ from typing import Any
 
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch then asks the driver how many GPUs there are, and opens none
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # FlashAttention 4 compiles once, not in each part
+os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")  # 240 variants would compile for minutes; 1 tries them
 sys.path.insert(0, str(Path(__file__).parent))
 
 import gpu_wheels
@@ -59,6 +60,7 @@ PARTS: dict[str, tuple[int, str]] = {
     "8B": (80, "full training in bfloat16: checkpointing, Liger, other kernels, an update with stochastic rounding"),
     "0.6B": (50, "packed rows, and padded ones with cuDNN's sdpa on and off, new lengths and known ones"),
     "dpo 0.6B": (50, "shared and unshared prompts, and padding with cuDNN's sdpa on and off"),
+    "experts 2B": (50, "experts in grouped products and in Liger's fused one, with its norms and without"),
     "profile": (40, "one micro-batch of 1.5B by kernels"),
     "tests": (80, "tests/gpu: sinks, compiled layers, waits; then the others"),
     "product": (80, "packtrain sft of 1.5B, ten steps: within 3 % of the ladder?"),

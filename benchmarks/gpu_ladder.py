@@ -31,7 +31,8 @@ from packtrain.attention import flash
 from packtrain.attention.backends import attention_by, attention_of
 from packtrain.attention.kernel_choice import KernelChoice, LayerFeatures
 from packtrain.attention.varlen import Kernel
-from packtrain.changes.liger import fuse_by_liger, why_no_liger
+from packtrain.changes.experts import fuse_experts, group_experts
+from packtrain.changes.liger import fuse_by_liger, why_no_kernels, why_no_liger
 from packtrain.changes.linears import add_in_products
 from packtrain.changes.lora import fuse_adapters
 from packtrain.changes.residual import carry_in
@@ -58,13 +59,17 @@ SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28
 LARGE = {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32}
 MIDDLE = {"model_type": "qwen2", "vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960}
 MIDDLE |= {"num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2}
+EXPERTS = {**QWEN3, **SMALL, "model_type": "qwen3_moe", "num_hidden_layers": 16, "num_experts": 64}
+EXPERTS |= {"num_experts_per_tok": 8, "moe_intermediate_size": 512, "norm_topk_prob": True}
 SIZES: dict[str, dict[str, Any]] = {
     "0.6B": {**QWEN3, **SMALL, "tie_word_embeddings": True, "max_position_embeddings": 40_960},
     "1.5B": {**MIDDLE, "tie_word_embeddings": True, "max_position_embeddings": 32_768},
     "8B": {**QWEN3, **LARGE, "tie_word_embeddings": False, "max_position_embeddings": 40_960},
+    "experts 2B": {**EXPERTS, "tie_word_embeddings": True, "max_position_embeddings": 40_960},
 }
 TINY = {"vocab_size": 1024, "head_dim": 16, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 96}
 TINY |= {"num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 512}
+TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 KINDS = {  # of kernels in a profile, by names; the first that fits. All others are elementwise
     "attention": r"flash|fmha|varlen|scaled_dot",
     "optimizer": r"adam|multi_tensor|_foreach|lpnorm",
@@ -176,7 +181,7 @@ def device() -> torch.device:
 def drawn(kind: str, tiny: bool, dtype: torch.dtype) -> Any:
     """A model of these sizes, drawn on the device."""
     torch.manual_seed(0)
-    sizes = SIZES[kind] | (TINY if tiny else {})
+    sizes = SIZES[kind] | (TINY if tiny else {}) | (TINY_EXPERTS if tiny and kind == "experts 2B" else {})
     with torch.device(device()):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes, use_cache=False), dtype=dtype)
 
@@ -266,6 +271,14 @@ def liger(base: Any, on: torch.device) -> Iterator[None]:
     if lack := why_no_liger(base, on):
         raise Lacking(lack)
     with changed(fuse_by_liger, base):
+        yield
+
+
+@contextmanager
+def fused_experts(base: Any, on: torch.device) -> Iterator[None]:
+    if lack := why_no_kernels(on):
+        raise Lacking(lack)
+    with changed(fuse_experts, base):
         yield
 
 
@@ -494,6 +507,13 @@ def full_small(note: Note, tiny: bool) -> None:
             ladder.measure(about, *changes, batches=batches, warm=0)
 
 
+def experts(note: Note, tiny: bool) -> None:
+    ladder = Ladder(note, "experts 2B", tiny)
+    ladder.measure("grouped", ladder.own(), changed(group_experts, ladder.base))
+    ladder.measure("grouped experts, Liger", ladder.own(), changed(group_experts, ladder.base), ladder.liger())
+    ladder.measure("fused experts, Liger", ladder.own(), fused_experts(ladder.base, ladder.device), ladder.liger())
+
+
 def preferences(note: Note, tiny: bool) -> None:
     """A step of dpo against a reference, as packtrain's loss computes it."""
     from packtrain.data.tokens.pretrained import load_tokenizer
@@ -699,6 +719,7 @@ PARTS: dict[str, Callable[[Note, bool], Any]] = {
     "8B": full_large,
     "0.6B": full_small,
     "dpo 0.6B": preferences,
+    "experts 2B": experts,
     "profile": profiled,
     "tests": gpu_tests,
     "product": product,

@@ -1,7 +1,7 @@
 """`model.kernels=liger`: Liger's fused kernels (arXiv 2410.10989) for norms, rotation and activations.
 
 Liger's own functions patch the loaded model, by model type. Its cross-entropies stay off, since model/forward.py has the output head. Experts
-are not patched: Liger's kernel for them does not support autocast, and model.experts groups their products.
+are not patched: Liger's kernel for them does not support autocast. changes/experts.py has it for model.experts=fused.
 The functions also patch names in transformers' files. There only functions stay patched, such as the rotation, which the layers look up in
 each call. Classes become transformers' again, so that models loaded later are unchanged.
 """
@@ -25,13 +25,20 @@ _ABSENT = object()
 _OWN_HEAD = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
-def why_no_liger(model: PreTrainedModel, device: torch.device) -> str:
-    """Return why Liger's kernels cannot serve `model` on `device`; "" if they can be tried."""
+def why_no_kernels(device: torch.device) -> str:
+    """Return why no kernel of Liger can run on `device`; "" if they can be tried."""
     if device.type != "cuda":
         return "they need a GPU"
     if find_spec("liger_kernel") is None or find_spec("triton") is None:
         return "liger-kernel is not installed: pip install 'packtrain[liger]'"
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it warns of back ends for other devices
+    return ""
+
+
+def why_no_liger(model: PreTrainedModel, device: torch.device) -> str:
+    """Return why Liger's kernels cannot serve `model` on `device`; "" if they can be tried."""
+    if lacks := why_no_kernels(device):
+        return lacks
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # pyright: ignore[reportMissingImports]
 
     kind = base_model(model).config.model_type

@@ -72,10 +72,10 @@ class Model:
         "prove exact on the loaded model; none: no gradients added in products either (docs/speed.md).",
         among=lambda: ("auto", "liger", "lora", "none", *names_of_others("packtrain.changes")),
     )
-    experts: Literal["auto", "grouped", "loop"] = advanced(
+    experts: Literal["auto", "grouped", "fused", "loop"] = advanced(
         "auto",
-        "Compute the experts of a layer one after the other (loop), or all in one product (grouped); auto: grouped if a proof finds that "
-        "it trains the same (docs/speed.md).",
+        "Compute the experts of a layer one after the other (loop), all in one product (grouped), or in Liger's, which gathers tokens itself "
+        "(fused); auto: grouped if a proof finds that it trains the same (docs/speed.md).",
     )
 
     towers: Literal["frozen", "trained"] = advanced(

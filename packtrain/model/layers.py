@@ -37,6 +37,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import _default_apply_gate
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -200,13 +202,27 @@ def can_group(model: nn.Module) -> bool:
     return not quantised and any(hasattr(module, "_is_expert_parallel") for module in model.modules())
 
 
+_LAYOUT = ("has_gate", "is_concatenated", "has_bias", "is_transposed", "has_post_expert_norm")
+
+
+def can_fuse(experts: nn.Module) -> bool:
+    """Return whether Liger's kernel computes what `experts` do: down(silu(gate) * up), gate and up in one tensor [E, 2I, H]."""
+    plain = getattr(type(experts), "_apply_gate", None) is _default_apply_gate
+    silu = isinstance(getattr(experts, "act_fn", None), (nn.SiLU, SiLUActivation))
+    return plain and silu and [name for name in _LAYOUT if getattr(experts, name, False)] == [*_LAYOUT[:2]]
+
+
 def loop_over_experts(model: PreTrainedModel, asked: str) -> None:
-    """Make experts compute one after the other. changes/experts.py groups them later, by proof.
+    """Make experts compute one after the other. changes/experts.py groups or fuses them later, by proof.
 
     Raises UserError if `asked`, model.experts, names a way that this model does not have.
     """
     if can_group(model):
         model.set_experts_implementation(LOOP)
+        joint = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+        if asked == "fused" and (others := [module for module in joint if not can_fuse(module)]):
+            what = f"Liger's kernel cannot compute {type(others[0]).__name__}, only silu without biases"
+            raise UserError(what, where=f"{EXPERTS_KEY} (fused)", fix="set it to auto", code="experts-not-fusable")
     elif asked != "auto":
         what = "its experts are code of its own" if has_routers(model) else "it has no experts"
         what = f"{type(model).__name__} cannot do that: {what}"

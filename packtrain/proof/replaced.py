@@ -48,6 +48,8 @@ def _state(module: nn.Module) -> State:
     names = code.__code__.co_names if inspect.isfunction(code) else ()
     state: State = {"class": type(module), "code": code, **own}
     state |= {(name,): code.__globals__.get(name) for name in names}
+    if "_is_expert_parallel" in own:  # their config says which function computes them
+        state["experts"] = own["config"]._experts_implementation
     for group in ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks"):
         state |= {(group, key): value for key, value in own[group].items()}
     return state

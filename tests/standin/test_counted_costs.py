@@ -53,14 +53,31 @@ def test_it_counts_what_real_widths_take(now) -> None:
     assert now["sft 1.5B"]["figures"]["layer: bytes kept"] > 2 * (3 * 1536 + 2 * 8960)
 
 
+needs_liger = pytest.mark.skipif(not find_spec("liger_kernel"), reason="no liger-kernel: pip install -e '.[liger]'")
+
+
+def by_liger(*asked: str) -> list[list[list[float]]]:
+    command = [sys.executable, "tests/standin/gpus.py", "1", sys.executable, "-m", "tests.standin.counted_liger"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f".:{os.environ.get('PYTHONPATH', '')}"}
+    ran = subprocess.run([*command, *asked], env=environment, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[[")]
+
+
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not find_spec("liger_kernel"), reason="no liger-kernel: pip install -e '.[liger]'")
+@needs_liger
 @pytest.mark.parametrize(("shape", "width"), [("sft 0.6B", 1024), ("sft 1.5B", 1536), ("LoRA 8B", 4096)])
 def test_sums_in_ligers_norms_save_a_launch_each_way_and_six_bytes_a_number(shape: str, width: int) -> None:
-    command = [sys.executable, "tests/standin/gpus.py", "1", sys.executable, "-m", "tests.standin.counted_liger", shape]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f".:{os.environ.get('PYTHONPATH', '')}"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    apart, within = json.loads(ran.stdout.splitlines()[-1])
+    ((apart, within),) = by_liger(shape)
     assert [one - other for one, other in zip(apart, within, strict=True)] == pytest.approx(
         [2 * width, 1, 4 * width, 1]
     )
+
+
+@pytest.mark.exhaustive
+@needs_liger
+def test_fused_experts_move_and_keep_less_than_grouped_ones() -> None:
+    """As docs/speed.md says: bytes beside products, launches, bytes of the products, bytes kept."""
+    (grouped, fused), (products, kept) = by_liger("experts 30B", "fused")
+    for own, most in ((grouped, (1_231_700, 103)), (fused, (374_700, 80))):
+        assert own[0] + own[2] <= most[0] and own[1] + own[3] <= most[1]
+    assert products[1] <= 475_400 < products[0] and kept[1] <= 69_700 < kept[0]

@@ -30,11 +30,12 @@ DATA_SUFFIXES = (
     *(".txt", ".tsv", ".xlsx", ".zip", ".zst"),  # common data formats; no hub id ends in one
 )
 MODEL_SUFFIXES = (".gguf", ".safetensors", ".bin")
-FOR_GPUS = ("model.quantize", "model.kernels", "trainer.mixed_precision", "optim.name")
+FOR_GPUS = ("model.quantize", "model.kernels", "model.experts", "trainer.mixed_precision", "optim.name")
 """Keys whose packages are for GPUs. On a machine without GPUs, a plan is for another machine."""
 _TRACKER_PACKAGES = {"comet": "comet_ml"}
 _PACKAGES = {
     "model.kernels=liger": ("liger_kernel", "'packtrain[liger]'"),
+    "model.experts=fused": ("liger_kernel", "'packtrain[liger]'"),
     "model.quantize=nf4": ("bitsandbytes", "'packtrain[quantize]'"),
     "model.quantize=int8": ("bitsandbytes", "'packtrain[quantize]'"),
     "model.quantize=fp8": ("torchao", "'packtrain[fp8]'"),

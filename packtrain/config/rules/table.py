@@ -33,6 +33,8 @@ TABLE = r"""
     → Choose strategy=zero2, or packing.mode=padding with model.attention=auto.
 [towers-beside-adapters] model.towers=trained because !peft.kind=none
     adapters are trained in place of weights → Name layers of the tower in peft.target_modules, or peft.modules_to_save.
+[fused-experts-sum-in-any-order] model.experts=fused trainer.deterministic
+    its kernel adds up gradients of the routers' weights in any order → Choose model.experts=auto.
 
 # data
 [no-data] data.train=null|[] | there is nothing to train on → Set it to a file, a folder, or a hub id.

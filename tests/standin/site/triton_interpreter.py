@@ -7,8 +7,8 @@ from typing import Any
 
 def install() -> None:
     """Has it take what compiled kernels take: numbers with a comma, which it leaves as Python's, tensors of the stand-in, which it
-    reads where they are, bfloat16 in operations, rounded to the nearest where it cuts off, NVIDIA's functions, which it has not, and
-    fma, which it rounds twice."""
+    reads where they are, bfloat16 in operations, products and atomic sums, rounded to the nearest where it cuts off, NVIDIA's functions, which it
+    has not, and fma, which it rounds twice."""
     import numpy as np
     import triton.language as tl
     from triton.language.extra import libdevice
@@ -17,7 +17,7 @@ def install() -> None:
 
     own, run = interpreter._implicit_cvt, interpreter.GridExecutor.__call__
     builder = interpreter.InterpreterBuilder
-    binary, cast = builder.binary_op, builder.cast_impl
+    binary, cast, dot, atomic = builder.binary_op, builder.cast_impl, builder.create_dot, builder.create_atomic_rmw
 
     def convert(value: Any) -> Any:
         if isinstance(value, float):
@@ -43,6 +43,20 @@ def install() -> None:
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
         return interpreter.TensorHandle(np.where(np.isnan(value.data), np.uint16(0x7FC0), rounded), tl.bfloat16)
 
+    def multiply(self: Any, left: Any, right: Any, *rest: Any) -> Any:
+        low = left.dtype.scalar == tl.bfloat16
+        return dot(self, *(self.cast_impl(side, tl.float32) if low else side for side in (left, right)), *rest)
+
+    def add_at(self: Any, op: Any, pointers: Any, values: Any, mask: Any, *how: Any) -> Any:
+        if values.dtype.scalar != tl.bfloat16:
+            return atomic(self, op, pointers, values, mask, *how)
+        # no two of a call may be the same
+        before = self.create_masked_load(pointers, mask, None, None, False)
+        low, high = (self.cast_impl(side, tl.float32) for side in (before, values))
+        total = self.cast_impl(interpreter.TensorHandle(low.data + high.data, tl.float32), tl.bfloat16)
+        self.create_masked_store(pointers, total, mask, None)
+        return before
+
     def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         product, added = x.data.astype(np.float64) * y.data, z.data.astype(np.float64)  # exact
         total = product + added
@@ -59,3 +73,4 @@ def install() -> None:
         library.tanh = lambda x: 2 / (1 + tl.math.exp(-2 * x)) - 1
     interpreter._implicit_cvt, interpreter.GridExecutor.__call__ = convert, call
     builder.binary_op, builder.cast_impl, builder.create_fma = operate, cast_impl, fma
+    builder.create_dot, builder.create_atomic_rmw = multiply, add_at
