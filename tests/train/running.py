@@ -139,8 +139,10 @@ class Run:
 
     @property
     def ledger(self) -> list[dict]:
+        """The lines of ledger.jsonl, with file names in place of paths: runs have data in folders of their own."""
         file = self.folder / "ledger.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return [{**line, "row": line["row"] and Path(line["row"]).name} for line in lines]
 
     @property
     def kept(self) -> list[str]:
