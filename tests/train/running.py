@@ -139,10 +139,13 @@ class Run:
 
     @property
     def ledger(self) -> list[dict]:
-        """The lines of ledger.jsonl, with file names in place of paths: runs have data in folders of their own."""
         file = self.folder / "ledger.jsonl"
-        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        return [{**line, "row": line["row"] and Path(line["row"]).name} for line in lines]
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    @property
+    def ledger_by_names(self) -> list[dict]:
+        """The ledger with file names in place of paths: runs may have data in folders of their own."""
+        return [{**line, "row": line["row"] and Path(line["row"]).name} for line in self.ledger]
 
     @property
     def kept(self) -> list[str]:
@@ -177,7 +180,8 @@ def after(do: Callable[..., object], own: Callable[..., Any]) -> Callable[..., A
 def assert_same_bits(run: Run, expected: Run, file: str = "final/model.safetensors", *, after: int = 0) -> None:
     """Losses (from step `after` on) of steps and documents, and the weights in `file`, are equal bit for bit."""
     assert run.losses == expected.losses[after:]
-    assert run.ledger == expected.ledger[-len(run.ledger) :] and (after or len(run.ledger) == len(expected.ledger))
+    own, ledger = run.ledger_by_names, expected.ledger_by_names
+    assert own == ledger[-len(own) :] and (after or len(own) == len(ledger))
     weights = load_file(expected.folder / file)
     for name, weight in load_file(run.folder / file).items():
         assert torch.equal(weight, weights[name]), name
