@@ -202,7 +202,7 @@ def test_kinds_of_rows_that_change_by_turns_are_counted_with_the_reason_and_each
     assert (report.documents, report.kept, report.retold) == (5, 3, 0)
     assert (report.turns_asked, report.turns_thoughts, report.turns_answers) == (0, 1, 1)
     said = [line for line in report.decisions() if "as it will be asked for" in line]
-    assert len(said) == 2 and said[0].startswith("1 row:") and "thoughts" in said[0] and "data.render" in said[0]
+    assert len(said) == 2 and said[0].startswith("1 row ") and "thoughts" in said[0] and "data.render" in said[0]
     once = made(render="conversation").report
     assert (once.documents, once.retold, once.turns_thoughts) == (3, 2, 0)
     assert made(render="turns").report.turns_asked == 3
