@@ -84,6 +84,7 @@ REASONS = (
     "the chat template writes a prompt or an answer differently once others follow it (data.render)",
 )
 """Why a row has a document for each answer, by the number in Fate.turns."""
+BY_REQUEST, WITHOUT_THOUGHTS, REWRITTEN = 1, 2, 3
 
 
 class Fate(NamedTuple):

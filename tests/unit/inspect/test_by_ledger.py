@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,12 @@ def test_passes_of_a_stream_belong_together_though_it_numbers_documents_anew(tmp
     stream = [text.replace(f'"tokens": {5 + at}', '"tokens": 5') for at, text in enumerate(stream)]
     found = read(tmp_path, stream)
     assert [own.tolist() for own in found.losses] == [[*KNOWN]] * 2
+
+
+def test_parts_of_a_row_are_no_passes_even_if_they_are_equally_long(tmp_path: Path) -> None:
+    parts = [line(step, at, 1.0, "a.jsonl:1") for step, at in ((1, 2), (2, 0), (3, 1))]
+    found = read(tmp_path, [re.sub('"tokens": .', '"tokens": 5', part) for part in parts])
+    assert [own.tolist() for own in found.losses] == [[1.0]] * 3
 
 
 def test_rows_of_several_documents_are_listed_once_and_rows_without_a_name_all(tmp_path: Path) -> None:
