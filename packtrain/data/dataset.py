@@ -303,7 +303,7 @@ def mix_sources(
 ) -> TokenDataset:
     """Return all parts with their report, each part repeated by its weight (once, unless `weigh`).
 
-    `key` is the config key that errors name. All documents of an example are drawn together, and so are `together` documents (2 of a pair).
+    `key` is the config key that errors name. It draws an example as a whole, and `together` documents at once (2 of a pair).
     `kept` selects rows, a bool[rows] for each part; None takes all of them.
     """
     stores = [part.store for part in parts]

@@ -44,7 +44,7 @@ class MicroBatch:
     """The `inputs` of one forward pass, and its counts. `trained` targets, real `tokens`, `slots` (with padding), `examples`; a filler has
     only slots. For pairs and for answers with labels, `trained` counts the targets of the chosen answers and `rejected` the others. The first
     micro-batch of a step may hold `mismatched` pairs of the whole step (objectives/kto/run.py). If `parts` ranks split the row, `inputs` holds the
-    tokens of part number `part`; the counts are for the whole row. `numbers` are those of its examples, in the order of the row.
+    tokens of part number `part`; the counts are for the whole row. `numbers` name its examples, in the order of the row.
     """
 
     inputs: Inputs
@@ -86,10 +86,11 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class StepDocuments:
-    """Documents (or pairs) of step `number` of a run, over all ranks: int [n] each, by `examples`, their numbers in the data.
+    """Documents (or pairs) of step `number` of a run, over all ranks.
 
-    `documents` are their numbers through the stores; of a stream, through the run, with their `rows` (FILE:LINE). `tokens`: trained ones. `found`
-    collects the examples of this rank's micro-batches, with their figures (Loss.by_document).
+    `examples` int [n] are their numbers in the data of the steps. `documents` int [n] are their numbers through the stores; in a stream, through
+    the run, and then `rows` has their FILE:LINE. `tokens` int [n] counts trained ones. `found` collects the examples of this rank's micro-batches
+    with their figures (Loss.by_document).
     """
 
     number: int

@@ -48,7 +48,7 @@ class Answer(NamedTuple):
     text: str
 
     def compare(self, told: str) -> int:
-        """Return 0 if the text of a whole conversation begins with prompt and answer, else the reason."""
+        """Return 0 if the whole conversation begins with prompt and answer, else the reason."""
         if told.startswith(self.asked.text + self.text):
             return 0
         *before, own = (find_thought(message) for message in self.given.messages if message["role"] == "assistant")
@@ -118,7 +118,7 @@ class TurnEncoder(ChatEncoder):
         return rewritten, self._render(rewritten, rewritten.messages[:-1], generation_prompt=True)
 
     def _to_end(self, rewritten: Conversation, text: str) -> str:
-        """Return the rendered conversation with the end of its last turn, which only TRL's version may have (GLM-4.5)."""
+        """Return the rendered conversation with the end of its last turn. Only TRL's version may have it (GLM-4.5)."""
         if self._end or self.template.marked is None:
             return text
         told = self._render(rewritten, template=self.template.marked).text
@@ -156,7 +156,7 @@ class TurnEncoder(ChatEncoder):
 
 
 def _continue(asked: str, text: str, thought: str, content: str) -> str:
-    """Return the part of the rendered `text` that the model writes after the prompt `asked`; "" if that is unsure.
+    """Return the part of `text` after the prompt `asked`; "" if that is unsure.
 
     The prompt may end in an opened thought, or an empty one, that the template leaves out of `text` (DeepSeek R1). Then the
     model writes the `thought` first: with its end in the `content`, or before the template's </think>.

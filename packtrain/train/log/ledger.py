@@ -1,7 +1,7 @@
 """ledger.jsonl: the loss of each document, each time that it is trained. No step waits for it.
 
-A step leaves the figures of its documents on the device. At a logged step one reduction brings those of all ranks together, and a thread of
-rank 0 writes them: a line for each document, ordered by step and document. The lines are the same on any number of ranks, in any packing mode.
+A step leaves the figures of its documents on the device. At a logged step one reduction sums the figures of all ranks, and a thread of rank 0
+writes a line for each document, ordered by step and document. The lines are the same on any number of ranks, in any packing mode.
 A checkpoint is complete only once the lines up to its step are written. A run that resumes from it cuts later lines, and writes them again.
 """
 

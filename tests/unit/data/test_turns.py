@@ -1,4 +1,4 @@
-"""data.render: every answer after the very prompt that asks for it, on the chat templates of real model families."""
+"""data.render: every answer after its own prompt, on the chat templates of model families."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def tools_of(kind: str) -> Any:
 
 
 def as_given(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with thoughts where the template reads them; in the content for templates that look for </think>."""
+    """The messages with thoughts where the template reads them: in a key, or before </think>."""
     text = tokenizer.chat_template
     key = next(
         (key for key in ("reasoning_content", "reasoning", "thinking") if re.search(rf"""[.'"]{key}\b""", text)), ""
@@ -84,7 +84,7 @@ def as_given(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, A
 
 
 def asks(tokenizer: Any, messages: list[dict[str, Any]], thought: str, tools: Any) -> list[int]:
-    """The prompt that transformers makes: thinking off for an answer without a thought, on for one with it."""
+    """The prompt by transformers, with thinking on only for an answer with a thought."""
     how = (
         [{"enable_thinking": False, "thinking": False}]
         if not thought

@@ -1,4 +1,4 @@
-"""The ledger of a run, read whole or torn, and rows of the data in its order."""
+"""The ledger of a run, whole or torn, and rows in its order."""
 
 from __future__ import annotations
 
