@@ -245,8 +245,10 @@ def has_pictures_in(data: Dataset) -> bool:
     return any(bool(store.pictures) for store in documents.stores)
 
 
-def begin_examples(store: Store) -> np.ndarray:
-    """Return which documents begin an example: bool[n]. All documents of a row that is rendered by turns are one example."""
+def begin_examples(store: Store, together: int = 1) -> np.ndarray:
+    """Return which documents begin an example: bool[n]. A row by turns is one, and so are `together` documents (2 of a pair)."""
+    if together > 1:
+        return np.arange(len(store)) % together == 0
     documents = store.fates["documents"]
     begins = np.repeat(store.fates["turns"] == 0, documents)
     begins[(np.cumsum(documents, dtype=np.int64) - documents)[documents > 0]] = True
@@ -303,8 +305,7 @@ def mix_sources(
 ) -> TokenDataset:
     """Return all parts with their report, each part repeated by its weight (once, unless `weigh`).
 
-    `key` is the config key that errors name. It draws an example as a whole, and `together` documents at once (2 of a pair).
-    `kept` selects rows, a bool[rows] for each part; None takes all of them.
+    Examples are drawn whole (`begin_examples`). `key` is the config key that errors name. `kept` selects rows, a bool[rows] for each part.
     """
     stores = [part.store for part in parts]
     kept = [np.ones(len(store.fates), bool) for store in stores] if kept is None else kept
@@ -313,7 +314,7 @@ def mix_sources(
         store, weight, samples = part.store, part.source.weight, part.source.samples
         inside = np.repeat(here, store.fates["documents"])
         own = first + np.flatnonzero(inside)
-        starts = np.flatnonzero(begin_examples(store)[inside]) if together == 1 else np.arange(0, len(own), together)
+        starts = np.flatnonzero(begin_examples(store, together)[inside])
         weight = weight if samples is None else samples / max(len(starts), 1)
         first += len(store)
         sums["held_out"] += len(store) - len(own)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -44,12 +44,10 @@ class DocumentLosses:
     def choose(self, sort: Sort, *, top: int | None = None, above: float = -math.inf) -> list[Json]:
         """Return the first `top` rows by `sort`, each by its first document. `above`: only if the last loss is larger."""
         name, sign = _KEYS[sort]
-        order, documents = np.argsort(sign * self.figures[name], kind="stable"), dict[str, int]()
-        for at in map(int, order[(np.isfinite(self.figures[name]) & (self.figures["last"] > above))[order]]):
-            if len(documents) == top:
-                break
-            documents.setdefault(self.rows[at], at)
-        return [*map(self._entry, documents.values())]
+        order, first_of = np.argsort(sign * self.figures[name], kind="stable"), dict[str, int]()
+        for at in order[(np.isfinite(self.figures[name]) & (self.figures["last"] > above))[order]].tolist():
+            first_of.setdefault(self.rows[at], at)
+        return [*map(self._entry, islice(first_of.values(), top))]
 
     def _entry(self, at: int) -> Json:
         known = {name: round(float(values[at]), 6) for name, values in self.figures.items() if np.isfinite(values[at])}
@@ -69,7 +67,9 @@ class DocumentLosses:
 def read_ledger(file: Path) -> DocumentLosses | None:
     """Read a run's ledger, even if it is torn. None without a whole line, or without the file."""
     numbers, names = array("d"), dict[str, int]()
-    with file.open("rb") if file.is_file() else open(os.devnull, "rb") as lines:
+    if not file.is_file():
+        return None
+    with file.open("rb") as lines:
         for line in lines:
             with suppress(ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
                 entry = json.loads(line)
