@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from packtrain.data.sources.left_out import split_place
+from packtrain.data.sources.chunks import split_place
 from packtrain.errors import Json
 
 _AT_ONCE = 16

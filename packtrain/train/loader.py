@@ -178,7 +178,7 @@ class Steps(ByStep):
         numbers = np.sort(self.schedule.documents(step))
         if self.skipped_from:
             numbers = numbers[[self.trains_on(number, step) for number in numbers.tolist()]]
-        rows = [self.rows[number] for number in numbers.tolist()] if self.rows else []
+        rows = [self.rows[number] for number in map(int, numbers)] if self.rows else []
         documents = self.before + numbers if rows else self.data.rows[numbers]
         return StepDocuments(of_run, numbers, documents, self.data.trained[numbers], rows)
 
