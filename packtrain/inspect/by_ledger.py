@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from packtrain.config.yaml_files import shown
-from packtrain.data.sources.chunks import RawRow, real_name, split_place
-from packtrain.data.sources.left_out import read_places
+from packtrain.data.sources.chunks import RawRow
+from packtrain.data.sources.left_out import read_places, real_name, split_place
 from packtrain.data.sources.locate import Source
 from packtrain.errors import UserError
 from packtrain.inspect.document_losses import Sort, read_ledger

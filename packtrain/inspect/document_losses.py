@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from packtrain.data.sources.chunks import split_place
+from packtrain.data.sources.left_out import split_place
 from packtrain.errors import Json
 
 _AT_ONCE = 16
@@ -45,7 +45,7 @@ class DocumentLosses:
         """Return the first `top` rows by `sort`, each by its first document. `above`: only if the last loss is larger."""
         name, sign = _KEYS[sort]
         order, first_of = np.argsort(sign * self.figures[name], kind="stable"), dict[str, int]()
-        for at in order[(np.isfinite(self.figures[name]) & (self.figures["last"] > above))[order]].tolist():
+        for at in map(int, order[(np.isfinite(self.figures[name]) & (self.figures["last"] > above))[order]]):
             first_of.setdefault(self.rows[at], at)
         return [*map(self._entry, islice(first_of.values(), top))]
 

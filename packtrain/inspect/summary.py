@@ -20,7 +20,7 @@ from tokenizers.decoders import DecodeStream
 from packtrain.config.schema import Packing, PackingMode, RunConfig
 from packtrain.config.yaml_files import shown
 from packtrain.data.dataset import list_members
-from packtrain.data.sources.chunks import real_name, split_place
+from packtrain.data.sources.left_out import real_name, split_place
 from packtrain.data.tokens.cache import Document
 from packtrain.data.tokens.encode import TOO_LONG
 from packtrain.errors import UserError

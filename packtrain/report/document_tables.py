@@ -11,7 +11,7 @@ from contextlib import suppress
 import numpy as np
 
 from packtrain.config.schema import BUILT_IN, DataSource, SplitText
-from packtrain.data.sources.chunks import split_place
+from packtrain.data.sources.left_out import split_place
 from packtrain.data.sources.locate import Source, locate
 from packtrain.errors import Json, PacktrainError
 from packtrain.inspect.by_ledger import read_texts

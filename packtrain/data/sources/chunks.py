@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
@@ -85,17 +84,6 @@ class Chunk:
                 row = _parse_line(value) if isinstance(value, bytes) else value
             row = row if self.translate is None else self.translate(row)
             yield self.place(at), row
-
-
-def split_place(text: str) -> tuple[str, int] | None:
-    """Split a place into file and number: FILE:LINE, or `FILE, row NUMBER`. None for other texts."""
-    found = re.fullmatch(r"(.+?)(?::|, row )(\d{1,18})", text)
-    return (found[1], int(found[2])) if found else None
-
-
-def real_name(file: str) -> str:
-    """Return a spelling that relative and absolute paths of a file share. Other names of sources have one, too."""
-    return os.path.realpath(os.path.expanduser(file))
 
 
 def cut_into_chunks(origin: str, rows: Iterable[tuple[int, Value, int]], *, by_line: bool = True) -> Iterator[Chunk]:

@@ -5,6 +5,8 @@ The list is a text file with one FILE:LINE a line, as `packtrain inspect --ledge
 
 from __future__ import annotations
 
+import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,13 +14,24 @@ from functools import partial
 from pathlib import Path
 
 from packtrain.config.yaml_files import shown
-from packtrain.data.sources.chunks import Chunk, real_name, split_place
+from packtrain.data.sources.chunks import Chunk
 from packtrain.data.sources.locate import Source
 from packtrain.errors import UserError
 from packtrain.wording import counted, listed, shortened
 
 Places = dict[str, set[int]]
 """Lines, or rows of a table, by the real path of their file."""
+
+
+def split_place(text: str) -> tuple[str, int] | None:
+    """Split FILE:LINE, also written as `FILE, row LINE`. None for other texts."""
+    found = re.fullmatch(r"(.+?)(?::|, row )(\d{1,18})", text)
+    return (found[1], int(found[2])) if found else None
+
+
+def real_name(file: str) -> str:
+    """Return a spelling that relative and absolute paths of a file share. Other names of sources have one, too."""
+    return os.path.realpath(os.path.expanduser(file))
 
 
 def read_places(path: str) -> Places:
