@@ -173,7 +173,7 @@ def after(do: Callable[..., object], own: Callable[..., Any]) -> Callable[..., A
 
 
 def assert_same_bits(run: Run, expected: Run, file: str = "final/model.safetensors", *, after: int = 0) -> None:
-    """Losses (after step `after`) and the weights in `file` are equal bit for bit."""
+    """Losses (from step `after` on) of steps and documents, and the weights in `file`, are equal bit for bit."""
     assert run.losses == expected.losses[after:]
     assert run.ledger == expected.ledger[-len(run.ledger) :] and (after or len(run.ledger) == len(expected.ledger))
     weights = load_file(expected.folder / file)
