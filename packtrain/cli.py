@@ -212,16 +212,11 @@ def inspect(
         from packtrain.inspect.corpus import training_sources
         from packtrain.inspect.summary import show_data
 
-    others = {"--rows": rows, "--step": step, "--source": source, "--html": html}
-    stray = others if ledger else {"--top": top, "--above": above, "--write": write}
-    for name in (name for name, value in stray.items() if value is not None):
-        what = "it does not go with --ledger" if ledger else "it chooses from the rows of --ledger"
-        raise UserError(
-            what,
-            where=name,
-            fix="Leave one of them out." if ledger else "Give --ledger RUN_DIR, too.",
-            code="ledger-options",
-        )
+    with_ledger = {"--top": top, "--above": above, "--write": write}
+    without = {"--rows": rows, "--step": step, "--source": source, "--html": html}
+    for name in (name for name, value in (without if ledger else with_ledger).items() if value is not None):
+        what = "it does not go with --ledger" if ledger else "it goes only with --ledger RUN_DIR"
+        raise UserError(what, where=name, fix="Leave one of them out, or add the other.", code="ledger-options")
     run, launch = _config_and_plan(arguments)
     if ledger:
         return show_by_ledger(ledger, training_sources(run), sort, top, above, write, as_json=as_json)

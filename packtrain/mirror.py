@@ -199,9 +199,7 @@ class Mirror:
             return
         finals = folder.finals
         inside = [path for final in finals if done for path in final.rglob("*") if path.is_file()]
-        later = (
-            {folder.summary} if done else {folder.summary, folder.ledger}
-        )  # the ledger may be large: with checkpoints
+        later = {folder.summary} if done else {folder.summary, folder.ledger}  # a large ledger goes with checkpoints
         for path in [*inside, *(path for path in folder.entries() if path.is_file() and path not in later)]:
             self._copy(path)
         gone = {name for name in self._names if name.startswith(tuple(f"{final.name}/" for final in finals))}

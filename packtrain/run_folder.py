@@ -103,7 +103,7 @@ class RunFolder:
 
     @property
     def records(self) -> list[Path]:
-        """The files whose lines until a checkpoint belong to it: a run that resumes there adds to them."""
+        """Files of lines by step. A checkpoint needs the lines up to its step: a resumed run adds to them."""
         return [self.metrics, self.spikes, self.ledger]
 
     @property

@@ -1,6 +1,6 @@
-"""A layer adds to the residual stream and norms the sum in one of Liger's kernels.
+"""Sums of the residual stream and their norms in one of Liger's kernels.
 
-Its forward is made again from its source: `hidden = residual + hidden; residual = hidden; hidden = self.norm(hidden)` becomes
+A layer's forward is made again from its source: `hidden = residual + hidden; residual = hidden; hidden = self.norm(hidden)` becomes
 `hidden, residual = self.norm(residual, hidden)`. The sum at the end of a layer stays apart, since the next layer norms it.
 """
 
@@ -26,16 +26,17 @@ _SUM = re.compile(rf"^( +)(\w+) = {_TERM} \+ {_TERM}\n\1(\w+) = \2\n\1\2 = self\
 
 
 def layers_with_sums(model: nn.Module) -> Iterator[tuple[nn.Module, type, list[Any]]]:
-    """Yield the layers that norm a sum by Liger, their class made again, and these norms."""
+    """Yield the layers with sums to join, each with its new class and its norms."""
     for layer in language_layers(model):
-        made, names = _made_again(type(layer))
+        made, names = _make_again(type(layer))
         norms = [getattr(layer, name, None) for name in names]
         if norms and all("casting_mode" in getattr(norm, "__dict__", ()) for norm in norms):
             yield layer, made, norms
 
 
 @cache
-def _made_again(kind: type[nn.Module]) -> tuple[type, list[str]]:
+def _make_again(kind: type[nn.Module]) -> tuple[type, list[str]]:
+    """Make a class of layers again from its source. Return it with the names of the norms; without any if it has no sums."""
     code, space = inspect.unwrap(kind.forward), {"__module__": kind.__module__}
     with suppress(Exception):  # there is no source, or it does not run alone
         source = ast.unparse(ast.parse(dedent(inspect.getsource(code))))

@@ -58,9 +58,8 @@ class DataReport:
     """Report on a data set. Each row is either kept or dropped: rows == kept + sum(dropped.values()).
 
     The fields from `rows` to `two_bos` cover all rows of the sources, or the rows on this side of the split if data.eval is a fraction.
-    `cut_tokens` were lost to data.max_length; `dropped_chunks` are parts of split documents, and answers by turns, without a
-    trained token. `apart` counts kept rows
-    with a token across an answer's border (tokens/encode.py). `retold` counts rows that TRL's training version of the chat template renders,
+    `cut_tokens` were lost to data.max_length; `dropped_chunks` are parts of split documents, and answers by turns, without a trained token. `apart`
+    counts kept rows with a token across an answer's border (tokens/encode.py). `retold` counts rows that TRL's training version of the chat template renders,
     since the model's own template gives no exact loss mask for them. `turns_asked`, `turns_thoughts` and `turns_answers` count rows with a
     document for each answer, by the reason (REASONS in tokens/cache.py). `tools_in_system` counts rows whose system prompt lists their tools
     already, so that the template got none. `two_bos` counts rows that begin with BOS twice. The fields from
@@ -99,23 +98,20 @@ class DataReport:
 
     def decisions(self) -> list[str]:
         """Return `remarks`, decisions about single rows, and unread columns."""
-        ways = (
+        ways = [
             (self.apart, "tokenised in parts, as a token would lie over the border of an answer"),
             (self.retold, "rendered by TRL's training version of the chat template, for an exact loss mask"),
             (self.tools_in_system, "list their tools in the system prompt, so the chat template does not"),
             (self.two_bos, "begin with BOS twice: their text holds it, too, so take it out there"),
-        )
-        turned = zip((getattr(self, name) for name in TURNS), REASONS[1:], strict=True)
-        said = [f"{counted(rows, 'rows')} {way}" for rows, way in ways if rows]
-        said += [
-            f"{counted(n, 'rows')}: each answer is trained as it will be asked for, since {why}"
-            for n, why in turned
-            if n
         ]
+        for name, why in zip(TURNS, REASONS[1:], strict=True):
+            ways.append((getattr(self, name), f"by turns, each answer as it will be asked for: {why}"))
+        said = [f"{counted(rows, 'rows')} {way}" for rows, way in ways if rows]
         return [*self.remarks, *said, *chain.from_iterable(starmap(name_unread, self.unread.items()))]
 
 
 TURNS = ("turns_asked", "turns_thoughts", "turns_answers")
+"""Figures of a DataReport that count kept rows by turns, in the order of REASONS."""
 SUMMED = ("truncated", "split", "dropped_chunks", "cut_tokens", "apart", "retold", "tools_in_system", "two_bos")
 """Figures of a DataReport that are sums over the fates of kept rows."""
 
@@ -233,7 +229,6 @@ class UnpairedDataset(TokenDataset):
 
     def __init__(self, documents: TokenDataset) -> None:
         self.__dict__.update(documents.__dict__)
-        self.examples = None
         self.labels: np.ndarray = np.concatenate([store.labels() for store in documents.stores])[documents.rows]
         self.fingerprint = _hash(documents.fingerprint.encode(), self.labels)
         desirable = int(np.count_nonzero(self.labels))
@@ -250,8 +245,10 @@ def has_pictures_in(data: Dataset) -> bool:
     return any(bool(store.pictures) for store in documents.stores)
 
 
-def begin_examples(store: Store) -> np.ndarray:
-    """Return which documents begin an example: bool[n]. All documents of a row that is rendered by turns are one example."""
+def begin_examples(store: Store, together: int = 1) -> np.ndarray:
+    """Return which documents begin an example: bool[n]. A row by turns is one, and so are `together` documents (2 of a pair)."""
+    if together > 1:
+        return np.arange(len(store)) % together == 0
     documents = store.fates["documents"]
     begins = np.repeat(store.fates["turns"] == 0, documents)
     begins[(np.cumsum(documents, dtype=np.int64) - documents)[documents > 0]] = True
@@ -308,9 +305,7 @@ def mix_sources(
 ) -> TokenDataset:
     """Return all parts with their report, each part repeated by its weight (once, unless `weigh`).
 
-    `key` is the config key that errors name. `together` consecutive documents are drawn as one (2 for preference pairs), and all documents of
-    an example.
-    `kept` selects rows, a bool[rows] for each part; None takes all of them.
+    Examples are drawn whole (`begin_examples`). `key` is the config key that errors name. `kept` selects rows, a bool[rows] for each part.
     """
     stores = [part.store for part in parts]
     kept = [np.ones(len(store.fates), bool) for store in stores] if kept is None else kept
@@ -319,7 +314,7 @@ def mix_sources(
         store, weight, samples = part.store, part.source.weight, part.source.samples
         inside = np.repeat(here, store.fates["documents"])
         own = first + np.flatnonzero(inside)
-        starts = np.flatnonzero(begin_examples(store)[inside]) if together == 1 else np.arange(0, len(own), together)
+        starts = np.flatnonzero(begin_examples(store, together)[inside])
         weight = weight if samples is None else samples / max(len(starts), 1)
         first += len(store)
         sums["held_out"] += len(store) - len(own)

@@ -99,7 +99,7 @@ class _Block:
         self.figures.update(f"dropped: {fate.dropped}" for fate in fates if fate.dropped)
         self.figures.update(sum_fates(store.fates[store.fates["dropped"] == 0]))
         row_of = np.repeat(np.arange(len(fates)), store.fates["documents"])
-        begins = begin_examples(store) if together == 1 else np.arange(len(store)) % together == 0
+        begins = begin_examples(store, together)
         borders = [*np.flatnonzero(begins).tolist(), len(store)]
         of_examples = store.fates[row_of[begins]]
         of_examples["documents"], of_examples["desirable"] = np.diff(borders), store.labels()[begins]

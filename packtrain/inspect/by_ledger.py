@@ -75,21 +75,19 @@ def _write(file: Path, places: Iterable[str]) -> None:
         raise UserError(what, where=f"--write {file}", fix="Name another file.", code="file-not-writable") from error
 
 
-def read_texts(places: Iterable[str], found: Iterable[Source]) -> dict[str, str]:
+def read_texts(places: Iterable[str], sources: Iterable[Source]) -> dict[str, str]:
     """Read the texts of the rows at `places`, each shortened to a line."""
     wanted: dict[str, dict[int, str]] = defaultdict(dict)
     for place in places:
         if parts := split_place(place):
             wanted[real_name(parts[0])][parts[1]] = place
     texts = dict[str, str]()
-    for name, read in (file for source in found for file in source.files):
+    for name, read in (file for source in sources for file in source.files):
         own = dict(wanted.get(real_name(name), {}))
         for chunk in read(0) if own else ():
-            for number, (_, row) in (
-                zip(chunk.numbers, chunk.rows(), strict=True) if own.keys() & {*chunk.numbers} else ()
-            ):
-                if number in own:
-                    texts[own.pop(number)] = _shorten(row)
+            if own.keys() & {*chunk.numbers}:
+                rows = dict(zip(chunk.numbers, chunk.rows(), strict=True))
+                texts |= {own.pop(number): _shorten(rows[number][1]) for number in own.keys() & rows.keys()}
             if not own:
                 break
     return texts

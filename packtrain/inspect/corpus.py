@@ -63,15 +63,13 @@ class Corpus:
     @cached_property
     def within(self) -> PrefixIndex | None:
         """Index of common beginnings within each example of train; None if each has one document."""
-        examples = None if self.pairs else self.train.examples
-        return None if examples is None else index_prefixes(self.train, examples)
+        return None if self.train.examples is None else index_prefixes(self.train, self.train.examples)
 
     @cached_property
     def borders(self) -> np.ndarray:
         """Borders of the examples in the documents of the stores, int64 [examples + 1]."""
-        if self.documents.examples is not None and self.spec.examples == "documents":
-            return self.documents.examples
-        return np.arange(0, len(self.documents) + 1, self.spec.documents)
+        borders = self.documents.examples
+        return np.arange(0, len(self.documents) + 1, self.spec.documents) if borders is None else borders
 
     @cached_property
     def stores(self) -> tuple[Store, ...]:
@@ -230,8 +228,7 @@ def find_places(corpus: Corpus, rows: Collection[int]) -> dict[int, str]:
         wanted = {row for row in rows if start <= row < corpus.first_rows[store + 1]}
         first = start
         for chunk in corpus.source(store).chunks() if wanted else ():
-            if wanted & set(range(first, first + len(chunk))):
-                places |= {first + at: place for at, (place, _) in enumerate(chunk.rows()) if first + at in wanted}
+            places |= {row: chunk.place(row - first) for row in wanted.intersection(range(first, first + len(chunk)))}
             first += len(chunk)
             if first > max(wanted):
                 break
@@ -287,7 +284,7 @@ def schedule_of(corpus: Corpus, packing: Packing, processes: int, cost: float) -
         attention_cost=cost,
         ranks_per_row=together,
         prefixes=corpus.prefixes,
-        examples=None if corpus.within is None else corpus.train.examples,
+        examples=corpus.train.examples,
         within=corpus.within,
         shares_within=True,
     )

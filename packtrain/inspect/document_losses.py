@@ -1,18 +1,18 @@
 """Reader of ledger.jsonl: the losses of each document in a run.
 
-All losses fall during a run, so losses of different steps do not compare. `excess` is a document's loss above the median at the same time,
-as a mean over its passes: a model learns wrong rows by heart in the end, but later than the others.
+All losses fall during a run, so losses of different steps do not compare. `excess` is a document's loss above the median of the documents that
+were trained at the same time, as a mean over its passes. It finds wrong rows: a model learns them by heart, but later than the others.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -32,9 +32,9 @@ _KEYS = {"hardest": ("excess", -1), "easiest": ("excess", 1), "forgotten": ("for
 class DocumentLosses:
     """Documents of a run with their figures.
 
-    `rows` are FILE:LINE, `losses` the losses of all passes. Each of the `figures` is float64 [documents]. `first` and `last` are losses. `forgotten` is how much the last loss is above the best one, if the best one was nearer to the last losses of
-    all documents than to their first ones. `change` is 1 - best / worst loss, if there are several passes. `margin` is a pair's last one. A
-    document without a figure has NaN.
+    `rows` are FILE:LINE, `losses` the losses of all passes. Each of the `figures` is float64 [documents], NaN for a document without it.
+    `first` and `last` are losses. `forgotten` is how much the last loss is above the best one, if the best one was nearer to the last losses of
+    all documents than to their first ones. `change` is 1 - best / worst loss, after several passes. `margin` is a pair's last one.
     """
 
     rows: Sequence[str]
@@ -44,12 +44,10 @@ class DocumentLosses:
     def choose(self, sort: Sort, *, top: int | None = None, above: float = -math.inf) -> list[Json]:
         """Return the first `top` rows by `sort`, each by its first document. `above`: only if the last loss is larger."""
         name, sign = _KEYS[sort]
-        order, documents = np.argsort(sign * self.figures[name], kind="stable"), dict[str, int]()
+        order, first_of = np.argsort(sign * self.figures[name], kind="stable"), dict[str, int]()
         for at in map(int, order[(np.isfinite(self.figures[name]) & (self.figures["last"] > above))[order]]):
-            if len(documents) == top:
-                break
-            documents.setdefault(self.rows[at], at)
-        return [*map(self._entry, documents.values())]
+            first_of.setdefault(self.rows[at], at)
+        return [*map(self._entry, islice(first_of.values(), top))]
 
     def _entry(self, at: int) -> Json:
         known = {name: round(float(values[at]), 6) for name, values in self.figures.items() if np.isfinite(values[at])}
@@ -69,7 +67,9 @@ class DocumentLosses:
 def read_ledger(file: Path) -> DocumentLosses | None:
     """Read a run's ledger, even if it is torn. None without a whole line, or without the file."""
     numbers, names = array("d"), dict[str, int]()
-    with file.open("rb") if file.is_file() else open(os.devnull, "rb") as lines:
+    if not file.is_file():
+        return None
+    with file.open("rb") as lines:
         for line in lines:
             with suppress(ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
                 entry = json.loads(line)
@@ -83,10 +83,7 @@ def read_ledger(file: Path) -> DocumentLosses | None:
 
 
 def _summarise(table: np.ndarray, names: Sequence[str]) -> DocumentLosses:
-    """Make the figures of all documents.
-
-    `table` is float64 [lines, 6]: step, document, tokens, loss, margin, number of the row's name.
-    """
+    """Make the figures of all documents. `table` is float64 [lines, 6]: step, document, tokens, loss, margin, number of the row's name."""
     ordered = table[np.lexsort((table[:, 1], table[:, 0]))]
     last_written = np.append((np.diff(ordered[:, :2], axis=0) != 0).any(axis=1), True)
     step, document, tokens, loss, margin, row = ordered[last_written].T
@@ -95,7 +92,7 @@ def _summarise(table: np.ndarray, names: Sequence[str]) -> DocumentLosses:
     sorted_losses = loss[np.lexsort((loss, together))]
     medians = (sorted_losses[first + (count - 1) // 2] + sorted_losses[first + count // 2]) / 2
     excess = loss - np.repeat(medians, count)
-    if len(np.unique(document)) == len(document):  # a stream numbers the documents of each pass anew
+    if (np.diff(document) > 0).all():  # a stream numbers the documents of each pass anew
         document = row * (tokens.max() + 1) + tokens
     order = np.argsort(document, kind="stable")
     starts = np.flatnonzero(np.diff(document[order], prepend=np.nan) != 0)

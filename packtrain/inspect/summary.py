@@ -300,14 +300,16 @@ def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> Show
 
 
 def _find_context(corpus: Corpus, number: int) -> Shown:
-    """Describe the place of a document in its example, and the tokens in common with an earlier answer. {} for a lone document."""
+    """Describe the place of a document in its example; {} if it is alone.
+
+    `shared` is the largest number of tokens in common with an earlier answer, number `as_answer`.
+    """
     example = int(np.searchsorted(corpus.borders, number, side="right")) - 1
     first, end = corpus.borders[example : example + 2].tolist()
     if corpus.spec.documents > 1 or end - first == 1:
         return {}
     alike = [count_shareable(corpus.documents[one], corpus.documents[number]) for one in range(first, number)]
-    most = max([0, *alike])
-    shared = most if most >= MIN_SHARED else 0
+    shared = max((tokens for tokens in alike if tokens >= MIN_SHARED), default=0)
     as_answer = alike.index(shared) + 1 if shared else None
     return {"answer": number - first + 1, "answers": end - first, "shared": shared, "as_answer": as_answer}
 

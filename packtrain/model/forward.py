@@ -157,10 +157,10 @@ def add_loss_sum(model: PreTrainedModel, *, weigh: TokenWeights = equal_weights,
             batch["output_router_logits"] = False  # skips the model's own router loss, which is not used
         with _embedding_noise(self, neftune_alpha, batch) if neftune_alpha and self.training else nullcontext():
             places = _on_device_of(labels, at)  # a place may occur several times
-            found, note = list[torch.Tensor](), weigh
+            parts = list[torch.Tensor]()
+            note = partial(_weigh_and_note, weigh, parts)
             if head.record is not None and owners is not None and len(owners):
-                head.record.append((owners, found))
-                note = partial(_weigh_and_note, weigh, found)
+                head.record.append((owners, parts))
             if head.kind == "full logits":
                 log_probs = _log_probs(inner_forward(**batch, use_cache=False).logits, labels)
             else:
@@ -174,7 +174,8 @@ def add_loss_sum(model: PreTrainedModel, *, weigh: TokenWeights = equal_weights,
         losses = -weigh(log_probs) * log_probs
         if asked == "token_losses":
             return losses
-        found.append(-(own := losses.flatten()[places]).detach())
+        own = losses.flatten()[places]
+        parts.append(-own.detach())
         return own.sum()
 
     add_calls(model, ("loss_sum", "token_losses", "head_gradients"), lose)

@@ -285,13 +285,14 @@ def cut_examples(index: PrefixIndex, examples: np.ndarray, tokens: float) -> tup
     borders: list[int] = examples.tolist()
     for first, end in pairwise(borders):
         numbers = np.arange(first, end)
-        size, found = int(index.lengths[numbers].sum()), [(np.zeros(0), [*range(len(numbers))])]
-        if len(numbers) > 1:
-            segments, ends = index.forest(numbers)
-            if (size := segments.tokens) > tokens:
-                found = divide_trees(segments, ends, np.array([segments.lengths]), [tokens])
-        parts += [numbers[own] for _, own in found]
-        sizes += [size] if len(found) == 1 else [int(part[0]) for part, _ in found]
+        alone = Segments((int(index.lengths[first]),)), [0]
+        segments, ends = index.forest(numbers) if end - first > 1 else alone
+        if segments.tokens <= tokens:
+            trees = [(np.array([segments.tokens]), [*range(len(numbers))])]
+        else:
+            trees = divide_trees(segments, ends, np.array([segments.lengths]), [tokens])
+        parts += [numbers[members] for _, members in trees]
+        sizes += [int(size[0]) for size, _ in trees]
     return Rows(np.concatenate(parts), np.cumsum([0, *map(len, parts)])), np.array(sizes)
 
 

@@ -85,7 +85,7 @@ class Schedule:
     prefixes: PrefixIndex | None = None
     """Index of common beginnings (prefixes.py); a micro-batch computes each one once. None: rows share nothing."""
     shares_within: bool = False
-    """Whether rows share the beginnings within an example, at least."""
+    """Whether rows share the beginnings within an example, if not more."""
     examples: np.ndarray | None = None
     """int64[m + 1]: the borders of the examples. None: each document is one."""
     within: PrefixIndex | None = None
@@ -123,7 +123,9 @@ class Schedule:
         several ranks split is listed at the first of them."""
         in_order = self.packing.strategy == "in_order"
         by_rows = self.packing.mode == "packed" and self.examples_per_step is None
-        if by_rows and (self.examples is None or self.prefixes is not None):  # else trees do not fit as documents
+        if by_rows and (
+            self.examples is None or self.prefixes is not None
+        ):  # else rows count what documents repeat only once
             rows, first, end = self._rows_of(step)
             planned = [rows[row] for row in range(first, end)]
             cost = part_costs(planned, self.lengths, self.packing.mode, self.attention_cost)
@@ -188,17 +190,15 @@ class Schedule:
         return len(self.lengths) if self.examples is None else len(self.examples) - 1
 
     def example_slots(self) -> dict[str, int]:
-        """Count examples and documents if they differ, and token slots of an epoch.
+        """Count `examples`, `documents` and an epoch's token slots; {} if each example is one document.
 
-        `shared` in its rows; `repeated` if no beginning is shared; `once`, about as many as if the chat template rendered each row once: its
-        longest document alone.
+        The slots: `shared` in these rows, `repeated` if no beginning is shared, and `once` with the longest document of each example alone, about
+        as many as if the chat template rendered each row once.
         """
         if self.examples is None:
             return {}
-        tokens, common = (
-            int(self.lengths.sum(dtype=np.int64)),
-            np.zeros(0) if self.prefixes is None else self.prefixes.common,
-        )
+        tokens = int(self.lengths.sum(dtype=np.int64))
+        common = np.zeros(0) if self.prefixes is None else self.prefixes.common
         shared = tokens - int(common[common >= MIN_SHARED].sum(dtype=np.int64))
         once = int(np.maximum.reduceat(self.lengths, self.examples[:-1]).sum(dtype=np.int64))
         sizes = {"examples": self.examples_per_epoch, "documents": len(self.lengths)}
@@ -266,7 +266,10 @@ class Schedule:
 
     @cached_property
     def _units(self) -> tuple[Rows | None, np.ndarray]:
-        """Return the documents of each unit that is drawn (None: single ones), and its size in rows."""
+        """Return the documents of each unit to draw, and its size in tokens.
+
+        A unit is an example, or a part of one that is larger than a row. None: each document is one.
+        """
         if self.examples is None:
             return None, self.lengths
         if self.examples_per_step is None:

@@ -1,4 +1,4 @@
-"""What a plan says of memory: bytes by part, whether they fit a device, and that in words."""
+"""Memory of a plan: bytes by part, whether they fit, and sentences about it."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def judge(kinds: Mapping[str, Kind], dtype: torch.dtype) -> tuple[list[str], str
                 words = f"{what} of {name} is off by {error:.2g} from float32 (its own code by {own:.2g})"
                 found.append((error / (factor * own + _FLOOR * torch.finfo(dtype).eps), words))
         kind.call, kind.exact = None, {}  # next the whole model runs
-    alone = f"{sum(bool(kind.errors) for kind in kinds.values())} of {len(kinds)} kinds of modules alone"
+    alone = f"{sum(bool(kind.errors) for kind in kinds.values())} of {len(kinds)} kinds of modules run alone"
     module = f"{alone}, at worst {max(found)[1]}" if found else "no module runs alone"
     return [words for share, words in found if share > 1], module
 

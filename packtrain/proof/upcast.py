@@ -102,7 +102,7 @@ def _run(
 def _keep_input(dtype: torch.dtype, own: Callable[..., object], layer: Any, *args: object, **kwargs: object) -> object:
     """Run a layer, and again in the backward pass.
 
-    Layers that do so by themselves need train mode, in which some draw random numbers. A cache would grow twice.
+    Layers do this by themselves only in train mode, and some draw random numbers there. A cache would grow twice.
     """
     cached = any(isinstance(one, Cache) for one in kwargs.values())
     if cached or not torch.is_grad_enabled():

@@ -44,7 +44,7 @@ class MicroBatch:
     """The `inputs` of one forward pass, and its counts. `trained` targets, real `tokens`, `slots` (with padding), `examples`; a filler has
     only slots. For pairs and for answers with labels, `trained` counts the targets of the chosen answers and `rejected` the others. The first
     micro-batch of a step may hold `mismatched` pairs of the whole step (objectives/kto/run.py). If `parts` ranks split the row, `inputs` holds the
-    tokens of part number `part`; the counts are for the whole row. `numbers` are those of its examples, in the order of the row.
+    tokens of part number `part`; the counts are for the whole row. `numbers` are the numbers of its documents, in their order.
     """
 
     inputs: Inputs
@@ -86,14 +86,15 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class StepDocuments:
-    """Documents (or pairs) of step `number` of a run, over all ranks: int [n] each, by `examples`, their numbers in the data.
+    """Documents (or pairs) that step `step` of a run trains on, over all ranks.
 
-    `documents` are their numbers through the stores; of a stream, through the run, with their `rows` (FILE:LINE). `tokens`: trained ones. `found`
-    collects the examples of this rank's micro-batches, with their figures (Loss.by_document).
+    `numbers` int [n] are their numbers in the data of the steps. `documents` int [n] are their numbers through the stores; in a stream, through
+    the run, and then `rows` has their FILE:LINE. `tokens` int [n] counts trained ones. `found` collects the numbers in this rank's micro-batches
+    with their figures (Loss.by_document).
     """
 
-    number: int
-    examples: np.ndarray
+    step: int
+    numbers: np.ndarray
     documents: np.ndarray
     tokens: np.ndarray
     rows: Sequence[str]
@@ -172,14 +173,14 @@ class Steps(ByStep):
         """Return whether `step` trains on this example."""
         return step not in self.given_up and self.skipped_from.get(number, step + 1) > step
 
-    def trained_in(self, step: int, number: int) -> StepDocuments:
-        """Return the documents that `step` trains on, over all ranks. It is step `number` of the run, from 1."""
-        examples = np.sort(self.schedule.documents(step))
+    def list_trained(self, step: int, of_run: int) -> StepDocuments:
+        """Return the documents that `step` of these trains on. It is step `of_run` of the run, from 1."""
+        numbers = np.sort(self.schedule.documents(step))
         if self.skipped_from:
-            examples = examples[[self.trains_on(one, step) for one in examples.tolist()]]
-        rows = [self.rows[one] for one in map(int, examples)] if self.rows else []
-        documents = self.before + examples if rows else self.data.rows[examples]
-        return StepDocuments(number, examples, documents, self.data.trained[examples], rows)
+            numbers = numbers[[self.trains_on(number, step) for number in numbers.tolist()]]
+        rows = [self.rows[number] for number in map(int, numbers)] if self.rows else []
+        documents = self.before + numbers if rows else self.data.rows[numbers]
+        return StepDocuments(of_run, numbers, documents, self.data.trained[numbers], rows)
 
     def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None, int]:
         """Return a step's document lengths, the lengths of shared beginnings, and the number of targets.

@@ -199,7 +199,7 @@ class StepTrainer:
         self._forget_step = self.loss.mark_metrics()
         self.loss.open_step(micro_batches)
         steps, step = self.steps.at(self.state.step)
-        self._documents = steps.trained_in(step, self.state.step + 1)
+        self._documents = steps.list_trained(step, self.state.step + 1)
         with self.engine.casting_once():
             for number, batch in enumerate(micro_batches, start=1):
                 self.work.begin(self.state.step, number, batch)

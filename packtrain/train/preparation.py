@@ -114,7 +114,7 @@ class Prepared:
             prefixes=index_prefixes(part) if compares else None,
             examples=part.examples,
             within=index_prefixes(part, part.examples) if within and not config.packing.share_prefix else None,
-            shares_within=shares and config.objective.spec.examples == "documents",
+            shares_within=shares,
             **length,
         )
         if config.data.stages and not (evaluation or config.data.streaming):

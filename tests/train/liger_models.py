@@ -24,7 +24,10 @@ ROW = torch.arange(14)[None] * 7 % 94 + 3
 def proved(
     family: str, dtype: torch.dtype, *, autocast: bool, adapters: bool, wrong: bool, sums: bool
 ) -> dict[str, Any]:
-    """The proof, of norms with another offset if `wrong`, with `sums` in them, whether the kernels were in place in its second half, and whether undoing them leaves what was there."""
+    """Outcomes of the proof, whether it ran with kernels, and whether undoing left none.
+
+    `wrong`: norms have another offset. `sums`: norms also sum.
+    """
     model: Any = tiny_model(family, num_hidden_layers=2)
     model.to(torch.float32 if autocast else dtype)
     model.gradient_checkpointing_enable()

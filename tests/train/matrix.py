@@ -59,7 +59,7 @@ LAYOUTS = {
 MEASURED = {"seconds", "tokens_per_second", "mfu", "memory_bytes", "padding_fraction", "data_fraction"}
 """What a line of metrics has of the machine and of the layout."""
 WHOLE = {"step", "document", "row", "tokens"}
-"""What a line of the ledger has besides figures."""
+"""Names in a line of the ledger besides figures."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ def cut(run: Run, name: str, step: int = CHECKPOINT) -> str:
 def assert_same_training(
     run: Run, expected: Run, files: Sequence[str] = ("final/model.safetensors",), near: float = 1e-5
 ) -> None:
-    """Every figure of every line and document, and the weights in `files`, are equal but for rounding; `near` is that of losses."""
+    """Lines, documents and weights are equal but for rounding, of losses by `near`."""
     assert len(run.ledger) == len(expected.ledger) > 0
     for ours, theirs in zip(run.ledger, expected.ledger, strict=True):
         assert [*ours] == [*theirs]

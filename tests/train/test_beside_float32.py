@@ -244,7 +244,7 @@ def test_in_float32_gradients_are_those_of_a_float32_model_and_no_copy_of_a_weig
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
 def test_layers_in_float32_keep_only_their_inputs_until_the_backward_pass(family: str) -> None:
-    """A run whose layers keep all in bfloat16 would need twice the memory before step 1."""
+    """Else a run could need twice its memory before step 1."""
     model: Any = tiny_model(family, num_hidden_layers=4, **(EXPERTS if family == "qwen3_moe" else {})).bfloat16()
     backbone, weights = model.base_model, {id(weight) for weight in model.parameters()}
     kept: list[torch.Tensor] = []

@@ -376,7 +376,7 @@ def test_a_run_takes_them_by_proof_and_its_reference_as_well(liger: pytest.Monke
 
 @needs_liger
 def test_ligers_own_kernels_compute_the_models_losses_and_gradients_and_leave_no_trace() -> None:
-    """In float32 to 1e-4, in bfloat16 beside float32; with gradient checkpointing, and with adapters; experts stay the model's own.
+    """In float32 to 1e-4, in bfloat16 beside float32; also checkpointed, and with adapters. Experts stay the model's own.
     A norm of Gemma that forgets its offset is refused. The last two also have sums in their norms."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/train")])}

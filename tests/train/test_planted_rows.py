@@ -1,4 +1,4 @@
-"""Rows with wrong answers are the hardest of a run, and the next run leaves them out."""
+"""Rows with wrong answers are a run's hardest, and the next run leaves them out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of the residual stream inside the norms after them: equal losses and gradients, fewer operators."""
+"""Sums inside the norms after them: equal losses and gradients, fewer operators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROW = torch.arange(40)[None] * 7 % 94 + 3
 
 
 class Sum(torch.autograd.Function):
-    """What Liger's kernel computes, by torch. `calls` counts them; `by` is what its gradient of the sum is multiplied by."""
+    """Liger's kernel, by torch. `calls` counts its calls, and `by` multiplies its gradient of the sum."""
 
     calls, by = 0, 1.0
 
@@ -54,7 +54,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, cas
 
 
 def take_norms(model: Any, **_: bool) -> None:
-    """What Liger does to norms: it gives them its attributes, and another forward."""
+    """Give norms Liger's attributes, and another forward, as Liger does."""
     inner: Any = base_model(model).base_model
     for norm in [one for one in inner.layers.modules() if type(one).__name__.endswith("RMSNorm")]:
         gemma = "Gemma" in type(norm).__name__

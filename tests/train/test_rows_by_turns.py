@@ -1,4 +1,4 @@
-"""Documents of a conversation by turns train as each does alone, in every mode; common beginnings run once."""
+"""Documents by turns train as alone in every mode; common beginnings run once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def said(rng: random.Random, most: int) -> str:
 
 
 def thinkers(count: int, seed: int = 0, turns: int = 4) -> list[dict[str, Any]]:
-    """Conversations with thoughts. Qwen3's template leaves out those of earlier answers."""
+    """Conversations with thoughts. Qwen3's template leaves out the thoughts of earlier answers."""
     rng, rows = random.Random(seed), []
     for _ in range(count):
         messages = [{"role": "system", "content": "Answer in a few words of the garden."}]

@@ -51,7 +51,7 @@ def read_places(path: str) -> Places:
 
 
 class LeftOut:
-    """The rows to leave out. `missing` are the listed places that no source has had so far."""
+    """The rows to leave out. `missing` are the listed places that were found in no source so far."""
 
     def __init__(self, path: str | None) -> None:
         """Read the list at `path`, if there is one."""
@@ -59,7 +59,7 @@ class LeftOut:
         self.missing = {(file, line) for file, lines in self.listed.items() for line in lines}
 
     def mark(self, source: Source) -> Source:
-        """Return the source with its listed rows in its chunks and in its key."""
+        """Return the source with its listed rows in Chunk.left_out, and in its key."""
         own = [self.listed.get(real_name(name), set()) for name, _ in source.files]
 
         def marked(at: int, first: int) -> Iterator[Chunk]:
@@ -70,7 +70,10 @@ class LeftOut:
         return replace(source, key=f"{source.key} without {[*map(sorted, own)]}", files=files) if any(own) else source
 
     def match(self, source: Source, rows: int | None) -> None:
-        """Note which places a marked source has. It left out so many `rows`; None if it is not read yet."""
+        """Take the places of a marked source from `missing`.
+
+        `rows` were left out of it. If that is not one for each place, it is read to find which. None: it was not read, and each place counts.
+        """
         own = {real: read for name, read in source.files if (real := real_name(name)) in self.listed}
         found = {place for place in self.missing if place[0] in own}
         if rows not in (None, len(found)):

@@ -84,6 +84,7 @@ REASONS = (
     "the chat template writes a prompt or an answer differently once others follow it (data.render)",
 )
 """Why a row has a document for each answer, by the number in Fate.turns."""
+BY_REQUEST, WITHOUT_THOUGHTS, REWRITTEN = 1, 2, 3
 
 
 class Fate(NamedTuple):
@@ -92,8 +93,8 @@ class Fate(NamedTuple):
     `content` is a hash of the row itself (formats/columns.py), independent of its documents. DataReport explains the fields up to
     `two_bos`. `packtrain inspect` shows the faults `marker` (the text has control tokens of the template) and `drops_system` (the
     template leaves the system prompt out). `margin` is the chosen answer's lead (reward only). `desirable` is the label of the row's first
-    document (kto only); the second one of a pair is not desirable. `cut_pictures` were lost to data.max_length. `turns`: the row gave a
-    document for each trained answer, and they are one example; the number says why (REASONS).
+    document (kto only); the second one of a pair is not desirable. `cut_pictures` were lost to data.max_length. `turns`: not 0 if
+    the row gave a document for each trained answer, which are one example; the number says why (REASONS).
     """
 
     content: int

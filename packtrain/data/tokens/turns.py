@@ -1,8 +1,8 @@
 """Render a conversation by turns: each trained answer after its own prompt.
 
-The prompt is the template's for generation, with all messages before the answer. The answer follows as the model has to write it, with
-its end: the text that the template adds to the prompt when this answer is the last message. Templates of thinking models show both
-differently in a whole conversation: they leave out the thoughts of earlier answers, or end the last answer in a token of its own.
+The prompt is the template's own for generation, after all messages before the answer. The answer is the text that the template adds to this
+prompt once the answer is the last message: the model has to write it, with its end. In a whole conversation, templates of thinking models show
+both differently: they leave out the thoughts of earlier answers, or end the last answer in a token of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from packtrain.data.formats.examples import Conversation
 from packtrain.data.sources.chunks import BadRow, Json
-from packtrain.data.tokens.cache import Document
+from packtrain.data.tokens.cache import BY_REQUEST, REWRITTEN, WITHOUT_THOUGHTS, Document
 from packtrain.data.tokens.loss_mask import (
     EMPTY_THOUGHT,
     THINKING_OFF,
@@ -41,21 +41,22 @@ _CLOSED = re.compile(r"</think>\s*\Z")
 
 
 class Answer(NamedTuple):
-    """Text that the model writes after the prompt `asked`, end included: the last message `given`."""
+    """Answer to the prompt `asked`: the `text` that the model writes, with its end. It is the last message of `given`."""
 
     given: Conversation
     asked: Rendered
     text: str
 
     def compare(self, told: str) -> int:
-        """Return 0 if the text `told` begins with prompt and answer, else a number in REASONS."""
+        """Return 0 if the whole conversation begins with prompt and answer, else the reason."""
         if told.startswith(self.asked.text + self.text):
             return 0
         *before, own = (find_thought(message) for message in self.given.messages if message["role"] == "assistant")
-        return 2 if own not in told or any(thought not in self.asked.text for thought in before) else 3
+        is_forgotten = own not in told or any(thought not in self.asked.text for thought in before)
+        return WITHOUT_THOUGHTS if is_forgotten else REWRITTEN
 
-    def is_as_in(self, told: Told) -> bool:
-        """Return whether all of it is the answer in `told` too. TRL's marks hold a <think> that the prompt opens."""
+    def trains_as_in(self, told: Told) -> bool:
+        """Return whether the same tokens are trained in `told`. TRL's marks also hold a <think> that the prompt opens."""
         return self.given.variables == told.given.variables and not self.asked.text.rstrip().endswith("<think>")
 
 
@@ -66,19 +67,19 @@ class TurnEncoder(ChatEncoder):
     def encode_turns(
         self, conversation: Conversation, loss_on: LossOn, told: Told | None
     ) -> tuple[list[Document], bool, int]:
-        """Return a document for each trained answer, the flag of `encode`, and a number in REASONS.
+        """Return a document for each trained answer, the flag of `encode`, and the reason.
 
-        Each document begins with the template's prompt for its answer. There are none if the conversation as `told` once has the
-        same prompts and answers; then `told` gets their spans. Raises BadRow if a prompt or an answer is uncertain.
+        There are no documents, and the reason is 0, if the whole conversation `told` has the same prompts and answers. Then its spans are filled
+        in, so that `encode` need not look for them. Without `told` there are always documents. Raises BadRow for an uncertain prompt or answer.
         """
         turns = find_turns(conversation, loss_on)[1]
         answers = [self._find_answer(conversation, turn, told) for turn in turns]
-        reason = 1
+        reason = BY_REQUEST
         if told is not None:
             text = self._to_end(told.rewritten, told.rendered.text)
             reason = min(filter(None, (answer.compare(text) for answer in answers)), default=0)
-            if not reason and self._end and not self._closing and all(one.is_as_in(told) for one in answers):
-                told.spans.extend((len(one.asked.text), len(one.asked.text + one.text)) for one in answers)
+            if not reason and self._end and not self._closing and all(answer.trains_as_in(told) for answer in answers):
+                told.spans.extend((len(answer.asked.text), len(answer.asked.text + answer.text)) for answer in answers)
         if not reason or not turns:
             return [], False, 0
         self._check_tools(answers[-1].given, self.render(answers[-1].given))
@@ -86,18 +87,20 @@ class TurnEncoder(ChatEncoder):
         return [document for document, _ in encoded], any(apart for _, apart in encoded), reason
 
     def _find_answer(self, conversation: Conversation, turn: int, told: Told | None) -> Answer:
-        """Return the answer of a turn with its prompt. Raises BadRow if the template does not show either."""
+        """Find the answer of a turn, and its prompt. Raises BadRow if the template does not show them."""
         given = with_switch(replace(conversation, messages=conversation.messages[: turn + 1]), [turn])
         thought = find_thought(given.messages[turn])
         rewritten, asked = self._ask(given)
-        if thought and _CLOSED.search(asked.text) and not THINKING_OFF.keys() & given.variables:
+        if (
+            thought and _CLOSED.search(asked.text) and not THINKING_OFF.keys() & given.variables
+        ):  # closed unless asked to think
             given = replace(given, variables={**given.variables, **dict.fromkeys(THINKING_OFF, True)})
             rewritten, asked = self._ask(given)
         rendered = told.rendered if told and told.rewritten == rewritten else self._render(rewritten)
         whole = self._to_end(rewritten, rendered.text)
         content = rewritten.messages[turn]["content"] or ""
         if not (text := _continue(asked.text, whole, thought, content)):
-            # gpt-oss: an answer takes the thoughts before it out
+            # gpt-oss shows earlier thoughts in the prompt, but no more once the answer follows
             *history, answer = given.messages
             bare, before = self._ask(replace(given, messages=[*map(_without_thought, history), answer]))
             if self._to_end(bare, self._render(bare).text) == whole:
@@ -115,14 +118,14 @@ class TurnEncoder(ChatEncoder):
         return rewritten, self._render(rewritten, rewritten.messages[:-1], generation_prompt=True)
 
     def _to_end(self, rewritten: Conversation, text: str) -> str:
-        """Return the rendered conversation. If only TRL's training version ends the last turn (GLM-4.5), with this end."""
+        """Return the rendered conversation with the end of its last turn. Only TRL's version may have it (GLM-4.5)."""
         if self._end or self.template.marked is None:
             return text
         told = self._render(rewritten, template=self.template.marked).text
         return told if told.startswith(text) else text
 
     def _encode_answer(self, answer: Answer) -> tuple[Document, bool]:
-        """Return the document of an answer behind its prompt, and whether they are tokenised apart."""
+        """Return the document of prompt and answer, and whether they are tokenised apart."""
         given, asked, said = answer.given, answer.asked.text, answer.text
         turn, text, start = len(given.messages) - 1, asked + said, len(asked)
         self._check_said(given, [turn], said, said)
@@ -147,18 +150,16 @@ class TurnEncoder(ChatEncoder):
     def _closing(self) -> str:
         """Return EOS if the template writes it behind the end of the last turn (Phi-3)."""
         eos = "" if self.tokenizer.eos_id is None else self.tokenizer.text_of(self.tokenizer.eos_id)
-        inner, end = (
-            self._probe(_QUESTION, _ANSWER, _QUESTION).partition("ANSWER")[2],
-            self._end.removesuffix(eos).strip(),
-        )
+        inner = self._probe(_QUESTION, _ANSWER, _QUESTION).partition("ANSWER")[2]
+        end = self._end.removesuffix(eos).strip()
         return eos if end and inner.startswith(end) and not inner.startswith(self._end) else ""
 
 
 def _continue(asked: str, text: str, thought: str, content: str) -> str:
-    """Return what the model writes after the prompt `asked`; "" if that is unsure. `text` ends in its answer.
+    """Return the part of `text` after the prompt `asked`; "" if that is unsure.
 
-    A prompt may end in an opened thought, or an empty one, that the template leaves out of `text` (DeepSeek R1). Then the
-    model writes the thought first: with its end in the `content`, or before the template's </think>.
+    The prompt may end in an opened thought, or an empty one, that the template leaves out of `text` (DeepSeek R1). Then the
+    model writes the `thought` first: with its end in the `content`, or before the template's </think>.
     """
     opened = _OPENED.search(asked)
     header = asked[: opened.start()] if opened and not text.startswith(asked) else asked
@@ -179,5 +180,5 @@ def _continue(asked: str, text: str, thought: str, content: str) -> str:
 
 
 def _without_thought(message: Json) -> Json:
-    """Return the message less its thought."""
+    """Return the message without its thought."""
     return {key: value for key, value in with_thought_beside(message).items() if key != "reasoning_content"}

@@ -1,7 +1,7 @@
 """ledger.jsonl: the loss of each document, each time that it is trained. No step waits for it.
 
-A step leaves the figures of its documents on the device. At a logged step one reduction brings those of all ranks together, and a thread of
-rank 0 writes them: a line for each document, ordered by step and document. The lines are the same on any number of ranks, in any packing mode.
+A step leaves the figures of its documents on the device. At a logged step one reduction sums the figures of all ranks, and a thread of rank 0
+writes a line for each document, ordered by step and document. The lines are the same on any number of ranks, in any packing mode.
 A checkpoint is complete only once the lines up to its step are written. A run that resumes from it cuts later lines, and writes them again.
 """
 
@@ -27,7 +27,7 @@ from packtrain.train.run_state import Listener, RunState
 
 
 class Ledger(Listener):
-    """Writer of ledger.jsonl. All ranks make the same calls; the one with a `path` writes.
+    """Writer of ledger.jsonl. All ranks make the same calls. Only rank 0 has a `path`, and writes.
 
     `read_places` reads FILE:LINE of the rows of data.train; of a stream the steps have them.
     """
@@ -49,18 +49,18 @@ class Ledger(Listener):
 
     def gather(self, loss: Loss, steps: Sequence[StepDocuments]) -> None:
         """Gather the figures of these steps from all ranks, and write them in the background."""
-        firsts = np.cumsum([0, *(len(step.examples) for step in steps)])
+        firsts = np.cumsum([0, *(len(step.numbers) for step in steps)])
         sums = torch.zeros(len(loss.document_figures), int(firsts[-1]), dtype=torch.float64, device=loss.device)
         for step, first in zip(steps, firsts, strict=False):
             for numbers, figures in step.found:
                 if figures:
-                    places = torch.from_numpy(first + np.searchsorted(step.examples, numbers))
+                    places = torch.from_numpy(first + np.searchsorted(step.numbers, numbers))
                     sums.index_add_(1, to_device(places, loss.device), torch.stack(figures).double())
         with waiting("the losses of all ranks' documents"):
             total = cast(torch.Tensor, loss.accelerator.reduce(sums, reduction="sum")).cpu().numpy()
         if self._path is not None:
             for step, own in zip(steps, np.split(total, firsts[1:-1], axis=1), strict=True):
-                place = np.searchsorted(step.examples, step.examples)  # a mixture may repeat an example in a step
+                place = np.searchsorted(step.numbers, step.numbers)  # a mixture may repeat a document in a step
                 values = own[:, place] / np.bincount(place)[place]
                 self._do_later(self._write, self._path, loss.document_figures, step, values)
 
@@ -73,7 +73,7 @@ class Ledger(Listener):
         self._thread.shutdown()
 
     def _do_later(self, job: Callable[..., None], *given: object) -> None:
-        """Do a job in the thread. If it fails, the training goes on; only the first error is told."""
+        """Do a job in the thread. If it fails, training goes on; only the first failure is told."""
 
         def attempt() -> None:
             try:
@@ -89,7 +89,7 @@ class Ledger(Listener):
         documents, tokens, lines = step.documents.tolist(), step.tokens.tolist(), list[str]()
         rows = step.rows or (self._places.of(step.documents) if self._places else [None] * len(documents))
         for at in np.argsort(step.documents, kind="stable").tolist():
-            line = {"step": step.number, "document": documents[at], "row": rows[at], "tokens": tokens[at]}
+            line = {"step": step.step, "document": documents[at], "row": rows[at], "tokens": tokens[at]}
             for name, value in zip(figures, values[:, at].tolist(), strict=True):
                 value = value / max(tokens[at], 1) if name.endswith("_sum") else value
                 line[name.removesuffix("_sum")] = float(f"{value:.8g}") if math.isfinite(value) else None

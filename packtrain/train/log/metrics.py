@@ -148,9 +148,9 @@ class SourceCounts:
         self._counts = {f"{kind}/{name}": 0 for name in self._names for kind in SOURCES}
 
     def add(self, steps: Steps, documents: StepDocuments) -> None:
-        """Add the examples that a step of `steps` trains on."""
+        """Add the `documents` of a step of `steps`."""
         if self._names:
-            for number in documents.examples.tolist():
+            for number in documents.numbers.tolist():
                 name = self._names[steps.data.source_of[number]]
                 self._counts[f"source_examples/{name}"] += 1
                 self._counts[f"source_tokens/{name}"] += int(steps.data.lengths[number])

@@ -1,4 +1,4 @@
-"""data.render: every answer after the very prompt that asks for it, on the chat templates of real model families."""
+"""data.render: every answer after its own prompt, on the chat templates of model families."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def tools_of(kind: str) -> Any:
 
 
 def as_given(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with thoughts where the template reads them; in the content for templates that look for </think>."""
+    """The messages with thoughts where the template reads them: in a key, or before </think>."""
     text = tokenizer.chat_template
     key = next(
         (key for key in ("reasoning_content", "reasoning", "thinking") if re.search(rf"""[.'"]{key}\b""", text)), ""
@@ -84,7 +84,7 @@ def as_given(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, A
 
 
 def asks(tokenizer: Any, messages: list[dict[str, Any]], thought: str, tools: Any) -> list[int]:
-    """The prompt that transformers makes: thinking off for an answer without a thought, on for one with it."""
+    """The prompt by transformers, with thinking on only for an answer with a thought."""
     how = (
         [{"enable_thinking": False, "thinking": False}]
         if not thought
@@ -202,7 +202,7 @@ def test_kinds_of_rows_that_change_by_turns_are_counted_with_the_reason_and_each
     assert (report.documents, report.kept, report.retold) == (5, 3, 0)
     assert (report.turns_asked, report.turns_thoughts, report.turns_answers) == (0, 1, 1)
     said = [line for line in report.decisions() if "as it will be asked for" in line]
-    assert len(said) == 2 and said[0].startswith("1 row:") and "thoughts" in said[0] and "data.render" in said[0]
+    assert len(said) == 2 and said[0].startswith("1 row ") and "thoughts" in said[0] and "data.render" in said[0]
     once = made(render="conversation").report
     assert (once.documents, once.retold, once.turns_thoughts) == (3, 2, 0)
     assert made(render="turns").report.turns_asked == 3

@@ -1,4 +1,4 @@
-"""The ledger of a run, read whole or torn, and rows of the data in its order."""
+"""The ledger of a run, whole or torn, and rows in its order."""
 
 from __future__ import annotations
 
@@ -85,6 +85,11 @@ def test_passes_of_a_stream_belong_together_though_it_numbers_documents_anew(tmp
     stream = [text.replace(f'"tokens": {5 + at}', '"tokens": 5') for at, text in enumerate(stream)]
     found = read(tmp_path, stream)
     assert [own.tolist() for own in found.losses] == [[*KNOWN]] * 2
+
+
+def test_parts_of_a_row_are_no_passes_even_if_they_are_equally_long(tmp_path: Path) -> None:
+    found = read(tmp_path, [line(step, at, 1.0, "a.jsonl:1", tokens=5) for step, at in ((1, 2), (2, 0), (3, 1))])
+    assert [own.tolist() for own in found.losses] == [[1.0]] * 3
 
 
 def test_rows_of_several_documents_are_listed_once_and_rows_without_a_name_all(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Examples of several documents are drawn whole, and divided only if their tree exceeds a row."""
+"""Examples of several documents are drawn whole, and divided only if too large."""
 
 from __future__ import annotations
 

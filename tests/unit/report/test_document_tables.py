@@ -1,4 +1,4 @@
-"""The report's section on documents: rows with their losses and texts, from the ledger and the spikes."""
+"""The report's section on documents: rows of the ledger and of spikes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVIL = f"<script>alert(1)</script> \x1b[31m {SECRET} "
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    """A run of two passes over four rows: the second is hard, the fourth is forgotten."""
+    """Two passes over four rows: the second is hard, the fourth is forgotten."""
     turns = [{"role": "user", "content": f"question {n}"} for n in range(1, 5)]
     rows = [{"messages": [turn, {"role": "assistant", "content": EVIL + "x" * 900 + "end"}]} for turn in turns]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
