@@ -230,7 +230,7 @@ class Encoder:
     def _encode_chat(self, conversation: Conversation, loss_on: LossOn) -> tuple[list[Document], Flags]:
         """Encode a conversation by the template, as a whole or by turns.
 
-        If the mask of a whole conversation is not exact, use TRL's training version.
+        If the mask of a whole conversation is not exact, use TRL's training version. `auto` prefers turns to another text.
         """
         by_turns, told = self.data.render == "turns", None
         if self.data.render != "conversation" and loss_on != "all":
@@ -243,11 +243,17 @@ class Encoder:
             document, apart = self._chat.encode(conversation, loss_on, told)
             return [document], {"apart": apart}
         except BadRow as bad:
-            if bad.reason != UNVERIFIED or self._training is None:
-                raise
-            with suppress(BadRow):
-                document, apart = self._training.encode(conversation, loss_on)
-                return [document], {"apart": apart, "retold": True}
+            training = self._training
+            if bad.reason == UNVERIFIED and told is not None:
+                with suppress(BadRow):
+                    retold = training.tell(conversation, loss_on).rendered.text if training else ""
+                    if not retold.startswith(told.rendered.text):
+                        documents, apart, _ = self._chat.encode_turns(conversation, loss_on, None)
+                        return documents, {"apart": apart, "turns": 3}
+            if bad.reason == UNVERIFIED and training is not None:
+                with suppress(BadRow):
+                    document, apart = training.encode(conversation, loss_on)
+                    return [document], {"apart": apart, "retold": True}
             raise
 
     def encode_row(

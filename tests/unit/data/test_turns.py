@@ -33,6 +33,8 @@ def think(message: dict[str, Any], thought: str) -> dict[str, Any]:
 CALL = {"role": "assistant", "content": "", "tool_calls": [{**call("Paris"), "id": "abcdefghi"}]}
 RESULT = {"role": "tool", "content": '"25 degrees"', "name": "weather", "tool_call_id": "abcdefghi"}
 WRITTEN = MADE | {
+    "as InternLM2": CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    + "{%- if not add_generation_prompt %}{{ eos_token }}{%- endif %}",
     "as DeepSeek V3.1 again": DEEPSEEK.replace("</think>' +", "<think></think>' +").replace("else '", "else '<think>"),
     "an empty thought left out": LEFT_OUT,
     "as Gemma 4": LEFT_OUT.replace("<think></think>", "<|channel>thought\n<channel|>"),
@@ -165,10 +167,10 @@ def test_auto_takes_turns_exactly_where_a_conversation_is_shown_differently(name
         assert ids_of(documents) == ids_of(wanted)
 
 
-def outcome(name: str, kind: str, render: str) -> tuple[int, Any]:
+def outcome(name: str, kind: str, render: str, **keys: Any) -> tuple[int, Any]:
     """The reason for turns, and the documents; or the error."""
     try:
-        documents, flags = encoded(name, kind, render)
+        documents, flags = encoded(name, kind, render, **keys)
     except BadRow as bad:
         return 0, (bad.reason, bad.what)
     return flags.get("turns", 0), ids_of(documents)
@@ -179,6 +181,14 @@ def test_a_conversation_that_is_shown_alike_stays_as_it_was(name):
     for kind in DIALOGS:
         auto, once = (outcome(name, kind, render) for render in ("auto", "conversation"))
         assert auto[0] or auto == once or (name.startswith("diffusion_gemma") and once[1][0] == UNVERIFIED), kind
+
+
+@pytest.mark.parametrize(
+    "name, kind, loss_on", [("qwen3_5_nothink", "thoughts", "completion"), ("as InternLM2", "plain", "assistant")]
+)
+def test_auto_takes_turns_rather_than_a_version_that_tells_another_text_or_no_text(name, kind, loss_on):
+    once, turns, auto = (outcome(name, kind, render, loss_on=loss_on) for render in ("conversation", "turns", "auto"))
+    assert once != turns and auto == (3, turns[1])
 
 
 @pytest.mark.parametrize("loss_on, answers", [("completion", 1), ("assistant", 2)])
