@@ -45,7 +45,7 @@ from packtrain.data.formats.messages import has_pictures, texts_of
 from packtrain.data.pictures.processor import PictureProcessor
 from packtrain.data.pictures.source import look
 from packtrain.data.sources.chunks import BadRow, Chunk, Json, RawRow
-from packtrain.data.tokens.cache import Document, EncodedChunk, Fate
+from packtrain.data.tokens.cache import REWRITTEN, Document, EncodedChunk, Fate
 from packtrain.data.tokens.chat_template import ADVICE, Template
 from packtrain.data.tokens.loss_mask import UNVERIFIED, ChatEncoder, LossOn
 from packtrain.data.tokens.tokenizer import PlainTokenizer
@@ -249,7 +249,7 @@ class Encoder:
                     retold = training.tell(conversation, loss_on).rendered.text if training else ""
                     if not retold.startswith(told.rendered.text):
                         documents, apart, _ = self._chat.encode_turns(conversation, loss_on, None)
-                        return documents, {"apart": apart, "turns": 3}
+                        return documents, {"apart": apart, "turns": REWRITTEN}
             if bad.reason == UNVERIFIED and training is not None:
                 with suppress(BadRow):
                     document, apart = training.encode(conversation, loss_on)
