@@ -66,7 +66,12 @@ def aside(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file (UTF-8) atomically."""
+    """Write a file (UTF-8) atomically.
+
+    Raises OSError if the path is a device, a pipe or a folder: renaming would replace it.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     try:
         aside(path).write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:  # no space: remove the part that was written, and name the file

@@ -66,13 +66,17 @@ def show_by_ledger(
 
 def _write(file: Path, places: Iterable[str]) -> None:
     """Write a list for data.leave_out. Raises UserError if the file is another one, or cannot be written."""
-    if os.path.lexists(file):
-        read_places(str(file))
+    fix = "Name another file."
     try:
-        write_text(file, "".join(f"{place}\n" for place in places))
+        real = Path(os.path.realpath(file))  # so that a link to it stays a link
+        if real.exists() and not real.is_file():
+            raise UserError("this is no regular file", where=f"--write {file}", fix=fix, code="not-a-file")
+        if real.exists():
+            read_places(str(file))
+        write_text(real, "".join(f"{place}\n" for place in places))
     except OSError as error:
         what = f"cannot be written: {error.strerror}"
-        raise UserError(what, where=f"--write {file}", fix="Name another file.", code="file-not-writable") from error
+        raise UserError(what, where=f"--write {file}", fix=fix, code="file-not-writable") from error
 
 
 def read_texts(places: Iterable[str], sources: Iterable[Source]) -> dict[str, str]:

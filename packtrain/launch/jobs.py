@@ -421,7 +421,7 @@ def deploy_or_write(engine: Engine, job: Job, machines: Machines, *, submit: boo
     secrets = sorted(name for name in os.environ if speaks_of_secrets(name) and re.match("(HF|WANDB|AWS)_", name))
     text = deployment(engine, job, machines, file.parent if file else Path(), secrets)
     if file is not None:
-        write_text(file, text)
+        write_text(Path(os.path.realpath(file)), text)
     if submit:
         command, install = _SUBMIT[engine]
         if shutil.which(command[0]) is None:

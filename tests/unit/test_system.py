@@ -121,3 +121,10 @@ def test_the_thread_that_waits_for_signals_ends_with_its_block() -> None:
         with told_at_once(lambda number: None):
             pass
         assert "signals" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="no regular file"):
+        write_text(tmp_path / "pipe", "x")
+    assert (tmp_path / "pipe").is_fifo() and [*tmp_path.iterdir()] == [tmp_path / "pipe"]

@@ -25,7 +25,7 @@ Places = dict[str, set[int]]
 
 def split_place(text: str) -> tuple[str, int] | None:
     """Split FILE:LINE, also written as `FILE, row LINE`. None for other texts."""
-    found = re.fullmatch(r"(.+?)(?::|, row )(\d{1,18})", text)
+    found = re.fullmatch(r"([^\0\n]+?)(?::|, row )(\d{1,18})", text)
     return (found[1], int(found[2])) if found else None
 
 

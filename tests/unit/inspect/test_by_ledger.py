@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,29 @@ def test_a_written_list_leaves_the_rows_out_and_no_other_file_is_overwritten(run
     assert done.returncode == 2 and "[not-file-and-line]" in done.stderr and "text 1" in (run / "a.jsonl").read_text()
     assert "[file-not-writable]" in inspect(run, "--ledger", "run", "--write", "no/bad.txt").stderr
     assert "[no-such-path]" in inspect(run, "data.leave_out=gone.txt").stderr
+
+
+def test_only_lists_are_written_over_and_links_to_them_stay_links(run: Path) -> None:
+    os.mkfifo(run / "pipe")
+    for name in ("pipe", "to the pipe"):
+        (run / "to the pipe").unlink(missing_ok=True)
+        (run / "to the pipe").symlink_to("pipe")
+        done = inspect(run, "--ledger", "run", "--write", name)
+        assert done.returncode == 2 and "[not-a-file]" in done.stderr
+        assert (run / "pipe").is_fifo() and (run / "to the pipe").is_symlink()
+    (run / "link").symlink_to("bad.txt")
+    for _ in range(2):
+        assert inspect(run, "--ledger", "run", "--top", "1", "--write", "link").returncode == 0
+        assert (run / "link").is_symlink() and (run / "bad.txt").read_text() == "a.jsonl:2\n"
+
+
+def test_a_place_with_a_zero_byte_is_none(run: Path) -> None:
+    (run / "zero.txt").write_bytes(b"a\0.jsonl:2\na.jsonl:3\n")
+    assert "[not-file-and-line]" in inspect(run, "data.leave_out=zero.txt").stderr
+    read(run / "run", [line(1, 0, 1.0, "a\0.jsonl:2"), line(1, 1, 2.0)])
+    done = inspect(run, "--ledger", "run", "--write", "bad.txt")
+    assert done.returncode == 0, done.stderr
+    assert (run / "bad.txt").read_text() == "a.jsonl:2\n"
 
 
 def test_the_commands_of_the_docs_run_as_written(tmp_path: Path) -> None:
