@@ -214,11 +214,11 @@ def inspect(
 
     with_ledger = {"--top": top, "--above": above, "--write": write}
     without = {"--rows": rows, "--step": step, "--source": source, "--html": html}
-    for name in (name for name, value in (without if ledger else with_ledger).items() if value is not None):
-        what = "it does not go with --ledger" if ledger else "it goes only with --ledger RUN_DIR"
+    for name in (name for name, value in (with_ledger if ledger is None else without).items() if value is not None):
+        what = "it goes only with --ledger RUN_DIR" if ledger is None else "it does not go with --ledger"
         raise UserError(what, where=name, fix="Leave one of them out, or add the other.", code="ledger-options")
     run, launch = _config_and_plan(arguments)
-    if ledger:
+    if ledger is not None:
         return show_by_ledger(ledger, training_sources(run), sort, top, above, write, as_json=as_json)
     title = split_arguments(arguments)[0] or "data"
     return show_data(run, launch.num_processes, title, rows=rows, step=step, source=source, html=html, as_json=as_json)
