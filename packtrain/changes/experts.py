@@ -1,4 +1,4 @@
-"""`model.experts`: the experts of a layer run in one grouped product (`grouped`), or in Liger's fused one (`fused`).
+"""The experts of a layer run in one product: `model.experts` is `grouped` or `fused`.
 
 `grouped` is transformers' own (transformers.integrations.moe): `grouped_mm` sorts tokens by expert and gives all to torch's grouped product.
 `fused` is Liger's, in Triton: products gather their tokens themselves, and the first one computes the activation. Neither supports autocast

@@ -26,7 +26,7 @@ _OWN_HEAD = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 def why_no_kernels(device: torch.device) -> str:
-    """Return why no kernel of Liger can run on `device`; "" if they can be tried."""
+    """Return why Liger's kernels cannot run on `device`, "" if they can."""
     if device.type != "cuda":
         return "they need a GPU"
     if find_spec("liger_kernel") is None or find_spec("triton") is None:

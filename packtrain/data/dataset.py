@@ -246,7 +246,10 @@ def has_pictures_in(data: Dataset) -> bool:
 
 
 def begin_examples(store: Store, together: int = 1) -> np.ndarray:
-    """Return which documents begin an example: bool[n]. A row by turns is one, and so are `together` documents (2 of a pair)."""
+    """Return which documents begin an example: bool[n].
+
+    An example has all documents of a row by turns, or `together` documents (2 of a pair), or else one.
+    """
     if together > 1:
         return np.arange(len(store)) % together == 0
     documents = store.fates["documents"]

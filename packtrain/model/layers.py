@@ -206,7 +206,10 @@ _LAYOUT = ("has_gate", "is_concatenated", "has_bias", "is_transposed", "has_post
 
 
 def can_fuse(experts: nn.Module) -> bool:
-    """Return whether Liger's kernel computes what `experts` do: down(silu(gate) * up), gate and up in one tensor [E, 2I, H]."""
+    """Return whether Liger's kernel can compute `experts`.
+
+    It computes down(silu(gate) * up), with gate and up in one tensor [E, 2I, H].
+    """
     plain = getattr(type(experts), "_apply_gate", None) is _default_apply_gate
     silu = isinstance(getattr(experts, "act_fn", None), (nn.SiLU, SiLUActivation))
     return plain and silu and [name for name in _LAYOUT if getattr(experts, name, False)] == [*_LAYOUT[:2]]

@@ -123,9 +123,9 @@ class Schedule:
         several ranks split is listed at the first of them."""
         in_order = self.packing.strategy == "in_order"
         by_rows = self.packing.mode == "packed" and self.examples_per_step is None
-        if by_rows and (
-            self.examples is None or self.prefixes is not None
-        ):  # else rows count what documents repeat only once
+        # planned rows count a common beginning once; documents that repeat it need not fit
+        fits = self.examples is None or self.prefixes is not None
+        if by_rows and fits:
             rows, first, end = self._rows_of(step)
             planned = [rows[row] for row in range(first, end)]
             cost = part_costs(planned, self.lengths, self.packing.mode, self.attention_cost)

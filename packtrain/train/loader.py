@@ -254,8 +254,9 @@ class Steps(ByStep):
         else:
             inputs = collate_flat(documents, self.sight)
         inputs.setdefault("label_places", label_positions(inputs["shift_labels"]))
-        trained = [int(document.loss_mask[1:].sum()) for document in documents]
-        inputs.setdefault("label_owners", np.repeat(np.arange(len(documents)), trained))
+        if "label_owners" not in inputs:  # places are in the order of the documents
+            trained = [int(document.loss_mask[1:].sum()) for document in documents]
+            inputs["label_owners"] = np.repeat(np.arange(len(documents)), trained)
         slots = max(inputs["input_ids"].numel(), tokens)
         return MicroBatch(inputs, len(inputs["label_places"]), tokens, slots, examples=len(documents))
 

@@ -1,4 +1,6 @@
-"""Count a layer with Liger's kernels, first with sums apart from norms, then in them; or first with grouped experts, then fused ones.
+"""Count the costs of a layer with Liger's kernels, before a change and after it.
+
+The change takes sums into norms, or fuses the grouped experts.
 
     python -m tests.standin.counted_liger "sft 1.5B"     # bytes and launches forward, and backward, as JSON
     python -m tests.standin.counted_liger "experts 30B" fused     # the same, bytes of the products, and bytes kept

@@ -167,6 +167,12 @@ class Run:
         return f"trainer.resume={self.checkpoint(step)}"
 
 
+def trained(folder: Path, path: str, *options: str, processes: int = 1) -> Run:
+    """A run of the config `path` in processes as torchrun starts them, in `folder`."""
+    joined(processes, "sft", path, f"trainer.output_dir={folder}", *options)
+    return Run(folder)
+
+
 def after(do: Callable[..., object], own: Callable[..., Any]) -> Callable[..., Any]:
     """`own`, called once `do` was called with the same arguments."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from matrix import assert_same_training, needs
-from running import LLAMA, WORDS, Run, base_config, conversations, joined, packtrain, write_jsonl, written
+from running import LLAMA, WORDS, Run, base_config, conversations, joined, packtrain, trained, write_jsonl, written
 from tiny_models import EXPERTS
 
 GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
@@ -49,11 +49,6 @@ def config_of(folder: Path, model: dict[str, Any] | None = None, **groups: dict[
     config["optim"] |= {"max_grad_norm": 0.5}
     config["batch"] = {"examples_per_step": 9, "tokens_per_device": LIMIT}
     return written(folder, config)
-
-
-def trained(folder: Path, path: str, *options: str, processes: int = 1) -> Run:
-    joined(processes, "sft", path, f"trainer.output_dir={folder}", *options)
-    return Run(folder)
 
 
 CASES: dict[str, tuple[int, dict[str, Any] | None, list[str]]] = {

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from matrix import assert_same_training
-from running import LLAMA, WORDS, Run, base_config, joined, packtrain, write_jsonl, written
+from running import LLAMA, WORDS, base_config, packtrain, trained, write_jsonl, written
 from tiny_models import EXPERTS, gradient, off, tiny_model
 from trl.trainer.utils import add_fused_lm_head
 
@@ -70,11 +70,6 @@ def config_of(folder: Path, model: dict[str, Any] | None = None, **groups: dict[
     config["optim"] |= {"max_grad_norm": 0.5}
     config["batch"] = {"examples_per_step": 4, "tokens_per_device": 320}
     return written(folder, config)
-
-
-def trained(folder: Path, path: str, *options: str, processes: int = 1) -> Run:
-    joined(processes, "sft", path, f"trainer.output_dir={folder}", *options)
-    return Run(folder)
 
 
 CASES: dict[str, tuple[int, dict[str, Any] | None, list[str]]] = {

@@ -6,9 +6,11 @@ from typing import Any
 
 
 def install() -> None:
-    """Has it take what compiled kernels take: numbers with a comma, which it leaves as Python's, tensors of the stand-in, which it
-    reads where they are, bfloat16 in operations, products and atomic sums, rounded to the nearest where it cuts off, NVIDIA's functions, which it
-    has not, and fma, which it rounds twice."""
+    """Make Triton's interpreter compute as compiled kernels do.
+
+    It then takes numbers with a comma, the tensors of the stand-in, NVIDIA's functions, and bfloat16 in operations, products and atomic sums.
+    It rounds to bfloat16 to the nearest, where it cuts off by itself, and rounds fma once.
+    """
     import numpy as np
     import triton.language as tl
     from triton.language.extra import libdevice
