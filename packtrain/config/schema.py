@@ -382,6 +382,33 @@ class Trainer:
     early_stop_patience: int | None = advanced(
         None, "Stop after this many evaluations without a lower eval loss; the best weights are kept.", minimum=1
     )
+    best_by: str = advanced(
+        "lowest eval_loss",
+        "Figure that early_stop_patience and the best checkpoint go by: lowest or highest, and a name in metrics.jsonl, such as "
+        "highest eval_answers (docs/report.md).",
+    )
+    tasks: list[str] = advanced(
+        [], "Tasks of lm_eval (pip install lm-eval) to measure with evaluations, such as gsm8k."
+    )
+    answers: str | None = advanced(
+        None,
+        "Score of generated answers to data.eval, measured with evaluations: exact, regex:PATTERN, or a function, module:function or "
+        "FILE.py:function (docs/after-training.md).",
+    )
+    answer_tokens: int = advanced(256, "Most tokens of a generated answer.", minimum=1)
+    measured_rows: int | None = advanced(
+        None, "Rows of data.eval that trainer.answers asks, and of each task, from the first; none for all.", minimum=1
+    )
+    measure_every: int | None = advanced(
+        None,
+        "Steps between figures of tasks and answers, a multiple of eval_every; none for every evaluation.",
+        minimum=1,
+    )
+    measure_timeout: float = advanced(
+        600.0,
+        "Seconds for all tasks and answers of an evaluation; figures that are not ready then are left out.",
+        above=0,
+    )
     log_every: int = key(10, "Steps between logged lines; first, last, evaluated and saved steps have one.", minimum=1)
     ledger: bool = advanced(
         True, "Write the loss of each document, each time that it is trained, into ledger.jsonl (docs/report.md)."
@@ -437,6 +464,9 @@ class Peft:
     dropout: float = advanced(0.0, "Dropout in front of the adapters.", minimum=0, below=1, resume="decisive")
     target_modules: str | list[str] = key(
         "all-linear", "List of layers that get adapters; a text is a pattern for whole names.", resume="fixed"
+    )
+    experts: bool = advanced(
+        False, "Also adapt experts that a layer keeps in one tensor (docs/fitting.md).", resume="fixed"
     )
     modules_to_save: list[str] = advanced([], "Layers trained in full beside the adapters.", resume="fixed")
     options: dict[str, Any] = advanced(

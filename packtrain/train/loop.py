@@ -30,7 +30,7 @@ from packtrain.train.log.metrics import EXCHANGE_EVERY, RankTimes, SourceCounts,
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import FEW, SeenUpdates
 from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch, try_largest
-from packtrain.train.run_state import Listener, LoopSettings, RunState
+from packtrain.train.run_state import Listener, LoopSettings, Measure, RunState
 from packtrain.train.spikes import Judgement, Norm, SpikeJudge
 
 
@@ -97,6 +97,7 @@ class StepTrainer:
         self.source_counts = SourceCounts(settings.steps.data.report.sources)
         loss.report_phase = self.clock.enter
         self.ledger: Ledger | None = None
+        self.measures: list[Measure] = []
         self.state, self.listeners = RunState(), [*listeners]
         self._steps_watched, self._resumed_from = 0, None
         self._loss_and_counts = (torch.zeros(()), torch.zeros(4))  # of the current step, for `_judge_for_engine`
@@ -308,7 +309,10 @@ class StepTrainer:
         self.clock.enter("eval", step=self.state.step)
         self.model.eval()
         sets = {name: partial(self._evaluation_batches, steps) for name, steps in self.evaluation.items()}
-        metrics = {f"eval_{name}": value for name, value in self.loss.evaluate(sets).items()}
+        found = self.loss.evaluate(sets)
+        for measure in self.measures:
+            found |= measure.figures(self.state)
+        metrics = {f"eval_{name}": value for name, value in found.items()}
         self.state.epoch = self.steps.schedule.epoch_of(self.state.step)
         self._log(dict(metrics))
         for listener in self.listeners:

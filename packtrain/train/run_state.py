@@ -171,3 +171,11 @@ class Listener:
 
     def evaluate(self, state: RunState, figures: dict[str, float]) -> None:
         """An evaluation was made; its line was logged before."""
+
+
+class Measure:
+    """Measurement of the model with evaluations, beside the held-out loss."""
+
+    def figures(self, state: RunState) -> dict[str, float]:
+        """Return figures by name, without `eval_`; {} if none are due. Every rank calls it, with the model in eval mode."""
+        raise NotImplementedError
