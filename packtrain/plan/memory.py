@@ -19,7 +19,8 @@ from importlib.util import find_spec
 from typing import cast
 
 from packtrain.config.rules import check_checkpointing, check_strategy
-from packtrain.config.schema import Checkpointing, Optim, RunConfig
+from packtrain.config.schema import Optim, RunConfig
+from packtrain.config.trainer import Checkpointing
 from packtrain.errors import UserError
 from packtrain.objectives.spec import CHECKED_LOGITS, COMPARED_PAIRS, head_chunk
 from packtrain.optimizers import STEPPED
