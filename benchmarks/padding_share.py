@@ -50,7 +50,7 @@ def main() -> None:
             lengths = np.array([[len(one.chosen.input_ids), len(one.rejected.input_ids)] for one in every])
             saved = sum(one.prompt - 1 for one in every) / lengths.sum()
         else:
-            lengths, saved = prepare(data, tokenizer, seed=0).train.lengths[:, None], 0.0
+            lengths, saved = prepare(data, tokenizer, "sft", seed=0).train.lengths[:, None], 0.0
         rng = np.random.default_rng(0)
         shares = "".join(f"{padded_share(lengths, batch, rng):>10.1%}" for batch in BATCHES)
         print(

@@ -26,7 +26,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from packtrain.attention.backends import attending_by
 from packtrain.data.dataset import Document
-from packtrain.data.pictures.picture import Picture
+from packtrain.data.pictures.encoded import Picture
 from packtrain.model.forward import add_loss_sum
 from packtrain.packing.bins import best_fit
 from packtrain.packing.collate import ModelInputs, collate_flat, collate_padded, on_device

@@ -164,12 +164,12 @@ def main() -> None:
         watcher = threading.Thread(target=watch, args=(peaks, stop))
         watcher.start()
         started, cpu = time.perf_counter(), cpu_seconds()
-        made = preparing.prepare(data, tokenizer, seed=0, progress=True).train
+        made = preparing.prepare(data, tokenizer, "sft", seed=0, progress=True).train
         seconds, cpu, report = time.perf_counter() - started, cpu_seconds() - cpu, made.report
         stop.set()
         watcher.join()
         started = time.perf_counter()
-        preparing.prepare(data, tokenizer, seed=0)
+        preparing.prepare(data, tokenizer, "sft", seed=0)
         figures = {
             "rows": report.rows,
             "tokens": report.tokens,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from packtrain.objectives.spec import OBJECTIVES, Spec, TokenWeights, equal_weights, losses
+from packtrain.objectives.spec import OBJECTIVES, Spec, TokenWeights, equal_weights, losses, losses_in_words
 
 Resume = Literal["free", "decisive", "fixed"]
 """Whether a resumed run may change a key: unasked (documents and losses stay the same), if trainer.resume_despite names it, or never (the
@@ -17,7 +17,7 @@ checkpoint's weights or optimizer states would not fit)."""
 
 def key(
     default: Any,
-    doc: str,
+    doc: str | Callable[[], str],
     *,
     resume: Resume | None = "free",
     advanced: bool = False,
@@ -52,13 +52,7 @@ class Objective:
     """The loss."""
 
     kind: str = key("sft", "Training method, each a verb (packtrain dpo).", among=OBJECTIVES.all, resume="fixed")
-    loss: str | list[str] | None = key(
-        None,
-        "Loss of the kind, by TRL's name: nll or dft (arXiv 2508.05629) of sft, kto or apo_zero_unpaired (arXiv 2408.06266) of "
-        "kto, all others of dpo, a list to add several up; none for nll, sigmoid and kto.",
-        among=losses,
-        resume="decisive",
-    )
+    loss: str | list[str] | None = key(None, losses_in_words, among=losses, resume="decisive")
     options: dict[str, Any] = key(
         {}, "Rare arguments of TRL's config (docs/preferences.md, kto.md, …).", resume="decisive", advanced=True
     )

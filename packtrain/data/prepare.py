@@ -84,7 +84,7 @@ def dataset_of(objective: Spec, documents: TokenDataset) -> Dataset:
 def prepare(
     data: Data,
     tokenizer: PreTrainedTokenizerBase,
-    objective: str = "sft",
+    objective: str,
     *,
     seed: int,
     progress: bool = False,

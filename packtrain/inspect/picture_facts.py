@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from packtrain.data.pictures.encoded import thumbnail
-from packtrain.data.pictures.picture import Picture
+from packtrain.data.pictures.encoded import Picture, thumbnail
 from packtrain.data.pictures.processor import PictureProcessor
 from packtrain.data.pictures.source import MISPLACED
 from packtrain.data.tokens.encode import STRAY

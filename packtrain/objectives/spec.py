@@ -99,6 +99,8 @@ class Spec:
     """All figures that the loss logs besides its value, in the order of a logged line."""
     losses: tuple[str, ...] = ()
     """Values of objective.loss, the default first."""
+    losses_help: str = ""
+    """The losses in words for the help of objective.loss; by default their names."""
     token_weights: Mapping[str, TokenWeights] = field(default_factory=dict[str, TokenWeights])
     """How losses of documents weigh their tokens. Others weigh them equally."""
     adds_losses: bool = False
@@ -154,6 +156,13 @@ def objective_for(examples: Examples) -> Spec:
 def losses() -> tuple[str, ...]:
     """Return the losses of all objectives."""
     return tuple(dict.fromkeys(name for spec in OBJECTIVES.all().values() for name in spec.losses))
+
+
+def losses_in_words() -> str:
+    """Return a sentence on the losses of each objective."""
+    choosing = [spec for spec in OBJECTIVES.all().values() if spec.losses]
+    own = (f"{spec.name}: {spec.losses_help or ', '.join(spec.losses)}" for spec in choosing)
+    return f"Loss of the kind, by default its first. {'; '.join(own)}."
 
 
 def names_of_figures() -> set[str]:

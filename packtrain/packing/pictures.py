@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from packtrain.data.pictures.picture import Picture
+from packtrain.data.pictures.encoded import Picture
 from packtrain.data.tokens.cache import Document
 from packtrain.errors import UserError
 from packtrain.packing.segments import PlacedPicture, TwoWay

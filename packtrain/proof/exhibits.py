@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from packtrain.attention.backends import attending_by
 from packtrain.data.dataset import Document
-from packtrain.data.pictures.picture import Picture
+from packtrain.data.pictures.encoded import Picture
 from packtrain.errors import CheckFailed
 from packtrain.packing.collate import ModelInputs, collate_flat, collate_padded, on_device, row_arguments
 from packtrain.packing.pictures import PixelSource, Sight

@@ -12,7 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from packtrain.data.pictures.picture import Picture
+from packtrain.data.pictures.encoded import Picture
 from packtrain.data.tokens.cache import Document
 
 IMAGE = 120  # the id of a picture's token

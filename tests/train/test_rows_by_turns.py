@@ -135,7 +135,7 @@ def test_loss_and_gradients_of_trees_are_those_of_the_documents_alone(tmp_path: 
     tokenizer = quickstart_tokenizer()
     source = DataSource(path=str(write_jsonl(tmp_path / "rows.jsonl", thinkers(3))))
     asked = Data(train=source, chat_template="qwen3", cache_dir=str(tmp_path / "cache"))
-    data = prepare(asked, tokenizer, seed=0).train
+    data = prepare(asked, tokenizer, "sft", seed=0).train
     assert isinstance(data, TokenDataset) and data.examples is not None
     model = tiny_model(family, vocab_size=len(tokenizer), max_position_embeddings=512, **MIXERS[family]).double()
     every, index = range(len(data)), index_prefixes(data, data.examples)

@@ -30,7 +30,7 @@ def eval_loss_by_definition(model_folder: Path, documents: Path, cache: Path) ->
     """Σ loss / Σ trained tokens, document by document, with full logits."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    data = prepare(Data(train=str(documents), max_length=200, cache_dir=str(cache)), tokenizer, seed=0).train
+    data = prepare(Data(train=str(documents), max_length=200, cache_dir=str(cache)), tokenizer, "sft", seed=0).train
     total, count = 0.0, 0
     with torch.no_grad():
         for index in range(len(data)):

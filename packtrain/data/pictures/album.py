@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.data.pictures.picture import Picture
+from packtrain.data.pictures.encoded import Picture
 
 INDEX, NAMES, BYTES = "pictures.npy", "pictures.txt", "pictures.bin"
 _FIELDS = ("offset", "size", "height", "width", "start", "end", "hash")

@@ -12,11 +12,10 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packtrain.data.pictures.picture import Picture
 from packtrain.data.sources.chunks import BadRow
 from packtrain.errors import UserError
 from packtrain.wording import first_line
@@ -37,6 +36,32 @@ _TAIL = 4096
 """Last bytes of a file that are searched for the end marker: some writers add bytes after it."""
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 """End markers by format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture between the tokens of a document.
+
+    `file` holds its encoded bytes (png, jpeg, …): `size` bytes from `offset`, or the whole file if `size` is 0. `content` has the bytes
+    if no file has them, as in a stream. `hash` is a 64-bit hash of these bytes, 0 if unknown. `start` and `end`: its tokens in the
+    document; line breaks and borders of tiles may be among them. `height` and `width` in pixels, as a viewer shows it (turned by EXIF).
+    """
+
+    file: str
+    offset: int
+    size: int
+    height: int
+    width: int
+    start: int
+    end: int
+    hash: int = 0
+    content: bytes = field(default=b"", repr=False)
+
+    @property
+    def name(self) -> str:
+        """Return the picture's file or place, for messages."""
+        inside = f", {self.size:,} bytes from byte {self.offset:,}" if self.size and self.file else ""
+        return f"{self.file or 'a picture of the stream'}{inside}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from packtrain.config.schema import Model
-from packtrain.data.pictures.encoded import decode
+from packtrain.data.pictures.encoded import Picture, decode
 from packtrain.data.pictures.made import FILES, make_files
-from packtrain.data.pictures.picture import Picture
 from packtrain.data.pictures.source import MISPLACED
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens.cache import Document

@@ -10,8 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from packtrain.data.pictures.encoded import inspect_bytes
-from packtrain.data.pictures.picture import Picture
+from packtrain.data.pictures.encoded import Picture, inspect_bytes
 from packtrain.data.sources.chunks import BadRow, is_object, wrong_type
 from packtrain.wording import first_line
 

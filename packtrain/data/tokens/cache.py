@@ -35,7 +35,7 @@ from filelock import FileLock, Timeout
 
 from packtrain.data.formats.columns import merge_uses
 from packtrain.data.pictures.album import Album, AlbumWriter
-from packtrain.data.pictures.picture import Picture
+from packtrain.data.pictures.encoded import Picture
 from packtrain.errors import PeerFailed, Problem, UserError
 from packtrain.monitor.heartbeat import progress
 from packtrain.system import hash_of, publish, write_text

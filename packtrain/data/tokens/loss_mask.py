@@ -32,7 +32,7 @@ from transformers.utils.chat_template_utils import render_jinja_template  # pyri
 
 from packtrain.data.formats.examples import Conversation
 from packtrain.data.formats.messages import Messages, has_pictures, texts_of
-from packtrain.data.pictures.picture import Picture
+from packtrain.data.pictures.encoded import Picture
 from packtrain.data.pictures.processor import PictureProcessor, Span
 from packtrain.data.sources.chunks import BadRow, Json
 from packtrain.data.tokens.cache import Document

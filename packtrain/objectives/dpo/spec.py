@@ -90,6 +90,7 @@ SPEC = Spec(
     examples="pairs",
     figures=_FIGURES,
     losses=_LOSSES,
+    losses_help="sigmoid to sigmoid_norm of TRL, a list adds several up",
     adds_losses=True,
     sorting_losses=_SORTING,
     options=_OPTIONS,

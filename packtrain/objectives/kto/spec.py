@@ -51,6 +51,7 @@ SPEC = Spec(
     examples="answers",
     figures=_FIGURES,
     losses=("kto", "apo_zero_unpaired"),
+    losses_help="kto or apo_zero_unpaired (arXiv 2408.06266)",
     options=_OPTIONS,
     rules=_rules,
     reference=True,

@@ -40,6 +40,7 @@ SPEC = Spec(
     run=f"{__package__}.run",
     examples="documents",
     losses=(*TOKEN_WEIGHTS,),
+    losses_help="nll or dft (arXiv 2508.05629)",
     token_weights=TOKEN_WEIGHTS,
     options={"neftune_noise_alpha": Option(None, "number > 0", lambda value: is_number(value) and value > 0)},
     rules=_rules,

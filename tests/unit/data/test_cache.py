@@ -144,7 +144,7 @@ def slow(self, chunk, form):
     return original(self, chunk, form)
 Encoder.encode = slow
 data = Data(train={path!r}, cache_dir={cache!r})
-prepared = module.prepare(data, tokenizer_of("smollm"), seed=0, progress=True)
+prepared = module.prepare(data, tokenizer_of("smollm"), "sft", seed=0, progress=True)
 print(prepared.train.fingerprint)
 """
 

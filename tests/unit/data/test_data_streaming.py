@@ -219,7 +219,7 @@ def test_a_bucket_is_read_where_it_is_and_only_as_a_stream(tmp_path: Path, open_
     with pytest.raises(UserError, match="num_samples"):
         open_(f"lf:{tmp_path}/dataset_info.json#some")
     with pytest.raises(UserError, match=r"\[only-as-stream\]"):
-        prepare(Data(train=f"file://{tmp_path}/rows"), TOKENIZER, seed=0)
+        prepare(Data(train=f"file://{tmp_path}/rows"), TOKENIZER, "sft", seed=0)
     with pytest.raises(UserError, match=r"\[bad-url\]"):
         open_("nosuchscheme://bucket/x.jsonl")
 

@@ -404,8 +404,8 @@ def test_conversations_without_a_chat_template_are_an_error(tmp_path):
     )
     data = Data(train=write(tmp_path / "train.jsonl", GOOD), cache_dir=str(tmp_path / "cache"))
     with pytest.raises(UserError, match=r"\[row-no-chat-template\]"):
-        prepare(data, bare, seed=0)
-    assert len(prepare(replace(data, chat_template="llama3"), bare, seed=0).train) == 1
+        prepare(data, bare, "sft", seed=0)
+    assert len(prepare(replace(data, chat_template="llama3"), bare, "sft", seed=0).train) == 1
 
 
 LONG = {"messages": [QUESTION, {"role": "assistant", "content": "How are you? " * 20}]}
@@ -465,17 +465,17 @@ def test_a_doubled_bos_is_counted_and_said_once(tmp_path):
     tokenizer.backend_tokenizer.post_processor = adding
     rows = [{"text": "Hello"}, {"text": f"{bos}Hello"}, {"text": f"{bos}How are you?"}, {"text": bos}]
     path = write(tmp_path / "texts.jsonl", *rows)
-    report = prepare(Data(train=path, cache_dir=str(tmp_path / "cache")), tokenizer, seed=0).train.report
+    report = prepare(Data(train=path, cache_dir=str(tmp_path / "cache")), tokenizer, "sft", seed=0).train.report
     assert report.two_bos == 3
     assert [line for line in report.decisions() if "BOS" in line] == [
         line for line in report.decisions() if "3 rows" in line
     ]
     chats = write(tmp_path / "chats.jsonl", GOOD)
-    chat = prepare(Data(train=chats, cache_dir=str(tmp_path / "cache")), tokenizer, seed=0).train
+    chat = prepare(Data(train=chats, cache_dir=str(tmp_path / "cache")), tokenizer, "sft", seed=0).train
     assert chat.report.two_bos == 0 and chat[0].input_ids.tolist().count(tokenizer.bos_token_id) == 1
     ids = {"input_ids": [tokenizer.bos_token_id] * 2 + [7]}
     data = Data(train=write(tmp_path / "ids.jsonl", ids), cache_dir=str(tmp_path / "cache"))
-    assert prepare(data, tokenizer, seed=0).train.report.two_bos == 1
+    assert prepare(data, tokenizer, "sft", seed=0).train.report.two_bos == 1
 
 
 def test_a_prompt_that_ends_in_the_assistants_turn_is_refused_as_the_template_would_close_it(ready, tmp_path):

@@ -436,7 +436,7 @@ def test_a_template_that_writes_a_token_without_counterpart_is_refused_once_by_i
     rows.write_text(2 * (json.dumps({"messages": TURNS}) + "\n"))
     data = Data(train=str(rows), chat_template=str(file), bad_rows="skip", cache_dir=str(tmp_path))
     with pytest.raises(UserError) as refused:
-        prepare(data, tokenizer_of("qwen2_5"), seed=0)
+        prepare(data, tokenizer_of("qwen2_5"), "sft", seed=0)
     (problem,) = pickle.loads(pickle.dumps(refused.value)).problems  # it may come from another process
     assert (problem.where, problem.code) == ("data.chat_template", "template-needs-token")
     assert "bos_token" in problem.what and "Fix the row" not in problem.fix
@@ -541,7 +541,7 @@ def test_all_rows_of_a_run_have_the_same_date_and_another_day_is_another_cache(t
     data = Data(train=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
 
     def rendered(day: str) -> list[str]:
-        train = prepare(data, tokenizer, seed=0, day=day).train
+        train = prepare(data, tokenizer, "sft", seed=0, day=day).train
         return [tokenizer.decode(train[at].input_ids.tolist()) for at in range(3)]
 
     for day, shown in (("2026-11-28", "28 Nov 2026"), ("2026-11-29", "29 Nov 2026"), ("2026-11-28", "28 Nov 2026")):

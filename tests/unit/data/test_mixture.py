@@ -61,7 +61,7 @@ def write(folder: Path, **sizes: int) -> list[DataSource]:
 def test_an_epoch_has_each_source_by_its_weight_or_exactly_so_many_of_its_documents(tmp_path: Path) -> None:
     full, half, more = write(tmp_path, a=90, b=10, c=7)
     given = [full, replace(half, weight=0.5), replace(more, samples=20)]
-    train = prepare(Data(train=given, cache_dir=str(tmp_path / "cache")), TOKENIZER, seed=0).train
+    train = prepare(Data(train=given, cache_dir=str(tmp_path / "cache")), TOKENIZER, "sft", seed=0).train
     assert np.bincount(train.source_of).tolist() == [90, 5, 20] and train.report.sources == ("a", "b", "c")
     assert len(np.unique(train.rows)) == 90 + 5 + 7
 
