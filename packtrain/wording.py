@@ -52,7 +52,7 @@ _SECRET_NAME = re.compile(
 _INNOCENT_NAME = re.compile(
     r"tokeni[sz]|tokens?_(?:per|type|id|index)|^tokens$|per_token"
     r"|(?:^|_)(?:add|added|eot|special|stop)_tokens"
-    r"|(?:max|min|num|new|sample|trained|total|loss|real|cut|padding|prompt|suppress)_(?:\w*_)?tokens$"
+    r"|(?:max|min|num|new|sample|trained|total|loss|real|cut|padding|prompt|answer|suppress)_(?:\w*_)?tokens$"
     r"|key_(?:value|head|dim|bias)|key_heads"
     r"|\b(?:bos|eos|pad|unk|sep|cls|mask|image|audio|video|start|end)_token$",
     re.IGNORECASE,

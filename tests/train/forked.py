@@ -26,22 +26,26 @@ from tests.ports import free_port
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # as many threads everywhere: sums are then made in one order
 _CONTEXT = multiprocessing.get_context("forkserver")
 WARM = (
-    "packtrain.train.run",
-    "packtrain.train.verify.measure",  # and with it both objectives
-    "packtrain.cli",
-    "packtrain.launch.execute",
-    "packtrain.config.compose",
-    "packtrain.plan.screen",
-    "packtrain.launch.jobs",
-    "packtrain.report.page",
-    "packtrain.diagnose.doctor",
     "deepspeed",  # which accelerate imports in every run, where it is installed
     "transformers.models.llama.modeling_llama",
     "typer._adapters",
+    "typer._click.decorators",
+    "numpy.ctypeslib",
+    "pydantic.dataclasses",
+    "rich._emoji_codes",
+    "torch.distributed.algorithms.ddp_comm_hooks",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.profiler._cupti_monitor",
+    "transformers.models.auto.processing_auto",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
+    "transformers.video_processing_utils",
 )
-"""Modules that take most of the time of a tiny run."""
+"""Modules of others that a tiny run imports late, or that take long."""
 PRIMED = "tests.train.primed"
-"""Module that imports all of WARM."""
+"""Module that imports all of WARM, and packtrain."""
 _CONTEXT.set_forkserver_preload([PRIMED])
 SHARED = "PACKTRAIN_TESTS_SERVER"
 """Variable with the address of the server that all workers of pytest share."""

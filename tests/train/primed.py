@@ -1,22 +1,29 @@
-"""Imports and work of every training process, done once before the others are forked."""
+"""Imports and work of every process, done once before the others are forked."""
 
+import functools
 import gc
 import os
 from contextlib import suppress
 from importlib import import_module
+from pkgutil import walk_packages
 
+import packtrain
 from tests.train.forked import WARM
 
 gc.disable()  # imports are a quarter faster
-for name in WARM:
+ours = [one.name for one in walk_packages(packtrain.__path__, "packtrain.") if not one.name.endswith("__main__")]
+for name in (*WARM, *ours):
     with suppress(ImportError):
         import_module(name)
 
+import typer.main  # noqa: E402
 from transformers import conversion_mapping  # noqa: E402
 
+from packtrain.cli import app  # noqa: E402
 from packtrain.config.compose import load_config, to_yaml  # noqa: E402
 from packtrain.data.sources.quickstart import tokenizer  # noqa: E402
 from packtrain.inspect import rendering  # noqa: E402
+from packtrain.plan import model_types  # noqa: E402
 from packtrain.report import page  # noqa: E402
 from packtrain.run_folder import environment  # noqa: E402
 
@@ -27,6 +34,9 @@ page._scripts()
 page._templates().get_template("page.html.j2")
 rendering._templates().get_template("data_section.html.j2")
 environment()
+model_types._tables()
+typer.main.get_command = functools.cache(typer.main.get_command)  # all commands with their options
+typer.main.get_command(app)
 model = ("model.init=random", "model.config.model_type=llama", "model.tokenizer=quickstart")
 to_yaml(load_config(None, [*model, "data.train=quickstart", "batch.examples_per_step=1"]))
 gc.freeze()  # imported objects are never garbage

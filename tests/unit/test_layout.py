@@ -266,7 +266,6 @@ NAMED_IN = {
     "objectives": {
         "config/objective.py",  # the default of objective.kind
         "convert/foreign_data.py",  # names of methods of other trainers
-        "data/prepare.py",  # a default
         "convert/conversion.py",
     },
 }
