@@ -17,6 +17,8 @@ from tests.train import forked
 
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
+WAITING = ("test_image", "test_cluster", "test_env", "test_rendezvous", "test_cache", "test_sync")
+"""Files besides those of tests/cluster that mostly wait, for processes or for limits of time."""
 gc.disable()  # until all tests are imported, which halves the time of that in each worker
 
 
@@ -69,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if mark := item.get_closest_marker("sample"):
                 unknown = {*mark.args, *mark.kwargs.get("without", ())} - cases[item.nodeid.partition("[")[0]]
                 assert not unknown, f"{item.nodeid}: no such cases to sample: {unknown}"
-    waiting = [path for path in files if path.parent.name == "cluster" or path.name == "test_image.py"]
+    waiting = [path for path in files if path.parent.name == "cluster" or path.stem in WAITING]
     computing = [path for path in files if path not in waiting]
     turns = chain.from_iterable(zip_longest(computing, waiting))
     items[:] = [item for path in turns if path is not None for item in files[path]]

@@ -24,6 +24,7 @@ from tests.cluster.small_launch import ROOT
 from tests.cluster.test_foreign_launches import WORKER
 from tests.cluster.test_two_hosts_env import NO_TORCH
 from tests.cluster.two_hosts import Running
+from tests.train import running
 from tests.train.running import base_config
 
 pytestmark = [
@@ -146,7 +147,7 @@ def test_sbatch_would_take_each_template(template: Path, cluster: Slurm, home: P
     ],
 )
 def test_sbatch_would_take_each_generated_script(given: list[str], cluster: Slurm, home: Path) -> None:
-    packtrain(cluster, home, "sbatch", "sft", "run.yaml", *given, "-o", "job.sbatch")
+    running.packtrain("sbatch", "sft", "run.yaml", *given, "-o", "job.sbatch", cwd=home)  # needs no cluster
     assert "to start at" in cluster.run("sbatch", "--test-only", "job.sbatch", cwd=home).stderr
 
 
