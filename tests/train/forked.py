@@ -26,6 +26,15 @@ from tests.ports import free_port
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # as many threads everywhere: sums are then made in one order
 _CONTEXT = multiprocessing.get_context("forkserver")
 WARM = (
+    "packtrain.train.run",
+    "packtrain.train.verify.measure",  # and with it both objectives
+    "packtrain.cli",
+    "packtrain.launch.execute",
+    "packtrain.config.compose",
+    "packtrain.plan.screen",
+    "packtrain.launch.jobs",
+    "packtrain.report.page",
+    "packtrain.diagnose.doctor",
     "deepspeed",  # which accelerate imports in every run, where it is installed
     "transformers.models.llama.modeling_llama",
     "typer._adapters",
@@ -43,9 +52,9 @@ WARM = (
     "deepspeed.ops.op_builder.all_ops",
     "transformers.video_processing_utils",
 )
-"""Modules of others that a tiny run imports late, or that take long."""
+"""Modules that take most of the time of a tiny run. Strategies are not among them: tests replace what they import."""
 PRIMED = "tests.train.primed"
-"""Module that imports all of WARM, and packtrain."""
+"""Module that imports all of WARM."""
 _CONTEXT.set_forkserver_preload([PRIMED])
 SHARED = "PACKTRAIN_TESTS_SERVER"
 """Variable with the address of the server that all workers of pytest share."""

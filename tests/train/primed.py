@@ -1,18 +1,15 @@
-"""Imports and work of every process, done once before the others are forked."""
+"""Imports and work of every training process, done once before the others are forked."""
 
 import functools
 import gc
 import os
 from contextlib import suppress
 from importlib import import_module
-from pkgutil import walk_packages
 
-import packtrain
 from tests.train.forked import WARM
 
 gc.disable()  # imports are a quarter faster
-ours = [one.name for one in walk_packages(packtrain.__path__, "packtrain.") if not one.name.endswith("__main__")]
-for name in (*WARM, *ours):
+for name in WARM:
     with suppress(ImportError):
         import_module(name)
 
