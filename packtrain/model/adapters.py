@@ -117,9 +117,7 @@ def fit_to_layers(model: PreTrainedModel, peft: Peft) -> Peft:
     # names that PEFT itself finds in joint tensors: of all-linear, it would adapt experts and lose layers of these names
     known = tables.get(conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, ""), {})
     towers = towers_of(model) if targets == "all-linear" else []
-    if towers or (
-        known and targets == "all-linear"
-    ):  # PEFT shortens all names together, and then leaves the towers' out
+    if towers or (known and targets == "all-linear"):  # PEFT would shorten names, and then leave the towers' out
         inside, head = rf"({'|'.join(map(re.escape, towers or ['-']))})(\..*)?", model.get_output_embeddings()
         layers = [
             name for name, one in model.named_modules() if isinstance(one, (nn.Linear, Conv1D)) and one is not head
@@ -179,12 +177,10 @@ def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores
             untie_if_adapted(adapted)
             return adapted.merge_and_unload().requires_grad_(True)
     theirs, ours = cast("LoraConfig", adapted.peft_config["default"]), _lora_config(fitted, None)
-    names = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+    for one in (theirs, ours):
+        vars(one)["experts"] = any(not name.endswith(".weight") for name in one.target_parameters or ())
+    names = {"experts": "experts", "r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
     names |= {f"options.{name}": name for name in PEFT_OPTIONS if name != "init_lora_weights"}
-    if (tensors := {*(theirs.target_parameters or [])}) != {*(ours.target_parameters or [])}:
-        what, value = f"the adapters of {folder} are on {len(tensors)} tensors of experts", json.dumps(not peft.experts)
-        fix = f"set peft.experts={value}, or peft=none to merge them and train the whole model"
-        raise UserError(what, where="peft.experts", fix=fix, code="adapter-settings-differ")
     for key, name in names.items():
         if (value := getattr(theirs, name)) != (asked := getattr(ours, name)):
             what = f"the adapters of {folder} have {name} {value}, not {asked}"

@@ -1,12 +1,10 @@
 """LoRA on experts: `peft.experts=true` adapts tensors that hold all experts of a layer.
 
-The adapters are PEFT's (`target_parameters`), with its names and files. PEFT adds A·B to the whole tensor, which makes a copy of the experts,
-and a gradient as large. Here a product adds (x·A)·B to x·W.
+PEFT (`target_parameters`) adds A·B to a tensor, which makes a copy, and a gradient as large. Here a product adds (x·A)·B to x·W.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from packtrain.config.schema import Peft
 from packtrain.errors import UserError
 from packtrain.plan.known_model import is_chosen
 
-_NAME = re.compile(r"(^|\.)experts\.\w+$")
 _PRODUCTS = ("linear", "matmul", "__matmul__", "mm", "bmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
@@ -69,8 +66,7 @@ def forward_in_products(layer: Any, x: Tensor, *given: Any, **named: Any) -> Any
     b = layer.lora_B[names[0]].weight.view(-1, rank, count).permute(2, 0, 1) * layer.scaling[names[0]]
     b = F.pad(b, (0, more)).to(weight.dtype).contiguous()
     inside = vars(layer.get_base_layer())  # attributes come before parameters
-    factors = (b, a) if layer._did_swap_in_out_features else (a.mT, b.mT)
-    inside[layer.parameter_name] = AdaptedTensor(weight, *factors)
+    inside[layer.parameter_name] = AdaptedTensor(weight, *((b, a) if layer._did_swap_in_out_features else (a.mT, b.mT)))
     try:
         return layer.base_layer(x, *given, **named)
     finally:
@@ -80,8 +76,9 @@ def forward_in_products(layer: Any, x: Tensor, *given: Any, **named: Any) -> Any
 def expert_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of `model` that hold a matrix of each expert, by name. Quantised ones are left out."""
     named = ((name.replace(".base_layer", ""), one) for name, one in model.named_parameters() if one.itemsize > 1)
-    found = ((name, one, getattr(one, "ds_shape", one.shape)) for name, one in named if _NAME.search(name))
-    return {name: one for name, one, shape in found if len(shape) == 3 and shape[0] > 1}
+    found = {at: one for at, one in named if at.split(".")[-2:-1] == ["experts"]}
+    shapes = {at: getattr(one, "ds_shape", one.shape) for at, one in found.items()}
+    return {at: one for at, one in found.items() if len(shapes[at]) == 3 and shapes[at][0] > 1}
 
 
 def choose_tensors(model: nn.Module, peft: Peft, layers: list[str]) -> list[str]:

@@ -63,7 +63,6 @@ FAST_ENOUGH = 1.5
 BASE = "adapter_base.json"
 """A file beside adapters. It holds the hash of their base model's files, and the relative path to them."""
 _EXPERT = re.compile(r"(.*(?:\bexperts|_moe)\.)(?:\d+\.)?(?:gate_\w+|up_proj|w[13]|in\w+|(down_proj|w2|out\w+))")
-_ROUTER = re.compile(r"(\.gate|\.router|moe\.router\.layer)$")
 TOWERS = re.compile(
     r"^mlp1\.|(^|\.)(vis|vit\.|vit_|video|image|audio|speech|acoustic|semantic|multi_modal|mm_|high_res|vq|embed_(vision|audio)|generation_|view_sep|sam_model|qwen2_model|patch_merg|mlp_AR|perception|ctc_|"
     r"word_timestamp|\w*(connector|aligner|projectors?|perceiver|merger|resampler|siglip))"
@@ -255,9 +254,8 @@ def adapter_shapes(shapes: Shapes, peft: Peft) -> list[tuple[int, ...]]:
         tensor = f"{found[1]}{'down' if found[2] else 'gate_up'}_proj" if (found := _EXPERT.fullmatch(layer)) else ""
         is_matrix = len(shape) == 2 and name not in (SCORE, layer)
         if (is_matrix or (tensor and len(shape) == 3)) and is_chosen(layer, peft, tensor):
-            r = next((r for at, r in ranks.items() if is_at(at, tensor or layer)), peft.r) * (
-                1 if is_matrix else shape[0]
-            )
+            r = next((r for at, r in ranks.items() if is_at(at, tensor or layer)), peft.r)
+            r *= 1 if is_matrix else shape[0]
             gate = f"{layer.replace('.up_proj', '.gate_proj').replace('.w3', '.w1')}.weight"  # shares its first half
             halves = [(r, shape[-1]), (shape[-2], r), *([(shape[0],)] if peft.options.get("use_dora") else [])]
             trained += halves[1:] if tensor and gate != name and gate in shapes else halves
@@ -273,7 +271,7 @@ def is_chosen(layer: str, peft: Peft, tensor: str = "") -> bool:
     leaves_out = any(is_adapted(name, excluded) for name in (tensor or layer, tensor.rpartition(".")[0] or layer))
     if leaves_out or not (peft.experts if joint else is_adapted(layer, peft.target_modules)):
         return False
-    if peft.target_modules == "all-linear" and (TOWERS.search(layer) or _ROUTER.search(layer)):
+    if peft.target_modules == "all-linear" and TOWERS.search(layer):
         return False
     lists = peft.options.get("layers_pattern", "[^.]*")
     found = [re.match(rf"(?:.*?\.)?{name}\.(\d+)\.", layer) for name in ([lists] if isinstance(lists, str) else lists)]
@@ -288,7 +286,7 @@ def is_at(pattern: str, layer: str) -> bool:
 def is_adapted(layer: str, targets: str | Collection[str]) -> bool:
     """Return whether `targets` name the linear layer of this name."""
     if targets == "all-linear":
-        return not re.search(r"embed|lm_head|\bwte\b|\bwpe\b", layer)
+        return not re.search(r"embed|lm_head|\bwte\b|\bwpe\b|\.(gate|router)$|moe\.router\.layer$", layer)
     if isinstance(targets, str):
         return re.fullmatch(targets, layer) is not None  # peft too takes text as a pattern
     return any(ending in targets for ending in _endings(layer))
