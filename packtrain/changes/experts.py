@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from packtrain.changes.liger import why_no_kernels
 from packtrain.changes.spec import NO_GRADIENTS, Change, Proposal, Situation
 from packtrain.errors import UserError
+from packtrain.model.expert_adapters import AdaptedTensor, whole
 from packtrain.model.layers import EXPERTS_KEY, LOOP, can_group
 from packtrain.model.precision import cast_weight
 
@@ -39,7 +40,7 @@ def fuse_experts(model: PreTrainedModel) -> Callable[[], None]:
 
     def run(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         hidden = hidden.to(experts.gate_up_proj.dtype)  # float32 where a proof computes in it; weights follow
-        first, second = (weight.to(hidden.dtype) for weight in (experts.gate_up_proj, experts.down_proj))
+        first, second = (weight.to(hidden.dtype) for weight in map(whole, (experts.gate_up_proj, experts.down_proj)))
         return LigerFusedMoEFunction.apply(hidden, first, second, chosen.int(), weights)
 
     return _compute_by(FUSED, run, model)
@@ -67,7 +68,7 @@ class _InFormat:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.module, name)
-        return cast_weight(value, self.dtype) if isinstance(value, torch.Tensor) else value
+        return cast_weight(cast(Any, value), self.dtype) if isinstance(value, torch.Tensor | AdaptedTensor) else value
 
 
 def _check(situation: Situation) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -27,6 +28,7 @@ from packtrain.config.rules import PEFT_OPTIONS
 from packtrain.config.schema import Peft
 from packtrain.data.tokens.pretrained import check_model_folder
 from packtrain.errors import Problem, UserError, boundary
+from packtrain.model.expert_adapters import choose_tensors, expert_tensors, forward_in_products
 from packtrain.model.towers import towers_of
 from packtrain.model.weights import WeightFiles, let_copy, source_of
 from packtrain.plan.known_model import BASE, check_base, is_adapted, is_at, sampled_hash
@@ -110,21 +112,29 @@ def fit_to_layers(model: PreTrainedModel, peft: Peft) -> Peft:
     from peft.utils import transformers_weight_conversion as conversion
 
     names, absent, odd = [name for name, _ in model.named_modules()], list[tuple[str, str]](), odd_layers(model)
-    excluded, targets = peft.options.get("exclude_modules", []), peft.target_modules
+    excluded, targets, beside = peft.options.get("exclude_modules", []), peft.target_modules, list[str]()
+    tables, parts = conversion._MOE_TARGET_MODULE_MAPPING, {part for name in names for part in name.split(".")}
+    # names that PEFT itself finds in joint tensors: of all-linear, it would adapt experts and lose layers of these names
+    known = tables.get(conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, ""), {})
     towers = towers_of(model) if targets == "all-linear" else []
-    if towers:  # PEFT would shorten the names of all layers together, and then leave the towers' out
-        inside, head = rf"({'|'.join(map(re.escape, towers))})(\..*)?", model.get_output_embeddings()
+    if towers or (known and targets == "all-linear"):  # PEFT would shorten names, and then leave the towers' out
+        inside, head = rf"({'|'.join(map(re.escape, towers or ['-']))})(\..*)?", model.get_output_embeddings()
         layers = [
             name for name, one in model.named_modules() if isinstance(one, (nn.Linear, Conv1D)) and one is not head
         ]
         layers = [name for name in layers if is_adapted(name, targets) and not re.fullmatch(inside, name)]
-        targets = sorted({end if not (end := name.rpartition(".")[2]).isdigit() else name for name in layers} - {*odd})
+        ends = {end if not (end := name.rpartition(".")[2]).isdigit() else name for name in layers} - {*odd, *_HEADS}
+        targets = sorted(ends - {*known})
+        beside = [at for at in layers if at.rpartition(".")[2] in ends - {*targets} and not is_adapted(at, excluded)]
         theirs = [excluded] if isinstance(excluded, str) else [rf"(.*\.)?{re.escape(name)}" for name in excluded]
-        excluded = "|".join([*theirs, inside])
+        excluded = "|".join([*theirs, inside]) if towers else excluded
     elif targets == "all-linear" and odd:
         excluded = rf"{excluded}|(.*\.)?({'|'.join(odd)})" if isinstance(excluded, str) else [*{*excluded, *odd}]
     if (targets, excluded) != (peft.target_modules, peft.options.get("exclude_modules", [])):
         peft = replace(peft, target_modules=targets, options={**peft.options, "exclude_modules": excluded})
+    if tensors := choose_tensors(model, peft, beside):
+        peft = replace(peft, options={**peft.options, "target_parameters": tensors})
+        names += [*expert_tensors(model), *(f"{name}.weight" for name in beside)]
     for key, given in (("target_modules", targets), ("options.exclude_modules", excluded)):
         wanted = [(one, [one]) for one in given] if isinstance(given, list) else [(given, given)]
         absent += [(key, one) for one, by in wanted if not any(is_adapted(name, by) for name in names)]
@@ -133,12 +143,9 @@ def fit_to_layers(model: PreTrainedModel, peft: Peft) -> Peft:
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = peft.options.get(key, {})
         absent += [(f"options.{key}", at) for at in patterns if not any(is_at(at, name) for name in names)]
-    tables, parts = conversion._MOE_TARGET_MODULE_MAPPING, {part for name in names for part in name.split(".")}
-    # names that PEFT itself finds in joint tensors
-    known = tables.get(conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, ""), {})
     joint = joint_tensors(model.named_parameters())
     of_experts = ("experts", "gate_up_proj", *(part for table in tables.values() for part in table)) if joint else ()
-    fixes = dict.fromkeys(of_experts, f"Leave it out: experts are joint tensors ({', '.join(joint)}) without adapters.")
+    fixes = dict.fromkeys(of_experts, f"Leave it out: experts are joint tensors ({', '.join(joint)}): peft.experts.")
     what = f"{type(model).__name__} has no module"
     problems = []
     for key, name in ((key, name) for key, name in absent if name not in known):
@@ -169,8 +176,10 @@ def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores
         with boundary(f"cannot merge the adapters of {folder}", "model.path", code="adapters-not-mergeable"):
             untie_if_adapted(adapted)
             return adapted.merge_and_unload().requires_grad_(True)
-    theirs, ours = adapted.peft_config["default"], _lora_config(fitted, None)
-    names = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+    theirs, ours = cast("LoraConfig", adapted.peft_config["default"]), _lora_config(fitted, None)
+    for one in (theirs, ours):
+        vars(one)["experts"] = any(not name.endswith(".weight") for name in one.target_parameters or ())
+    names = {"experts": "experts", "r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
     names |= {f"options.{name}": name for name in PEFT_OPTIONS if name != "init_lora_weights"}
     for key, name in names.items():
         if (value := getattr(theirs, name)) != (asked := getattr(ours, name)):
@@ -303,7 +312,7 @@ def add_reference(model: PeftModel, folder: str) -> None:
 
 def _ready(adapted: nn.Module, model: PreTrainedModel) -> PreTrainedModel:
     """Prepare `adapted` for training: its layers no longer cast inputs that autocast casts back. Raises UserError if the head is adapted."""
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
@@ -313,6 +322,8 @@ def _ready(adapted: nn.Module, model: PreTrainedModel) -> PreTrainedModel:
         # DoRA computes norms of weights in the input's format
         if isinstance(layer, LoraLayer) and not layer.lora_variant:
             layer._cast_input_dtype = _cast_unless_autocast  # type: ignore[method-assign]
+        if isinstance(layer, ParamWrapper):
+            layer.forward = MethodType(forward_in_products, layer)  # type: ignore[method-assign]
     return cast(PreTrainedModel, adapted)
 
 

@@ -62,6 +62,7 @@ FAST_ENOUGH = 1.5
 """Least speed of a CPU's bfloat16 products, with float32 as 1, for trainer.mixed_precision=fast. The rest of a step gains less."""
 BASE = "adapter_base.json"
 """A file beside adapters. It holds the hash of their base model's files, and the relative path to them."""
+_EXPERT = re.compile(r"(.*(?:\bexperts|_moe)\.)(?:\d+\.)?(?:gate_\w+|up_proj|w[13]|in\w+|(down_proj|w2|out\w+))")
 TOWERS = re.compile(
     r"^mlp1\.|(^|\.)(vis|vit\.|vit_|video|image|audio|speech|acoustic|semantic|multi_modal|mm_|high_res|vq|embed_(vision|audio)|generation_|view_sep|sam_model|qwen2_model|patch_merg|mlp_AR|perception|ctc_|"
     r"word_timestamp|\w*(connector|aligner|projectors?|perceiver|merger|resampler|siglip))"
@@ -247,21 +248,28 @@ def read_layers(sizes: Sizes) -> Layers:
 
 def adapter_shapes(shapes: Shapes, peft: Peft) -> list[tuple[int, ...]]:
     """Return the shapes of LoRA's trained weights: two matrices per adapted layer. DoRA adds magnitudes; modules_to_save are whole."""
-    trained: list[tuple[int, ...]] = []
+    trained, ranks = list[tuple[int, ...]](), peft.options.get("rank_pattern", {})
     for name, shape in shapes.items():
         layer = name.removesuffix(".weight")
-        if name not in (SCORE, layer) and len(shape) == 2 and _is_chosen(layer, peft):
-            r = next((r for at, r in peft.options.get("rank_pattern", {}).items() if is_at(at, layer)), peft.r)
-            trained += [(r, shape[1]), (shape[0], r), *([(shape[0],)] if peft.options.get("use_dora") else [])]
+        tensor = f"{found[1]}{'down' if found[2] else 'gate_up'}_proj" if (found := _EXPERT.fullmatch(layer)) else ""
+        is_matrix = len(shape) == 2 and name not in (SCORE, layer)
+        if (is_matrix or (tensor and len(shape) == 3)) and is_chosen(layer, peft, tensor):
+            r = next((r for at, r in ranks.items() if is_at(at, tensor or layer)), peft.r)
+            r *= 1 if is_matrix else shape[0]
+            gate = f"{layer.replace('.up_proj', '.gate_proj').replace('.w3', '.w1')}.weight"  # shares its first half
+            halves = [(r, shape[-1]), (shape[-2], r), *([(shape[0],)] if peft.options.get("use_dora") else [])]
+            trained += halves[1:] if tensor and gate != name and gate in shapes else halves
         if name == SCORE or any(ending in peft.modules_to_save for ending in _endings(layer.removesuffix(".bias"))):
             trained.append(shape)
     return trained
 
 
-def _is_chosen(layer: str, peft: Peft) -> bool:
-    """Return whether `peft` gives the linear layer of this name an adapter."""
+def is_chosen(layer: str, peft: Peft, tensor: str = "") -> bool:
+    """Return whether `peft` gives the linear layer of this name an adapter, or the `tensor` of experts that has it."""
     excluded, numbers = peft.options.get("exclude_modules", ""), peft.options.get("layers_to_transform")
-    if is_adapted(layer, excluded) or not is_adapted(layer, peft.target_modules):
+    joint = tensor and (peft.experts or peft.target_modules == "all-linear")
+    leaves_out = any(is_adapted(name, excluded) for name in (tensor or layer, tensor.rpartition(".")[0] or layer))
+    if leaves_out or not (peft.experts if joint else is_adapted(layer, peft.target_modules)):
         return False
     if peft.target_modules == "all-linear" and TOWERS.search(layer):
         return False
@@ -278,7 +286,7 @@ def is_at(pattern: str, layer: str) -> bool:
 def is_adapted(layer: str, targets: str | Collection[str]) -> bool:
     """Return whether `targets` name the linear layer of this name."""
     if targets == "all-linear":
-        return not re.search(r"embed|lm_head|\bwte\b|\bwpe\b", layer)
+        return not re.search(r"embed|lm_head|\bwte\b|\bwpe\b|\.(gate|router)$|moe\.router\.layer$", layer)
     if isinstance(targets, str):
         return re.fullmatch(targets, layer) is not None  # peft too takes text as a pattern
     return any(ending in targets for ending in _endings(layer))

@@ -123,11 +123,11 @@ def merged_in(model: Any, trained: dict[str, torch.Tensor], dtype: torch.dtype) 
 
 @torch.no_grad()
 def _add_adapters(model: nn.Module) -> None:
-    """Add the adapters to their bfloat16 layers in float32, then zero them. peft adds adapters of experts in one tensor."""
+    """Add the adapters to their bfloat16 layers in float32, then zero them."""
     layers: list[tuple[str, Any]] = [one for one in model.named_modules() if isinstance(one[1], LoraLayer)]
     for name, layer in layers:
-        for adapter in layer.active_adapters if hasattr(layer.get_base_layer(), "weight") else ():
-            weight = layer.get_base_layer().weight
+        weight = layer.get_param() if hasattr(layer, "get_param") else layer.get_base_layer().weight
+        for adapter in layer.active_adapters:
             weight.data = dithered(weight.float() + layer.get_delta_weight(adapter).float(), 0, name).to(weight.dtype)
             for second in (layer.lora_B, layer.lora_embedding_B):
                 if adapter in second:

@@ -47,7 +47,7 @@ def test_every_type_trains_adapters_by_default(model_type: str) -> None:
     chosen = {*adapted.base_model.targeted_module_names}
     assert chosen and not any(name.startswith(f"{tower}.") for name in chosen for tower in towers)
     if not towers:
-        assert adapted.peft_config["default"].exclude_modules == ODD.get(model_type)
+        assert (adapted.peft_config["default"].exclude_modules or None) == ODD.get(model_type)
     freeze_unreached(adapted, 40, None)
     ids = torch.arange(3, 40)[None]
     logits = adapted(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
@@ -71,7 +71,8 @@ def share(model_type: str, adapted: str) -> str:
     ("model_type", "adapted", "left"),
     [
         ("llama", "_proj", ""),
-        ("qwen3_moe", "_proj mlp.gate.", ""),  # experts and routers, by PEFT's own conversion
+        ("qwen3_moe", "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj", "experts.down_proj, experts.gate_up_proj"),
+        ("deepseek_v3", "self_attn.q_a_proj self_attn.q_b_proj self_attn.kv_a_proj self_attn.kv_b_proj self_attn.o_proj shared_experts mlp.gate_proj mlp.up_proj mlp.down_proj", "experts.down_proj, experts.gate_up_proj"),
         ("gpt_oss", "q_proj.weight k_proj.weight v_proj.weight o_proj.weight", "experts.down_proj, experts.gate_up_proj"),
         ("qwen2_moe", "self_attn.q_proj.w self_attn.k_proj.w self_attn.v_proj.w self_attn.o_proj shared_expert", "experts.down_proj, experts.gate_up_proj"),
         ("dbrx", "Wqkv out_proj router", "mlp.v1, mlp.w1, mlp.w2"),
@@ -81,7 +82,8 @@ def share(model_type: str, adapted: str) -> str:
 def test_the_header_says_which_share_is_adapted_and_that_experts_are_not(model_type, adapted, left):
     said = adapted_share(add_adapters(made(model_type), LORA, 0))  # type: ignore[arg-type]
     kind = "" if model_type == "dbrx" else "experts: "  # its routers have no loss
-    wanted = f", not on {kind}{left}" if left else ""
+    how = "" if model_type in ("dbrx", "jetmoe") else " (peft.experts=true adapts them)"
+    wanted = f", not on {kind}{left}{how}" if left else ""
     if model_type == "jetmoe":
         assert said.endswith(wanted)
     else:
@@ -105,7 +107,7 @@ def test_adapters_that_leave_layers_out_are_trained_further(tmp_path: Path, excl
 @pytest.mark.parametrize(
     ("model_type", "targets", "words"),
     [
-        ("gpt_oss", ["gate_proj"], "joint tensors (experts.down_proj, experts.gate_up_proj) without adapters"),
+        ("gpt_oss", ["gate_proj"], "joint tensors (experts.down_proj, experts.gate_up_proj): peft.experts"),
         ("qwen2_moe", ["experts", "w1"], None),
         ("gpt_oss", ["q_porj"], "Did you mean q_proj?"),
         ("llama", ["gate_porj"], "Did you mean gate_proj?"),

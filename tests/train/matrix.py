@@ -120,6 +120,12 @@ VARIANTS = {
         objectives=("sft",),
         worlds=(*WORLDS[1:], ALONE),
     ),
+    "adapted experts": Variant(
+        both=("model.path={folder}/sparse", *LORA, "peft.experts=true", "model.config.output_router_logits=false"),
+        objectives=("sft", "dpo"),
+        files=ADAPTED,
+        loads="final-merged",
+    ),
     "hybrid": Variant(
         both=("model.path={folder}/hybrid",),
         said="attention  mixers",

@@ -35,6 +35,8 @@ TABLE = r"""
     adapters are trained in place of weights → Name layers of the tower in peft.target_modules, or peft.modules_to_save.
 [fused-experts-sum-in-any-order] model.experts=fused trainer.deterministic
     its kernel adds up gradients of the routers' weights in any order → Choose model.experts=auto.
+[experts-with-dropout] (peft.kind=lora) peft.experts peft.dropout | PEFT drops nothing before experts → Set peft.dropout=0.
+[experts-with-dora] (peft.kind=lora) peft.experts peft.options.use_dora | PEFT has no DoRA for experts → Leave one of them out.
 
 # data
 [no-data] data.train=null|[] | there is nothing to train on → Set it to a file, a folder, or a hub id.
@@ -186,6 +188,7 @@ _KEYS = {
     "model.backend": "model.attention",
     "model.is_base_for_adapters": "model.path",
     "objective.spec": "objective.kind",
+    "peft.options": "peft.options",
     "strategy.spec": "strategy.name",
 }
 """Computed values in conditions, each with the key that decides it."""

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from packtrain.data.dataset import DataReport
 from packtrain.model.adapters import joint_tensors
+from packtrain.model.expert_adapters import expert_tensors
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements, language_layers
 from packtrain.plan.fit import Memory
@@ -155,6 +156,7 @@ def adapted_share(model: PreTrainedModel) -> str:
     share = sum(elements(one) for one in own.values() if id(one) in covered) / sum(map(elements, own.values()))
     left = ", ".join(joint_tensors((name, one) for name, one in own.items() if id(one) not in covered))
     kind = "experts: " if has_routers(base_model(model)) else ""
+    left += " (peft.experts=true adapts them)" if {*map(id, expert_tensors(model).values())} - covered else ""
     return f"{share:.0%} of the weights in layers{f', not on {kind}{left}' if left else ''}"
 
 

@@ -323,6 +323,8 @@ SET = {
     "trainer.samples": "trainer.samples=[hi]",
     "!trainer.resume=auto": "trainer.resume=never",
     "!topology.main_address=null": "topology.main_address=n1",
+    "peft.dropout": "peft.dropout=0.1",
+    "peft.options.use_dora": "peft.options={use_dora: true}",
     "model.backend.by_document": "model.attention=per_document",
     "model.backend.why_not_split": "model.attention=per_document",
     "!model.is_base_for_adapters": "model.path=gone.gguf",
