@@ -196,7 +196,6 @@ def answer_held_out(
     from packtrain.model.load import base_model
     from packtrain.model.spread import Ranks
     from packtrain.packing.pictures import Sight
-    from packtrain.train.measures.due import Deadline
     from packtrain.train.measures.generation import Generator
     from packtrain.train.measures.right_answers import held_out_rows, judged
 
@@ -210,8 +209,8 @@ def answer_held_out(
     asked = held_out_rows({"": documents}, tokenizer, rows, "--generate")
     base, most = base_model(model), run.batch.limits(run.packing.mode)[1] or DEFAULT_ROW_TOKENS
     alone = Ranks(0, 1, base.device)
-    generator = Generator(base, tokenizer, own_attention(base), None, sight, alone, most)
-    made = generator.answers([row.tokens for row in asked], tokens, Deadline(base.device)) or {}
+    generator = Generator(base, tokenizer, own_attention(base), sight, None, alone, most)
+    made = generator.answers([row.tokens for row in asked], tokens) or {}
     answers = [
         {
             "answer": made[number],
