@@ -76,7 +76,8 @@ def held_out_rows(sets: Mapping[str, Any], tokenizer: Any, most: int | None, whe
     for name, documents in sets.items():
         labels = getattr(documents, "labels", None)
         asked = (documents[index] for index in range(len(documents)) if labels is None or labels[index])
-        for prompt, answer in islice(filter(None, map(split_example, asked)), most):
+        found = (split for split in map(split_example, asked) if split and len(split[0].input_ids) > 1)  # else a text
+        for prompt, answer in islice(found, most):
             texts = (str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt.input_ids, answer))
             rows.append(HeldOut(prompt, *texts, name))
     if not rows:
