@@ -32,6 +32,8 @@ def nothing(answer, expected, prompt):
     return None
 def infinite(answer, expected, prompt):
     return float("inf")
+def takes_one(answer):
+    return 1
 def tires(answer, expected, prompt):
     asked.append(answer)
     return 1 / (len(asked) < 12)
@@ -135,7 +137,7 @@ def test_figures_that_take_too_long_are_left_out_with_one_warning(processes: int
     assert run.log.count("trainer.measure_timeout=1e-06") == 1 and "trainer.measured_rows" in run.log
 
 
-@pytest.mark.parametrize("name", ["raises", "nothing", "infinite"])
+@pytest.mark.parametrize("name", ["raises", "nothing", "infinite", "takes_one"])
 def test_a_score_that_fails_ends_the_run_before_step_1(name: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         run_here(tmp_path, config_of(folder, answers=f"{folder}/answer_scores.py:{name}"))
