@@ -18,7 +18,7 @@ from packtrain.train.measures.due import Deadline
 from packtrain.train.measures.generation import ALONE, BATCHED, SHARED, Generator
 
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-LINEAR |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_experts": 4}
+LINEAR |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_experts": 12}
 MODELS = {
     "llama": ({}, SHARED),
     "qwen3": ({}, SHARED),
