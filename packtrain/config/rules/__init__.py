@@ -15,7 +15,7 @@ from packtrain.config.keys import check_resume_despite, keys, suggest
 from packtrain.config.objective import Objective
 from packtrain.config.rules.slurm import check_sbatch, check_secrets
 from packtrain.config.rules.table import check_table
-from packtrain.config.schema import Data, Optim, Peft, RunConfig, Topology, name_sources, sources
+from packtrain.config.schema import Data, Optim, Peft, RunConfig, Topology, Trainer, name_sources, sources
 from packtrain.objectives.spec import OBJECTIVES, names_of_figures
 from packtrain.wording import shortened, speaks_of_secrets
 
@@ -111,6 +111,7 @@ def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_sources(config),
         *_held_out(config.data),
         *_samples(config),
+        *_measured(config.trainer, given),
         *_stages(config.data),
         *_rows(config),
         *_schedule(config.optim),
@@ -181,6 +182,21 @@ def _samples(config: RunConfig) -> Iterator[Fault]:
     elif numbers and config.data.eval is None:
         what, fix = f"there is no example {numbers[0]}: data.eval is null", "Set data.eval, or write the question."
         yield Fault(("trainer.samples",), what, fix, because="data.eval", code="sample-without-eval")
+
+
+def _measured(trainer: Trainer, given: Set[str]) -> Iterator[Fault]:
+    every, evaluated = trainer.measure_every, trainer.eval_every
+    if every and evaluated and every % evaluated:
+        what = f"tasks and answers are measured with evaluations, and {every} is no multiple of {evaluated}"
+        fix = f"Set it to {nearest_multiples(every, evaluated)}."
+        yield Fault(("trainer.measure_every", "trainer.eval_every"), what, fix, code="measured-between-evaluations")
+    for key in sorted(given & {f"trainer.{name}" for name in ("answer_tokens", "measured_rows", "measure_every")}):
+        if not (trainer.answers or trainer.tasks):
+            what, fix = (
+                "it does nothing without trainer.answers or trainer.tasks",
+                "Set one of them, or remove the key.",
+            )
+            yield Fault((key,), what, fix, code="no-measures")
 
 
 def _held_out(data: Data) -> Iterator[Fault]:
