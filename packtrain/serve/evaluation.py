@@ -164,8 +164,7 @@ def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConf
     data = config.data
     if not isinstance(data.eval, int | float):
         data = replace(data, train=[*sources(data.eval, "eval")], streaming=False, stages=[])
-    trainer = replace(config.trainer, max_steps=1, resume="never", samples=[], restarts=0, mirror=None)
-    trainer = replace(trainer, checkpoint_every=None, eval_every=None, early_stop_patience=None)
+    trainer = replace(config.trainer.bare(), max_steps=1, restarts=0)
     optim = replace(config.optim, bf16_rounding="undithered")
     if not config.strategy.spec.steps_in_backward:
         optim = replace(optim, name="sgd")  # it has no states; there is no step

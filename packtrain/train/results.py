@@ -196,10 +196,12 @@ class Summary:
         losses = [line["loss"] for line in state.lines if "loss" in line]
         lines = [line for line in state.lines if "eval_loss" in line]
         evals = {int(line["step"]): line["eval_loss"] for line in lines}
-        best = min((step for step in evals if step > 0), key=lambda step: evals[step], default=None)
-        schedule = self.trainer.steps.schedule
-        stopping_early = status == "done" and self.early and state.best_loss is not None
-        of_final = (line for line in reversed(lines) if not stopping_early or line["eval_loss"] == state.best_loss)
+        schedule, settings = self.trainer.steps.schedule, self.trainer.settings.trainer
+        best_step, best_value = settings.best.of(state.lines) or (None, None)
+        if self.early and state.best_step is not None:  # a resumed run may have another figure than before
+            best_step, best_value = state.best_step, state.best_value
+        stopping_early = status == "done" and self.early and state.best_step is not None
+        of_final = (line for line in reversed(lines) if not stopping_early or line["step"] == best_step)
         kept = {"eval_loss": None, **next(of_final, {})}
         return {
             "status": status,
@@ -209,8 +211,10 @@ class Summary:
             "first_loss": losses[0] if losses else None,
             **{key: value for key, value in kept.items() if key.startswith("eval_")},
             "first_eval_loss": next(iter(evals.values()), None),
-            "best_eval_loss": None if best is None else evals[best],
-            "best_step": best,
+            "best_eval_loss": min((loss for step, loss in evals.items() if step > 0), default=None),
+            "best_by": settings.best_by,
+            "best_value": best_value,
+            "best_step": best_step,
             "tokens": state.tokens,
             "examples": schedule.examples_before(state.step) if feed is None else feed.examples,
             "data_ended": None if feed is None else feed.ended,
@@ -261,8 +265,9 @@ def _losses(summary: Summary, figures: Json) -> list[str]:
     if (last := figures["eval_loss"]) is not None:
         of_sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses_of_sets(figures).items())
         clauses.append(f"held-out loss {figures['first_eval_loss']:.4f} → {last:.4f}{of_sets and f' ({of_sets})'}")
-        if early and state.best_loss is not None:
-            clauses.append(f"the weights are those of step {figures['best_step']}, with the lowest held-out loss")
+        if early and state.best_step is not None:
+            named = figures["best_by"].replace("eval_loss", "held-out loss")
+            clauses.append(f"the weights are those of step {figures['best_step']}, with the {named}")
     spec, first = summary.trainer.loss.objective.spec, next((line for line in state.lines if "eval_loss" in line), {})
     said = [
         figure.moved(first.get(key, figures[key]), figures[key])

@@ -322,7 +322,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     )
     with boundary("the trainer cannot be made", "optim", code="trainer-unusable"):
         loss = prepared.objective.loss(Setup(model, prepared.tokenizer, settings))
-        trainer = StepTrainer(loss, settings, _listeners(run))
+        trainer = StepTrainer(loss, settings, _listeners(run, checkpoint))
     if config.trainer.ledger and loss.document_figures:
         read = partial(RowPlaces, config, data.train.stores) if data.stream is None else lambda: None
         trainer.ledger = Ledger(run.folder.ledger if ranks.main else None, read, log.warn)
@@ -381,14 +381,16 @@ def _dither_of(run: Run, trainer: StepTrainer) -> Dither:
     return dither
 
 
-def _listeners(run: Run) -> list[Listener]:
-    """Make all listeners to the steps."""
+def _listeners(run: Run, checkpoint: Path | None) -> list[Listener]:
+    """Make all listeners to the steps after `checkpoint`."""
     trainer, listeners = run.config.trainer, list[Listener]()
     if run.ranks.main:
         run.trackers = trackers_of(run.config, run.folder, run.log.warn)
         listeners = [MetricsFile(run.folder.metrics, run.log.warn), *run.trackers]
     if trainer.early_stop_patience and trainer.eval_every:
-        listeners.append(EarlyStop(trainer.early_stop_patience, trainer.eval_every, run.log))
+        before = origin_in(checkpoint).get("trainer.best_by", Trainer().best_by) if checkpoint else trainer.best_by
+        since = step_of(checkpoint) if checkpoint and before != trainer.best_by else 0
+        listeners.append(EarlyStop(trainer.early_stop_patience, trainer.best, run.log, since))
     return [*listeners, run.progress]
 
 

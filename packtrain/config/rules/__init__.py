@@ -111,6 +111,7 @@ def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_sources(config),
         *_held_out(config.data),
         *_samples(config),
+        *_best(config),
         *_stages(config.data),
         *_rows(config),
         *_schedule(config.optim),
@@ -181,6 +182,20 @@ def _samples(config: RunConfig) -> Iterator[Fault]:
     elif numbers and config.data.eval is None:
         what, fix = f"there is no example {numbers[0]}: data.eval is null", "Set data.eval, or write the question."
         yield Fault(("trainer.samples",), what, fix, because="data.eval", code="sample-without-eval")
+
+
+def _best(config: RunConfig) -> Iterator[Fault]:
+    """Yield a fault if trainer.best_by names no figure of evaluations. The figures of tasks are known once lm_eval is loaded."""
+    trainer, held_out, key = config.trainer, config.data.eval, ("trainer.best_by",)
+    sets = ["", *(f"{name}_" for name in (held_out if is_mapping(held_out) else ()))]
+    names = ["loss", *(figure.name for figure in config.objective.spec.figures)]
+    known = [f"eval_{name}{figure}" for name in sets for figure in names] + ["eval_answers"] * bool(trainer.answers)
+    if trainer.best_by.partition(" ")[0] not in ("lowest", "highest"):
+        fix = "Write lowest or highest before the name of a figure: lowest eval_loss."
+        yield Fault(key, f"found {trainer.best_by!r}", fix, code="bad-value")
+    elif (named := trainer.best.figure) not in known and not (trainer.tasks and re.match("eval_[^/]+/.", named)):
+        what, fix = f"evaluations have no figure {named!r}", suggest(named, known, f"They have {', '.join(known)}.")
+        yield Fault(key, what, fix, code="no-such-figure")
 
 
 def _held_out(data: Data) -> Iterator[Fault]:

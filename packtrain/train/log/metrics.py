@@ -26,6 +26,7 @@ from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from trl.trainer.utils import get_peak_flops_per_device
 
+from packtrain.config.trainer import Best
 from packtrain.errors import Json
 from packtrain.model.flops import training_flops
 from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits, own_heartbeat
@@ -384,23 +385,33 @@ class TerminalProgress(Listener):
 
 
 class EarlyStop(Listener):
-    """Listener that stops after `patience` evaluations in a row without a lower eval loss.
+    """Listener that stops after `patience` evaluations in a row without a better figure than the best (trainer.best_by).
 
-    Each new best is checkpointed. The evaluation before training does not count: final/ must hold a trained model.
+    Each new best is checkpointed. An evaluation without the figure does not count. Neither does the one before training: final/ must hold a
+    trained model.
     """
 
-    def __init__(self, patience: int, every: int, log: Log) -> None:
-        """`patience` is trainer.early_stop_patience, `every` is trainer.eval_every."""
-        self._patience, self._every, self._log = patience, every, log
+    def __init__(self, patience: int, best: Best, log: Log, since: int = 0) -> None:
+        """`patience` is trainer.early_stop_patience. A resumed run with another figure has had no best until step `since`."""
+        self._patience, self._best, self._log, self._since = patience, best, log, since
+
+    def train_begin(self, state: RunState) -> None:
+        """Forget the best by another figure."""
+        if (state.best_step or self._since + 1) <= self._since:
+            self._log.warn(f"trainer.best_by has changed: the best weights are sought from step {self._since} on")
+            state.best_value = state.best_step = None
+
+    rolled_back = train_begin
 
     def evaluate(self, state: RunState, figures: dict[str, float]) -> None:
         """Keep a new best, or stop the run if the best is too long ago."""
-        if state.step == 0:
+        name, best = self._best.figure, state.best_step or 0
+        if state.step == 0 or name not in figures:
             return
-        if state.best_loss is None or figures["eval_loss"] < state.best_loss:
-            state.best_loss, state.best_step, state.saves = figures["eval_loss"], state.step, True
-        elif (state.step - (state.best_step or 0)) // self._every >= self._patience:
+        if self._best.beats(figures[name], state.best_value):
+            state.best_value, state.best_step, state.saves = figures[name], state.step, True
+        elif sum(name in line and line["step"] > max(best, self._since) for line in state.lines) >= self._patience:
             if not state.stops and state.step < state.last_step:
-                best = f"{state.best_loss:.4f} at step {state.best_step}"
-                self._log.warn(f"stopping early after step {state.step}: the lowest eval loss was {best}")
+                since = f"{state.best_value:.4f} at step {best}" if state.best_value is not None else "no number so far"
+                self._log.warn(f"stopping early after step {state.step}: the best {name} is {since}")
             state.stops = True
