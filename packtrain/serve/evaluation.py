@@ -8,17 +8,16 @@ in its own tokens: the model gets the prompts of its training, for any format of
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -26,7 +25,7 @@ from packtrain.config.compose import load_config
 from packtrain.config.objective import REFERENCES
 from packtrain.config.overrides import assignment
 from packtrain.config.rules.paths_and_packages import is_local, nearest
-from packtrain.config.schema import Model, RunConfig, Tracking, sources
+from packtrain.config.schema import DEFAULT_ROW_TOKENS, Model, RunConfig, Tracking, sources
 from packtrain.config.yaml_files import read_config
 from packtrain.errors import Json, UserError, boundary
 from packtrain.plan.launch_plan import LaunchPlan
@@ -39,10 +38,8 @@ from packtrain.wording import counted, shortened, visible
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from packtrain.data.tokens.cache import Document
+    from packtrain.train.measures.right_answers import Score
 
-Score = Callable[[str, str, str], float]
-"""Score from 0 (wrong) to 1 (right), given the answer, the held-out answer and the prompt."""
 _SHOWN = 3
 """Number of printed answers."""
 
@@ -74,7 +71,9 @@ def evaluate(
     if tasks and find_spec("lm_eval") is None:
         what = "tasks need the package lm_eval (lm-evaluation-harness), which is not installed"
         raise UserError(what, where="--tasks", fix="pip install lm-eval", code="lm-eval-missing")
-    judge = score_of(score)
+    from packtrain.train.measures.right_answers import score_of
+
+    judge = score_of(score, "--score")
     code, figures = held_out_figures(run, execute)
     if code or not figures:  # under another launcher only the first process has them
         return code
@@ -185,43 +184,21 @@ def held_out_figures(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def score_of(spec: str) -> Score:
-    """Return the score that --score names. Raises UserError if it names none."""
-    kind, _, pattern = spec.partition(":")
-    if spec == "exact":
-        return lambda answer, wanted, prompt: float(answer.strip() == wanted.strip())
-    if kind == "regex" and pattern:
-        try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            what = f"{pattern!r} is no pattern: {error}"
-            raise UserError(what, where="--score", fix="See Python's re.", code="bad-pattern") from error
-        return lambda answer, wanted, prompt: float(_found(compiled, answer) == _found(compiled, wanted) is not None)
-    if ":" not in spec or not kind or kind == "regex":
-        fix = "Give exact, regex:PATTERN, or module:function (also FILE.py:function)."
-        raise UserError(f"there is no score {spec!r}", where="--score", fix=fix, code="no-such-score")
-    from packtrain.train.verify.foreign_collator import import_named
-
-    return import_named(spec, "--score")
-
-
-def _found(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the last match: its first group, or all of it."""
-    matches = [*pattern.finditer(text)]
-    return matches[-1][1 if pattern.groups else 0] if matches else None
-
-
 def answer_held_out(
     model: Any, tokenizer: PreTrainedTokenizerBase, run: RunConfig, judge: Score, *, rows: int, tokens: int
 ) -> Json:
     """Answer the first `rows` documents of data.eval, in up to `tokens` tokens each. Return the share of right answers, and the answers."""
+    from packtrain.attention.backends import own_attention
     from packtrain.data.dataset import has_pictures_in
     from packtrain.data.pictures.processor import PictureProcessor, PictureReader
     from packtrain.data.prepare import prepare
     from packtrain.data.tokens.chat_template import give_template
     from packtrain.model.load import base_model
+    from packtrain.model.spread import Ranks
     from packtrain.packing.pictures import Sight
-    from packtrain.train.questions import generate
+    from packtrain.train.measures.due import Deadline
+    from packtrain.train.measures.generation import Generator
+    from packtrain.train.measures.right_answers import held_out_rows, judged
 
     documents = prepare(run.data, tokenizer, run.objective.kind, seed=run.trainer.seed, model=run.model).eval
     sight = None
@@ -230,32 +207,25 @@ def answer_held_out(
         sight = Sight.of(base_model(model), PictureReader(processor), processor.tokens)
     if run.data.chat_template:
         give_template(tokenizer, run.data.chat_template)
-    answers = []
-    for prompt, wanted in _questions(documents, rows):
-        made = generate(model, tokenizer, prompt, tokens, sight)
-        said = (str(tokenizer.decode(part, skip_special_tokens=True)) for part in (wanted, prompt.input_ids))
-        texts = [made, *said]
-        named = dict(zip(("answer", "expected", "prompt"), texts, strict=True))
-        with boundary("the score failed", "--score", code="score-failed"):
-            answers.append({**named, "score": float(judge(*texts))})
-    if not answers:
+    rows_asked = [*islice(held_out_rows(documents, tokenizer), rows)]
+    if not rows_asked:
         what = "no document of data.eval has a prompt"
         raise UserError(what, where="--generate", fix="Give conversations or prompts.", code="no-prompts")
+    base, most = base_model(model), run.batch.limits(run.packing.mode)[1] or DEFAULT_ROW_TOKENS
+    alone = Ranks(0, 1, base.device)
+    generator = Generator(base, tokenizer, own_attention(base), None, sight, alone, most)
+    made = generator.answers([row.tokens for row in rows_asked], tokens, Deadline(base.device)) or {}
+    answers = [
+        {
+            "answer": made[number],
+            "expected": row.expected,
+            "prompt": row.prompt,
+            "score": judged(judge, made[number], row, "--score"),
+        }
+        for number, row in enumerate(rows_asked)
+    ]
     share = sum(answer["score"] for answer in answers) / len(answers)
     return {"rows": len(answers), "share": share, "answers": answers}
-
-
-def _questions(documents: Any, rows: int) -> Iterator[tuple[Document, np.ndarray]]:
-    """Yield prompt and answer ids of the first documents. Labelled answers give only the desirable ones."""
-    from packtrain.train.questions import split_example
-
-    labels = getattr(documents, "labels", None)
-    for index in range(len(documents)):
-        if rows == 0 or not (labels is None or labels[index]):
-            continue  # enough rows, or a bad answer
-        if found := split_example(documents[index]):
-            rows -= 1
-            yield found
 
 
 def run_tasks(tasks: list[str], model: Any, tokenizer: PreTrainedTokenizerBase) -> Json:

@@ -27,7 +27,7 @@ from rich.markup import escape
 from packtrain.attention.backends import deterministic
 from packtrain.attention.kernel_choice import keep_kernels
 from packtrain.changes.spec import proposals
-from packtrain.config.schema import RunConfig, Trainer
+from packtrain.config.schema import DEFAULT_ROW_TOKENS, RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import Json, LostPeers, PacktrainError, UserError, boundary
@@ -60,6 +60,9 @@ from packtrain.train.log.ledger import Ledger
 from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
+from packtrain.train.measures.due import Measures
+from packtrain.train.measures.generation import Generator
+from packtrain.train.measures.right_answers import RightAnswers
 from packtrain.train.objectives.loss import Setup
 from packtrain.train.objectives.training_objective import Start
 from packtrain.train.optim.dither import Dither
@@ -234,6 +237,8 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
         _try_saving(run, ends)
     run.questions = make_questions(config.trainer.samples, tokenizer, config.data.system, data.eval)
     run.before = _answers(run)
+    if config.trainer.answers and not log.evaluates:
+        trainer.measures.append(_measures_of(run))
     begins = f"resuming from {checkpoint.name}" if checkpoint else "evaluating" if log.evaluates else "training"
     with suppress(OSError):  # a later write reports the disk's error
         if ranks.main and (remark := trainer.checkpoints.warning_of_space(config.trainer.checkpoint_every)):
@@ -540,6 +545,16 @@ def _answers(run: Run) -> list[str]:
     with torch.random.fork_rng([run.ranks.device] if run.ranks.device.type == "cuda" else []):
         base, how = base_model(prepared.model), {"attention": prepared.attention, "sight": prepared.sight}
         return answer(base, prepared.tokenizer, run.questions, **how)
+
+
+def _measures_of(run: Run) -> Measures:
+    """Make the measures of trainer.answers. Raises UserError for a score that fails."""
+    config, prepared, trainer = run.config, run.prepared, run.config.trainer
+    most = config.batch.limits(config.packing.mode)[1] or DEFAULT_ROW_TOKENS
+    base, tokenizer, autocast = base_model(prepared.model), prepared.tokenizer, prepared.precision.autocast
+    generator = Generator(base, tokenizer, prepared.attention, autocast, prepared.sight, run.ranks, most)
+    parts = [RightAnswers(trainer, prepared.data.sets, generator, run.log.warn)]
+    return Measures(trainer, run.ranks.device, run.log.warn, parts)
 
 
 def _write_summary(run: Run, summary: dict) -> None:

@@ -15,7 +15,7 @@ from packtrain.config.keys import check_resume_despite, keys, suggest
 from packtrain.config.objective import Objective
 from packtrain.config.rules.slurm import check_sbatch, check_secrets
 from packtrain.config.rules.table import check_table
-from packtrain.config.schema import Data, Optim, Peft, RunConfig, Topology, name_sources, sources
+from packtrain.config.schema import Data, Optim, Peft, RunConfig, Topology, Trainer, name_sources, sources
 from packtrain.objectives.spec import OBJECTIVES, names_of_figures
 from packtrain.wording import shortened, speaks_of_secrets
 
@@ -112,6 +112,7 @@ def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_held_out(config.data),
         *_samples(config),
         *_best(config),
+        *_measured(config.trainer, given),
         *_stages(config.data),
         *_rows(config),
         *_schedule(config.optim),
@@ -184,18 +185,43 @@ def _samples(config: RunConfig) -> Iterator[Fault]:
         yield Fault(("trainer.samples",), what, fix, because="data.eval", code="sample-without-eval")
 
 
+def names_in_evaluations(config: RunConfig) -> list[str]:
+    """Return the names of all figures of evaluations in metrics.jsonl, without those of tasks."""
+    sets = ["", *(f"{name}_" for name in (config.data.eval if is_mapping(config.data.eval) else ()))]
+    figures = [
+        "loss",
+        *(figure.name for figure in config.objective.spec.figures),
+        *["answers"] * bool(config.trainer.answers),
+    ]
+    return [f"eval_{name}{figure}" for name in sets for figure in figures]
+
+
 def _best(config: RunConfig) -> Iterator[Fault]:
     """Yield a fault if trainer.best_by names no figure of evaluations. The figures of tasks are known once lm_eval is loaded."""
-    trainer, held_out, key = config.trainer, config.data.eval, ("trainer.best_by",)
-    sets = ["", *(f"{name}_" for name in (held_out if is_mapping(held_out) else ()))]
-    names = ["loss", *(figure.name for figure in config.objective.spec.figures)]
-    known = [f"eval_{name}{figure}" for name in sets for figure in names] + ["eval_answers"] * bool(trainer.answers)
+    trainer, known, key = config.trainer, names_in_evaluations(config), ("trainer.best_by",)
     if trainer.best_by.partition(" ")[0] not in ("lowest", "highest"):
         fix = "Write lowest or highest before the name of a figure: lowest eval_loss."
         yield Fault(key, f"found {trainer.best_by!r}", fix, code="bad-value")
     elif (named := trainer.best.figure) not in known and not (trainer.tasks and re.match("eval_[^/]+/.", named)):
         what, fix = f"evaluations have no figure {named!r}", suggest(named, known, f"They have {', '.join(known)}.")
         yield Fault(key, what, fix, code="no-such-figure")
+
+
+def _measured(trainer: Trainer, given: Set[str]) -> Iterator[Fault]:
+    every, evaluated = trainer.measure_every, trainer.eval_every
+    if every and evaluated and every % evaluated:
+        what = f"tasks and answers are measured with evaluations, and {every} is no multiple of {evaluated}"
+        fix = f"Set it to {nearest_multiples(every, evaluated)}."
+        yield Fault(("trainer.measure_every", "trainer.eval_every"), what, fix, code="measured-between-evaluations")
+    users = {"answer_tokens": trainer.answers}
+    users |= dict.fromkeys(("measured_rows", "measure_every", "measure_timeout"), trainer.answers or trainer.tasks)
+    for key, user in users.items():
+        if f"trainer.{key}" in given and not user:
+            what, fix = (
+                "it does nothing without trainer.answers or trainer.tasks",
+                "Set one of them, or remove the key.",
+            )
+            yield Fault((f"trainer.{key}",), what, fix, code="no-measures")
 
 
 def _held_out(data: Data) -> Iterator[Fault]:

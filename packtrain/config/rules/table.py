@@ -112,6 +112,19 @@ TABLE = r"""
     the length of the run is set twice, in steps and in epochs → Keep one of them.
 [reward-writes-none] trainer.samples (objective.spec.scores)
     a reward model scores answers, and writes none → Remove the key.
+[reward-writes-none] trainer.answers (objective.spec.scores)
+    a reward model scores answers, and writes none → Remove the key.
+[reward-writes-none] trainer.tasks (objective.spec.scores)
+    a reward model scores answers, and writes none → Remove the key.
+[nothing-to-evaluate] trainer.tasks because (data.eval=null)
+    tasks are measured with evaluations of data.eval → Set it to a source, or to a fraction such as 0.05.
+[answers-of-labels] trainer.answers (objective.spec.examples=answers)
+    its figure eval_answers is the number of held-out answers here
+    → Remove the key, and measure afterwards: packtrain eval RUN --generate 20.
+[nothing-to-evaluate] trainer.answers because (data.eval=null)
+    there is nothing to evaluate on → Set data.eval to a source, or to a fraction such as 0.05.
+[measured-without-evaluations] trainer.measure_every because (trainer.eval_every=null)
+    tasks and answers are measured with evaluations → Set trainer.eval_every.
 [nothing-to-evaluate] trainer.eval_every because (data.eval=null)
     there is nothing to evaluate on → Set data.eval to a source, or to a fraction such as 0.05.
 [early-stop-without-eval] trainer.early_stop_patience because (data.eval=null)

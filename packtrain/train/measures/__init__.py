@@ -1,0 +1,1 @@
+"""Figures of tasks and of generated answers, measured with evaluations."""
