@@ -71,6 +71,7 @@ def evaluate(
     if tasks and find_spec("lm_eval") is None:
         what = "tasks need the package lm_eval (lm-evaluation-harness), which is not installed"
         raise UserError(what, where="--tasks", fix="pip install lm-eval", code="lm-eval-missing")
+    from packtrain.train.measures.harness import load_tasks, run_tasks
     from packtrain.train.measures.right_answers import score_of
 
     judge = score_of(score, "--score")
@@ -85,7 +86,8 @@ def evaluate(
             made = answer_held_out(*loaded, run, judge, rows=rows, tokens=tokens)
             report["generated"] = {"score": score, **made}
         if loaded and tasks:
-            report["tasks"] = run_tasks(tasks, *loaded)
+            with boundary("lm_eval failed", "--tasks", code="lm-eval-failed"):
+                report["tasks"] = run_tasks(load_tasks(tasks, "--tasks"), *loaded)["results"]
     if as_json:
         print(json.dumps(finite(report), indent=2, default=str))
     else:
@@ -226,13 +228,3 @@ def answer_held_out(
     ]
     share = sum(answer["score"] for answer in answers) / len(answers)
     return {"rows": len(answers), "share": share, "answers": answers}
-
-
-def run_tasks(tasks: list[str], model: Any, tokenizer: PreTrainedTokenizerBase) -> Json:
-    """Run tasks of lm-evaluation-harness; return results by name. Raises UserError if it fails, or knows no such task."""
-    with boundary("lm_eval failed", "--tasks", "lm-eval ls tasks shows those that there are.", code="lm-eval-failed"):
-        from lm_eval import simple_evaluate  # type: ignore[import-not-found]
-        from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
-
-        loaded = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1 if model.device.type == "cpu" else "auto")
-        return dict((simple_evaluate(model=loaded, tasks=tasks) or {})["results"])

@@ -60,8 +60,9 @@ from packtrain.train.log.ledger import Ledger
 from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
-from packtrain.train.measures.due import Measures
+from packtrain.train.measures.due import MeasuredPart, Measures
 from packtrain.train.measures.generation import Generator
+from packtrain.train.measures.harness import HarnessTasks, check_best, load_tasks
 from packtrain.train.measures.right_answers import RightAnswers
 from packtrain.train.objectives.loss import Setup
 from packtrain.train.objectives.training_objective import Start
@@ -97,6 +98,7 @@ class Run:
     prepared: Prepared = field(init=False)
     questions: list[Question] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
+    tasks: Json = field(default_factory=dict)
     trackers: list[Tracker] = field(default_factory=list)
     closing: ExitStack = field(default_factory=ExitStack)
 
@@ -223,6 +225,9 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     for remark in remarks if ranks.main and not log.evaluates else ():
         log.warn(remark)
 
+    if config.trainer.tasks and not log.evaluates:
+        run.tasks = load_tasks(config.trainer.tasks, "trainer.tasks")
+        check_best(config, run.tasks)
     preparation.load(prepared)
     take_sight(prepared)
     base, scores = base_model(prepared.model), config.objective.spec.scores
@@ -237,7 +242,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
         _try_saving(run, ends)
     run.questions = make_questions(config.trainer.samples, tokenizer, config.data.system, data.eval)
     run.before = _answers(run)
-    if config.trainer.answers and not log.evaluates:
+    if (config.trainer.answers or run.tasks) and not log.evaluates:
         trainer.measures.append(_measures_of(run))
     begins = f"resuming from {checkpoint.name}" if checkpoint else "evaluating" if log.evaluates else "training"
     with suppress(OSError):  # a later write reports the disk's error
@@ -548,12 +553,16 @@ def _answers(run: Run) -> list[str]:
 
 
 def _measures_of(run: Run) -> Measures:
-    """Make the measures of trainer.answers. Raises UserError for a score that fails."""
+    """Make the measures of trainer.answers and trainer.tasks. Raises UserError for a score that fails."""
     config, prepared, trainer = run.config, run.prepared, run.config.trainer
     most = config.batch.limits(config.packing.mode)[1] or DEFAULT_ROW_TOKENS
     base, tokenizer, autocast = base_model(prepared.model), prepared.tokenizer, prepared.precision.autocast
     generator = Generator(base, tokenizer, prepared.attention, autocast, prepared.sight, run.ranks, most)
-    parts = [RightAnswers(trainer, prepared.data.sets, generator, run.log.warn)]
+    parts: list[MeasuredPart] = []
+    if trainer.answers:
+        parts.append(RightAnswers(trainer, prepared.data.sets, generator, run.log.warn))
+    if run.tasks:
+        parts.append(HarnessTasks(run.tasks, trainer.measured_rows, generator))
     return Measures(trainer, run.ranks.device, run.log.warn, parts)
 
 
