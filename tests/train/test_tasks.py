@@ -77,3 +77,38 @@ def test_any_number_of_ranks_measures_the_same_and_trains_as_without(
         assert other == pytest.approx(one, rel=1e-4)
     weights = [load_file(one.folder / "final" / "model.safetensors") for one in (alone, without)]
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[1])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_when_the_time_is_over_figures_are_left_out_and_training_goes_on(
+    processes: int, strategy: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("lm_eval")
+    config = config_of(tmp_path, measure_timeout=1e-3)
+    run = train(tmp_path, config, f"strategy={strategy}", processes=processes)
+    assert run.summary["steps"] == 4 and figures(run) == [{}, {}, {}]
+    assert run.log.count("figures are left out") == 1 and "trainer.measured_rows" in run.log
+
+
+def test_fewer_rows_than_ranks_are_measured_by_all_of_them(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    config = config_of(tmp_path, measured_rows=2)
+    alone, several = train(tmp_path, config, name="alone"), train(tmp_path, config, processes=3, name="several")
+    assert figures(alone)[0] and figures(several) == [pytest.approx(one, rel=1e-4) for one in figures(alone)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "advice"),
+    [
+        (["trainer.tasks=[choise.yaml]"], "no-such-task", "lm-eval ls tasks"),
+        (["trainer.tasks=[gsm8,hellaswagg]"], "no-such-task", "gsm8k"),
+        (["trainer.best_by=highest eval_choice/ac", "trainer.early_stop_patience=2"], "no-such-figure", "choice/acc"),
+    ],
+)
+def test_what_no_task_has_is_refused_before_the_model_is_loaded(
+    overrides: list[str], code: str, advice: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("lm_eval")
+    refused = packtrain("sft", written(tmp_path, config_of(tmp_path)), *overrides, expect=2).stderr
+    assert f"[{code}]" in refused and advice in refused and "precision " not in refused
