@@ -62,6 +62,10 @@ class Figure:
         return f"{self.words} {'' if self.unit == 'percent' else f'{self.written(first)} → '}{self.written(last)}{note}"
 
 
+RIGHT_ANSWERS = Figure("answers", "right answers", unit="percent", headline=True)
+"""The figure of trainer.answers, in evaluations of any objective."""
+
+
 def head_chunk(vocabulary: int, width: int, device_bytes: int) -> int:
     """Return the number of tokens whose logits exist at once on a GPU.
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from packtrain import wording
 from packtrain.inspect.rendering import percent
-from packtrain.objectives.spec import Examples
+from packtrain.objectives.spec import RIGHT_ANSWERS, Examples
 from packtrain.report.run_record import Json, Metrics, RunRecord, harmless
 from packtrain.run_folder import losses_of_sets
 
@@ -235,10 +235,11 @@ def figures_of(runs: Sequence[RunRecord]) -> list[tuple[Drawing, list[Curve]]]:
         for key in [key for key in keys if key.startswith(f"{HELD_OUT}{name}_")]:
             del keys[key]
             by_set.setdefault(key.removeprefix(f"{HELD_OUT}{name}_"), {})[key] = name
+    units = {figure.name: figure.unit for run in runs for figure in run.figures}
     of_sets = [
-        Drawing(key, names, "Held-out sets", noisy=False)
+        Drawing(key, names, "Held-out sets", units.get(key, "number"), noisy=False)
         for key, names in by_set.items()
-        if HELD_OUT + key not in _NOT_DRAWN
+        if key in units or HELD_OUT + key not in _NOT_DRAWN
     ]
     drawings += [*of_sets, of_data, *(Drawing(key, {key: key}, "More") for key in keys if key not in held_out)]
     return [(drawing, curves) for drawing in drawings if (curves := list(_curves(drawing, runs)))]
@@ -257,6 +258,8 @@ def _of_objectives(runs: Sequence[RunRecord]) -> list[Drawing]:
 def _curves(drawing: Drawing, runs: Sequence[RunRecord]) -> Iterator[Curve]:
     for number, run in enumerate(runs):
         for base, (key, label) in enumerate(drawing.keys.items()):
+            if key == RIGHT_ANSWERS.name and RIGHT_ANSWERS not in run.figures:
+                continue  # a count of answers
             for prefix in ("", HELD_OUT):
                 if len(run.metrics.points(prefix + key)[0]):
                     held_out = "held out" if len(drawing.keys) == 1 else f"{label}, held out"

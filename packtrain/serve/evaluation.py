@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,7 +197,6 @@ def answer_held_out(
     from packtrain.model.load import base_model
     from packtrain.model.spread import Ranks
     from packtrain.packing.pictures import Sight
-    from packtrain.train.measures.due import Deadline
     from packtrain.train.measures.generation import Generator
     from packtrain.train.measures.right_answers import held_out_rows, judged
 
@@ -209,14 +207,11 @@ def answer_held_out(
         sight = Sight.of(base_model(model), PictureReader(processor), processor.tokens)
     if run.data.chat_template:
         give_template(tokenizer, run.data.chat_template)
-    rows_asked = [*islice(held_out_rows(documents, tokenizer), rows)]
-    if not rows_asked:
-        what = "no document of data.eval has a prompt"
-        raise UserError(what, where="--generate", fix="Give conversations or prompts.", code="no-prompts")
+    asked = held_out_rows({"": documents}, tokenizer, rows, "--generate")
     base, most = base_model(model), run.batch.limits(run.packing.mode)[1] or DEFAULT_ROW_TOKENS
     alone = Ranks(0, 1, base.device)
-    generator = Generator(base, tokenizer, own_attention(base), None, sight, alone, most)
-    made = generator.answers([row.tokens for row in rows_asked], tokens, Deadline(base.device)) or {}
+    generator = Generator(base, tokenizer, own_attention(base), sight, None, alone, most)
+    made = generator.answers([row.tokens for row in asked], tokens) or {}
     answers = [
         {
             "answer": made[number],
@@ -224,7 +219,7 @@ def answer_held_out(
             "prompt": row.prompt,
             "score": judged(judge, made[number], row, "--score"),
         }
-        for number, row in enumerate(rows_asked)
+        for number, row in enumerate(asked)
     ]
     share = sum(answer["score"] for answer in answers) / len(answers)
     return {"rows": len(answers), "share": share, "answers": answers}

@@ -1,24 +1,17 @@
-"""Questions to the model with their pictures, and its answers.
-
-trainer.samples and `packtrain eval --generate` ask them.
-"""
+"""Questions to the model with their pictures: trainer.samples, and rows of data.eval."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from packtrain.attention.backends import attention_of
 from packtrain.data.tokens.cache import Document
 from packtrain.errors import UserError
-from packtrain.monitor.heartbeat import progress
-from packtrain.packing.pictures import Sight
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,49 +93,3 @@ def _show(prompt: Document, tokenizer: PreTrainedTokenizerBase) -> str:
         frame, text = [part.strip() for part in frame], text.strip()  # a picture's first token may hold a line's end
         text = text.removeprefix(frame[0]).removesuffix(frame[-1]) if text.startswith(frame[0]) else text
     return re.sub("|".join(map(re.escape, tokenizer.all_special_tokens)), "", text).strip()
-
-
-def answer(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    questions: Sequence[Question],
-    *,
-    attention: str,
-    sight: Sight | None = None,
-) -> list[str]:
-    """Return greedy answers of at most 64 tokens.
-
-    `attention`: the model's original implementation. `sight`: for prompts with pictures.
-    """
-    answers, training = [], model.training
-    model.eval()
-    # trainer.torch_compile would compile layers again for every length of the cache
-    with attention_of(model, attention), torch.compiler.set_stance("force_eager"):
-        for question in questions:
-            progress()
-            answers.append(generate(model, tokenizer, question.document, 64, sight).strip())
-    model.train(training)
-    return answers
-
-
-@torch.no_grad()
-def generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Document,
-    tokens: int,
-    sight: Sight | None = None,
-) -> str:
-    """Return the greedy answer to a prompt, in at most `tokens` tokens. `sight`: for prompts with pictures."""
-    ids = torch.tensor(prompt.input_ids[None].astype(np.int64), device=model.device)
-    seen = sight.see([prompt], [np.arange(ids.shape[1])], *ids.shape).arguments if sight and prompt.pictures else {}
-    seen.pop("position_ids", None)  # the model makes its own, which go on in the answer
-    output = cast(Any, model).generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=tokenizer.pad_token_id,
-        **{name: values.to(model.device) for name, values in seen.items()},
-    )
-    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))

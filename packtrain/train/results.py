@@ -32,6 +32,7 @@ from packtrain.model.adapters import untie_if_adapted
 from packtrain.model.load import base_model, dequantized_in, load_model
 from packtrain.model.save import complete, weights_at_least
 from packtrain.model.spread import loading_whole
+from packtrain.objectives.spec import RIGHT_ANSWERS
 from packtrain.plan.known_model import base_of
 from packtrain.plan.surroundings import command_of, find_converter
 from packtrain.proof.choice import AttentionChoice
@@ -276,6 +277,8 @@ def _losses(summary: Summary, figures: Json) -> list[str]:
     ]
     if said:
         clauses.append(f"of {figures[f'eval_{spec.examples}']:,} held-out {spec.examples}: {', '.join(said)}")
+    if summary.trainer.settings.trainer.answers and (last := figures.get("eval_answers")) is not None:
+        clauses.append(RIGHT_ANSWERS.moved(0, last))
     return clauses
 
 

@@ -41,6 +41,7 @@ from packtrain.model.save import end_answers_at, mend_generation_config, try_sav
 from packtrain.model.spread import Ranks, machines_of, open_strategy
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
+from packtrain.objectives.spec import RIGHT_ANSWERS
 from packtrain.packing.feed import Feed
 from packtrain.plan.fit import Memory
 from packtrain.plan.memory import Found, possible_policies
@@ -60,8 +61,8 @@ from packtrain.train.log.ledger import Ledger
 from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
-from packtrain.train.measures.due import MeasuredPart, Measures
-from packtrain.train.measures.generation import Generator
+from packtrain.train.measures.due import Measures, Part
+from packtrain.train.measures.generation import ALONE, Generator
 from packtrain.train.measures.harness import HarnessTasks, check_best, load_tasks
 from packtrain.train.measures.right_answers import RightAnswers
 from packtrain.train.objectives.loss import Setup
@@ -70,7 +71,7 @@ from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.weight_groups import freeze_unreached, reduce_unreached
 from packtrain.train.preflight import find_largest, make_changes
 from packtrain.train.preparation import Prepared
-from packtrain.train.questions import Question, answer, make_questions
+from packtrain.train.questions import Question, make_questions
 from packtrain.train.run_state import Listener, LoopSettings, RunState, StopRequest
 from packtrain.train.sight import exhibits_of, picture_batch, take_sight
 from packtrain.train.spikes import SpikeRules
@@ -148,7 +149,9 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None, finish
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
-    progress = TerminalProgress(log, config.objective.spec.headlines)
+    progress = TerminalProgress(
+        log, [*config.objective.spec.headlines, *[RIGHT_ANSWERS][: bool(config.trainer.answers)]]
+    )
     run = Run(config, ranks, peers, folder, log, StopRequest(config.topology.grace), progress)
     with run.closing:
         return _train(run, *_prepare(run, started), finish, started)
@@ -544,26 +547,28 @@ def _describe_data(run: Run, data: PreparedData) -> None:
 
 def _answers(run: Run) -> list[str]:
     """Answer trainer.samples without touching the random state. Only the main process answers if it has the whole model."""
-    prepared = run.prepared
     if not (run.questions and (run.ranks.main or run.ranks.sharded)):
         return []
-    with torch.random.fork_rng([run.ranks.device] if run.ranks.device.type == "cuda" else []):
-        base, how = base_model(prepared.model), {"attention": prepared.attention, "sight": prepared.sight}
-        return answer(base, prepared.tokenizer, run.questions, **how)
+    generator = replace(_generator_of(run, replace(run.ranks, rank=0, world_size=1)), way=ALONE)
+    made = generator.answers([question.document for question in run.questions], 64) or {}
+    return [made[number].strip() for number in range(len(run.questions))]
+
+
+def _generator_of(run: Run, ranks: Ranks) -> Generator:
+    config, prepared = run.config, run.prepared
+    if ranks.sharded and prepared.sight:  # ranks make the same calls, also of towers: all answer everything
+        ranks = replace(ranks, rank=0, world_size=1)
+    most = config.batch.limits(config.packing.mode)[1] or DEFAULT_ROW_TOKENS
+    base, autocast = base_model(prepared.model), prepared.precision.autocast
+    return Generator(base, prepared.tokenizer, prepared.attention, prepared.sight, autocast, ranks, most)
 
 
 def _measures_of(run: Run) -> Measures:
     """Make the measures of trainer.answers and trainer.tasks. Raises UserError for a score that fails."""
-    config, prepared, trainer = run.config, run.prepared, run.config.trainer
-    most = config.batch.limits(config.packing.mode)[1] or DEFAULT_ROW_TOKENS
-    base, tokenizer, autocast = base_model(prepared.model), prepared.tokenizer, prepared.precision.autocast
-    generator = Generator(base, tokenizer, prepared.attention, autocast, prepared.sight, run.ranks, most)
-    parts: list[MeasuredPart] = []
-    if trainer.answers:
-        parts.append(RightAnswers(trainer, prepared.data.sets, generator, run.log.warn))
-    if run.tasks:
-        parts.append(HarnessTasks(run.tasks, trainer.measured_rows, generator))
-    return Measures(trainer, run.ranks.device, run.log.warn, parts)
+    trainer, warn, generator = run.config.trainer, run.log.warn, _generator_of(run, run.ranks)
+    parts = [RightAnswers(trainer, run.prepared.data.sets, generator, warn)] if trainer.answers else list[Part]()
+    parts += [HarnessTasks(run.tasks, trainer.measured_rows, generator, run.ranks)] if run.tasks else []
+    return Measures(trainer, run.ranks.device, warn, parts)
 
 
 def _write_summary(run: Run, summary: dict) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from here import run_here
+from here import ALONE, run_here
 from running import Run, assert_same_bits, base_config, conversations, packtrain, train, write_jsonl, written
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,7 +22,8 @@ from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
 from packtrain.packing.collate import IGNORE, shifted_labels
 from packtrain.train import loader
-from packtrain.train.questions import answer, make_questions
+from packtrain.train.measures.generation import Generator
+from packtrain.train.questions import make_questions
 from tests.train import forked
 
 
@@ -103,9 +104,8 @@ def test_samples_are_asked_with_the_system_prompt_of_the_config() -> None:
     said = {}
     for template, system in ((turns, None), (turns, "Be brief."), (f"system: Be brief.\n{turns}", None)):
         tokenizer.chat_template = template
-        said[template, system] = answer(
-            model, tokenizer, make_questions(["river"], tokenizer, system, None), attention="sdpa"
-        )
+        (question,) = make_questions(["river"], tokenizer, system, None)
+        said[template, system] = Generator(model, tokenizer, "sdpa", None, None, ALONE).answers([question.document], 64)
     without, with_prompt, by_hand = said.values()
     assert with_prompt == by_hand != without
 

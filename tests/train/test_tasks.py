@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Run, base_config, conversations, joined, packtrain, train, write_jsonl, written
+from running import Run, base_config, conversations, packtrain, train, write_jsonl, written
 from safetensors.torch import load_file
 
 QUESTIONS = ["window", "paper", "river", "garden", "stone"]

@@ -30,7 +30,7 @@ from packtrain.config.trainer import Best
 from packtrain.errors import Json
 from packtrain.model.flops import training_flops
 from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits, own_heartbeat
-from packtrain.objectives.spec import Figure
+from packtrain.objectives.spec import RIGHT_ANSWERS, Figure
 from packtrain.packing.collate import to_device
 from packtrain.run_folder import losses_of_sets
 from packtrain.system import write_text
@@ -381,7 +381,7 @@ class TerminalProgress(Listener):
         """Return the headlines of an evaluation in words. All are 0 of a policy that still equals its reference: nothing is said."""
         known = {one: line[key] for one in self._headlines if (key := f"eval_{one.name}") in line}
         words = [f"  {one.words} {one.written(value)}" for one, value in known.items()]
-        return "".join(words) if any(known.values()) else ""
+        return "".join(words) if any(known.values()) or RIGHT_ANSWERS in known else ""
 
 
 class EarlyStop(Listener):

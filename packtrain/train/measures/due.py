@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
@@ -30,42 +29,30 @@ class Deadline:
         return max_over_ranks(self.is_over(), self.device) > 0
 
 
-class MeasuredPart(Protocol):
-    """A part of the measures: answers, or tasks. `advice` says how it takes less time."""
-
-    advice: str
-
-    def measure(self, state: RunState, deadline: Deadline) -> dict[str, float] | None:
-        """Return figures by name. None if the time is over. Every rank calls it; all return the same."""
-        ...
+Part = Callable[[Deadline], dict[str, float] | None]
 
 
 @dataclass(slots=True)
 class Measures(Measure):
-    """Parts with one time limit, trainer.measure_timeout. Figures that are not ready then are left out."""
+    """Answers and tasks with one time limit. Figures that are not ready then are left out.
+
+    Every rank calls a part, and gets the same figures by name; None if the time is over.
+    """
 
     trainer: Trainer
     device: torch.device
     say: Callable[[str], None]
-    parts: Sequence[MeasuredPart]
-    _warned: set[str] = field(default_factory=set[str])
-
-    def is_due(self, state: RunState) -> bool:
-        """Return whether figures are due: every trainer.measure_every, and before and after all steps."""
-        every = self.trainer.measure_every or 1
-        return state.step % every == 0 or state.step >= state.last_step or state.stops
+    parts: Sequence[Part]
+    warned: bool = False
 
     def figures(self, state: RunState) -> dict[str, float]:
-        """See Measure."""
-        found = dict[str, float]()
-        deadline = Deadline(self.device, time.monotonic() + self.trainer.measure_timeout)
-        for part in self.parts if self.is_due(state) else ():
-            measured = part.measure(state, deadline)
-            found |= measured or {}
-            if measured is None and part.advice not in self._warned:
-                self._warned.add(part.advice)
-                limit = f"trainer.measure_timeout={self.trainer.measure_timeout:g}"
-                self.say(
-                    f"figures are left out after step {state.step}: they take longer than {limit} s; {part.advice}"
-                )
-        return found
+        """See Measure. Figures are due every trainer.measure_every, and before and after all steps."""
+        every, limit_s = self.trainer.measure_every or 1, self.trainer.measure_timeout
+        due = state.step % every == 0 or state.step >= state.last_step or state.stops
+        deadline = Deadline(self.device, time.monotonic() + limit_s)
+        found = [part(deadline) for part in self.parts] if due else []
+        if None in found and not self.warned:
+            self.warned = True
+            what = f"figures are left out after step {state.step}: trainer.measure_timeout={limit_s:g} s was over"
+            self.say(f"{what}; lower trainer.measured_rows or trainer.answer_tokens, or raise trainer.measure_every")
+        return {name: value for part in found for name, value in (part or {}).items()}

@@ -1,13 +1,12 @@
-"""Batched greedy generation, spread over the ranks of a run.
+"""Greedy generation in batches, spread over the ranks of a run.
 
-Prompts are sorted by length and padded on the left. The tokens that all prompts of a batch begin with run once: their keys and values
-are copied to the columns where the padded rows have them. So all distances between tokens are those of the padded rows. A measurement
-before the first batch decides whether a model gives such rows the scores of prompts alone; else prompts run one at a time.
+Prompts are padded on the left. The beginning that all prompts of a batch have in common runs once; its keys and values are copied to the
+columns where the padded rows have them, so that all distances between tokens stay. Before the first batch a measurement decides whether
+this model gives such rows the scores of prompts alone. Else it answers them one at a time.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,45 +27,36 @@ from packtrain.packing.segments import Segments
 from packtrain.proof.comparison import difference, evaluating, has_routers, tolerance_of
 from packtrain.proof.isolation import random_ids
 from packtrain.train.measures.due import Deadline
-from packtrain.train.questions import generate
 
-_WAYS = "with their common beginning once", "in batches", "one at a time"
-_SHARED, _BATCHED, _ALONE = range(len(_WAYS))
+SHARED, BATCHED, ALONE = range(3)
+"""Ways to run prompts: with their common beginning once, in batches, one at a time."""
 _LEAST_SHARED = 8
 """Fewest common tokens that run apart."""
-_MEASURED_TOKENS = 4
+_MEASURED = 4
+"""Tokens of the answers that are compared."""
 
 
 @dataclass(slots=True)
 class Generator:
-    """Greedy answers of a model. `attention`: the model's original implementation. `most`: token slots of a batch.
+    """Greedy answers of a model. `attention`: its original implementation. `most`: token slots of a batch.
 
-    `way` is an index of _WAYS, None until it is measured.
+    `sight`: for prompts with pictures. `way`: SHARED, BATCHED or ALONE; None until it is measured.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     attention: str
-    autocast: torch.dtype | None
     sight: Sight | None
+    autocast: torch.dtype | None
     ranks: Ranks
-    most: int
+    most: int = 0
     way: int | None = None
 
-    @property
-    def _cache_name(self) -> str:
-        """The name of the argument, which transformers 5.24 changed."""
-        return "cache" if "cache" in inspect.signature(type(self.model).forward).parameters else "past_key_values"
-
-    def answers(self, prompts: Sequence[Document], tokens: int, deadline: Deadline) -> dict[int, str] | None:
-        """Return this rank's answers, of at most `tokens` tokens, by number of the prompt. None on all ranks if the time is over.
-
-        Every rank calls it. Sharded weights need the same number of calls on all ranks: a rank without a batch repeats another's, and
-        with pictures all ranks run all batches.
-        """
-        rank, world = self.ranks.rank, self.ranks.world_size
-        together = self.ranks.sharded and any(prompt.pictures for prompt in prompts)
-        made = dict[int, str]()
+    def answers(
+        self, prompts: Sequence[Document], tokens: int, deadline: Deadline | None = None
+    ) -> dict[int, str] | None:
+        """Return this rank's answers, of at most `tokens` tokens, by number of the prompt. None on all ranks if the time is over."""
+        rank, world, made = self.ranks.rank, self.ranks.world_size, dict[int, str]()
         with (
             torch.no_grad(),
             evaluating(self.model, self.autocast),
@@ -75,117 +65,105 @@ class Generator:
         ):
             self.way = self._measure_way() if self.way is None else self.way
             batches = self._batches(prompts, tokens)
-            for first in range(0, len(batches), 1 if together else world):
-                at = first + (0 if together else rank)
-                numbers = batches[at] if at < len(batches) else batches[-1] if self.ranks.sharded else []
-                answers = self._answer([prompts[number] for number in numbers], tokens, deadline)
-                if at < len(batches):
-                    made |= dict(zip(numbers, answers, strict=True))
-                if deadline.is_over_anywhere():
+            for first in range(0, len(batches), world):
+                own = batches[first + rank] if first + rank < len(batches) else []
+                # with sharded weights all ranks make the same calls
+                if ran := own or (batches[-1] if self.ranks.sharded else []):
+                    answers = self._answer([prompts[number] for number in ran], tokens, deadline)
+                    made |= dict(zip(own, answers, strict=False))
+                if deadline is not None and deadline.is_over_anywhere():
                     return None
-        return {number: made[number] for number in made if not together or number % world == rank}
+        return made
 
     def _batches(self, prompts: Sequence[Document], tokens: int) -> list[list[int]]:
-        """Return numbers of prompts: the longest first, pictures alone."""
-        batches, longest = list[list[int]](), 0
+        """Return the numbers of the prompts, longest first. Pictures run alone."""
+        batches, slots = list[list[int]](), 0
         for number in sorted(range(len(prompts)), key=lambda number: -len(prompts[number].input_ids)):
-            alone = self.way == _ALONE or bool(prompts[number].pictures)
-            if batches and longest and not alone and (len(batches[-1]) + 1) * (longest + tokens) <= self.most:
+            alone = self.way == ALONE or bool(prompts[number].pictures)
+            if alone or not slots or (len(batches[-1]) + 1) * slots > self.most:
+                batches.append([number])
+                slots = 0 if alone else len(prompts[number].input_ids) + tokens
+            else:
                 batches[-1].append(number)
-                continue
-            batches.append([number])
-            longest = 0 if alone else len(prompts[number].input_ids)
         return batches
 
-    def _answer(self, prompts: Sequence[Document], tokens: int, deadline: Deadline) -> list[str]:
-        progress()
-        if len(prompts) == 1 and prompts[0].pictures:
-            return [generate(self.model, self.tokenizer, prompts[0], tokens, self.sight)]
-        if not prompts:
-            return []
-        rows = [prompt.input_ids for prompt in prompts]
-
+    def _answer(self, prompts: Sequence[Document], tokens: int, deadline: Deadline | None) -> list[str]:
         def stops(ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
             progress()
-            return torch.full((len(ids),), deadline.is_over(), device=ids.device)
+            return torch.full((len(ids),), deadline is not None and deadline.is_over(), device=ids.device)
 
-        made = self._generate(rows, tokens, shared=self.way == _SHARED, stopping_criteria=[stops])
+        rows, seen = [prompt.input_ids for prompt in prompts], dict[str, torch.Tensor]()
+        if self.sight and prompts[0].pictures:
+            seen = self.sight.see(prompts, [np.arange(len(rows[0]))], 1, len(rows[0])).arguments
+            seen.pop("position_ids", None)  # the model makes its own, which go on in the answer
+        seen = {name: values.to(self.model.device) for name, values in seen.items()}
+        made = self._generate(rows, tokens, shared=self.way == SHARED, stopping_criteria=[stops], **seen)
         longest = max(map(len, rows))
         return [str(self.tokenizer.decode(row[longest:], skip_special_tokens=True)) for row in made]
 
-    def _generate(self, rows: Sequence[np.ndarray], tokens: int, *, shared: bool, **how: Any) -> Any:
-        """Run transformers' generation on the left-padded rows."""
-        longest, pad, device = max(map(len, rows)), self.tokenizer.pad_token_id or 0, self.model.device
-        padded = [np.pad(row.astype(np.int64), (longest - len(row), 0), constant_values=pad) for row in rows]
-        mask = [np.pad(np.ones(len(row), np.int64), (longest - len(row), 0)) for row in rows]
+    def _generate(self, rows: Sequence[np.ndarray], tokens: int, *, shared: bool = False, **how: Any) -> Any:
+        """Run transformers' generation on the padded rows."""
+        longest, pad, model = max(map(len, rows)), self.tokenizer.pad_token_id, self.model
+        ids = torch.full((len(rows), longest), pad or 0, device=model.device)
+        mask = torch.zeros_like(ids)
+        for number, row in enumerate(rows):
+            ids[number, longest - len(row) :] = torch.from_numpy(row.astype(np.int64))
+            mask[number, longest - len(row) :] = 1
         if shared and (cache := self._begin(rows)) is not None:
-            how[self._cache_name] = cache
-        model: Any = self.model
-        return model.generate(
-            input_ids=torch.tensor(np.stack(padded), device=device),
-            attention_mask=torch.tensor(np.stack(mask), device=device),
-            max_new_tokens=tokens,
-            do_sample=False,
-            pad_token_id=self.tokenizer.pad_token_id,
-            **how,
+            how["past_key_values"] = cache
+        generate: Any = model.generate
+        return generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=pad, **how
         )
 
     def _begin(self, rows: Sequence[np.ndarray]) -> DynamicCache | None:
         """Run the common beginning of `rows` once. Return its keys and values in the columns of the padded rows."""
-        most, longest = min(map(len, rows)), max(map(len, rows))
-        differs = np.any(np.stack([row[:most] for row in rows]) != rows[0][:most], axis=0)
+        shortest, longest = min(map(len, rows)), max(map(len, rows))
+        differs = np.any([row[:shortest] != rows[0][:shortest] for row in rows], axis=0)
         common = min(int(np.argmax([*differs, True])), longest - 1) if len(rows) > 1 else 0
         common = common if common >= _LEAST_SHARED else 0
         if not (max_over_ranks(common, self.model.device) if self.ranks.sharded else common):
             return None
-        cache, model = DynamicCache(config=self.model.config), self.model
-        ids = torch.tensor(rows[0][None, : max(common, 1)].astype(np.int64), device=model.device)
-        kept: dict[str, Any] = {"use_cache": True, self._cache_name: cache}
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), **kept)
+        cache = DynamicCache(config=self.model.config)
+        self._generate([rows[0][: common or 1]], 1, past_key_values=cache)
         if not common:
             return None
-        shifts = [longest - len(row) for row in rows]
+        if any(type(layer) is not DynamicLayer for layer in cache.layers):
+            raise NotImplementedError("the cache has windows or states")
         for layer in cache.layers:
-            if type(layer) is not DynamicLayer:
-                raise ValueError("a window, or a state of another kind")
             for name in ("keys", "values"):
-                own = getattr(layer, name)
-                setattr(layer, name, torch.cat([F.pad(own, (0, 0, shift, 0))[:, :, :common] for shift in shifts]))
+                shifted = (F.pad(getattr(layer, name), (0, 0, longest - len(row), 0)) for row in rows)
+                setattr(layer, name, torch.cat([own[:, :, :common] for own in shifted]))
         return cache
 
     def _measure_way(self) -> int:
-        """Return the fastest way whose scores are those of prompts alone, the same on all ranks."""
-        if rotates_by_length(self.model):
-            return _ALONE
+        """Return the first way with the scores of prompts alone, in short answers to random prompts. All ranks get the same."""
         ids, other = random_ids(self.model, Segments((32,)))
         rows = [np.concatenate([ids[:12], tail]) for tail in (ids[12:], other[:3], other[3:20])]
-        way = next(way for way in range(len(_WAYS)) if way == _ALONE or self._is_exact(rows, shared=way == _SHARED))
+        ways = () if rotates_by_length(self.model) else (SHARED, BATCHED)
+        way = next((way for way in ways if self._is_exact(rows, shared=way == SHARED)), ALONE)
         return max_over_ranks(way, self.model.device)
 
-    def _scores(self, rows: Sequence[np.ndarray], *, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens [rows, steps] and their scores, float32 [rows, steps, vocabulary], of a short answer to each row."""
-        how = {"min_new_tokens": _MEASURED_TOKENS, "return_dict_in_generate": True, "output_scores": True}
-        made = self._generate(rows, _MEASURED_TOKENS, shared=shared, **how)
-        scores = torch.stack(made.scores, dim=1).float()
-        return made.sequences[:, -_MEASURED_TOKENS:], scores.masked_fill(scores.isinf(), 0)
-
-    def _is_exact(self, rows: list[np.ndarray], *, shared: bool) -> bool:
+    def _is_exact(self, rows: Sequence[np.ndarray], *, shared: bool) -> bool:
         """Return whether rows together have the scores of each alone, up to the first other token."""
         dtype = self.autocast or self.model.dtype
-        tolerance = tolerance_of(dtype, routed=has_routers(self.model)).outputs
         statistic = torch.mean if dtype.itemsize < 4 else torch.max
+        tolerance, off = tolerance_of(dtype, routed=has_routers(self.model)).outputs, list[float]()
         try:
-            together = self._scores(rows, shared=shared)
-            for number, row in enumerate(rows):
-                (tokens, scores), (expected_tokens, expected) = (
-                    [part[at] for part in found]
-                    for found, at in ((together, number), (self._scores([row], shared=False), 0))
-                )
-                same = int((tokens == expected_tokens).int().cumprod(0).sum()) + 1
-                if not difference(scores[:same], expected[:same], statistic=statistic) <= tolerance:
-                    return False
-            return True
+            for row, (tokens, scores) in zip(rows, self._scores(rows, shared=shared), strict=True):
+                ((wanted, expected),) = self._scores([row])
+                same = int((tokens == wanted).int().cumprod(0).sum()) + 1
+                off.append(difference(scores[:same], expected[:same], statistic=statistic))
         except torch.OutOfMemoryError:
             raise
         except Exception:  # models refuse such calls with exceptions of every type
             return False
+        return max(off) <= tolerance
+
+    def _scores(self, rows: Sequence[np.ndarray], *, shared: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the tokens of a short answer to each row, and their scores [tokens, vocabulary]."""
+        made = self._generate(
+            rows, _MEASURED, shared=shared, min_new_tokens=_MEASURED, return_dict_in_generate=True, output_scores=True
+        )
+        scores = torch.stack(made.scores, dim=1).float()
+        return [*zip(made.sequences[:, -_MEASURED:], scores.masked_fill(scores.isinf(), 0), strict=True)]

@@ -24,12 +24,12 @@ from packtrain.config.keys import suggest
 from packtrain.config.rules import names_in_evaluations
 from packtrain.config.schema import RunConfig
 from packtrain.errors import Json, PacktrainError, Problem, UserError, boundary
+from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import progress, waiting
 from packtrain.proof.comparison import evaluating
 from packtrain.system import holding
 from packtrain.train.measures.due import Deadline
 from packtrain.train.measures.generation import Generator
-from packtrain.train.run_state import RunState
 
 _REQUESTS = "loglikelihood", "loglikelihood_rolling", "generate_until"
 _LIST = "lm-eval ls tasks shows those that there are."
@@ -107,11 +107,11 @@ class HarnessTasks:
     loaded: Json
     rows: int | None
     generator: Generator
-    advice: str = "lower trainer.measured_rows, or raise trainer.measure_every"
+    ranks: Ranks
 
-    def measure(self, state: RunState, deadline: Deadline) -> dict[str, float] | None:
-        """See MeasuredPart."""
-        own, ranks = self.generator, self.generator.ranks
+    def __call__(self, deadline: Deadline) -> dict[str, float] | None:
+        """Return the figures. See Measures."""
+        own, ranks = self.generator, self.ranks
         fewest = min(len(task.eval_docs) for task in self.loaded["tasks"].values())
         spread = not ranks.sharded and ranks.world_size <= min(fewest, self.rows or fewest)
 

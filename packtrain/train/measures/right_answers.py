@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from accelerate.utils import gather_object
 
@@ -17,20 +17,21 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.train.measures.due import Deadline
 from packtrain.train.measures.generation import Generator
 from packtrain.train.questions import split_example
-from packtrain.train.run_state import RunState
 from packtrain.train.verify.foreign_collator import import_named
 from packtrain.wording import first_line
 
 Score = Callable[[str, str, str], float]
 """Score from 0 (wrong) to 1 (right), given the answer, the held-out answer and the prompt."""
+_KEY = "trainer.answers"
 
 
 class HeldOut(NamedTuple):
-    """Prompt of a row of data.eval, in tokens and as text, and its `expected` answer."""
+    """Prompt of a row of data.eval, in tokens and as text, and its `expected` answer. `set_name`: in data.eval, or ""."""
 
     tokens: Document
     prompt: str
     expected: str
+    set_name: str
 
 
 def score_of(spec: str, where: str) -> Score:
@@ -66,62 +67,52 @@ def judged(score: Score, answer: str, row: HeldOut, where: str) -> float:
     return value
 
 
-def held_out_rows(documents: Any, tokenizer: Any) -> Iterator[HeldOut]:
-    """Yield the documents with a prompt. Labelled answers give only the desirable ones."""
-    labels = getattr(documents, "labels", None)
-    for index in range(len(documents)):
-        if (labels is None or labels[index]) and (found := split_example(documents[index])):
-            texts = (str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (found[0].input_ids, found[1]))
-            yield HeldOut(found[0], *texts)
+def held_out_rows(sets: Mapping[str, Any], tokenizer: Any, most: int | None, where: str) -> list[HeldOut]:
+    """Return the first `most` rows with a prompt of each set. Labelled answers give only the desirable ones.
+
+    Raises UserError, at the option or key `where`, if there are none.
+    """
+    rows = list[HeldOut]()
+    for name, documents in sets.items():
+        labels = getattr(documents, "labels", None)
+        asked = (documents[index] for index in range(len(documents)) if labels is None or labels[index])
+        for prompt, answer in islice(filter(None, map(split_example, asked)), most):
+            texts = (str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt.input_ids, answer))
+            rows.append(HeldOut(prompt, *texts, name))
+    if not rows:
+        what = "no document of data.eval has a prompt"
+        raise UserError(what, where=where, fix="Give conversations or prompts.", code="no-prompts")
+    return rows
 
 
 class RightAnswers:
-    """Share of right answers over all held-out rows (`answers`), and over each named set (`NAME_answers`)."""
-
-    advice = "lower trainer.measured_rows or trainer.answer_tokens, or raise trainer.measure_every"
+    """Share of right answers to all held-out rows (`answers`), and to each named set (`NAME_answers`)."""
 
     def __init__(
         self, trainer: Trainer, sets: Mapping[str, Any], generator: Generator, say: Callable[[str], None]
     ) -> None:
-        """Take the first trainer.measured_rows of each of the `sets`. Raises UserError if the score fails on the first of them."""
-        where = "trainer.answers"
-        self._judge, self._tokens = score_of(trainer.answers or "exact", where), trainer.answer_tokens
-        self._generator, self._say = generator, say
-        found = (
-            (name, row)
-            for name, documents in sets.items()
-            for row in islice(held_out_rows(documents, generator.tokenizer), trainer.measured_rows)
-        )
-        self._names, self._rows = cast(
-            "tuple[tuple[str, ...], tuple[HeldOut, ...]]", tuple(zip(*found, strict=True)) or ((), ())
-        )
-        if not self._rows:
-            what = "no document of data.eval has a prompt"
-            raise UserError(what, where=where, fix="Give conversations or prompts.", code="no-prompts")
-        judged(self._judge, self._rows[0].expected, self._rows[0], where)
+        """Ask trainer.measured_rows of each set. Raises UserError if the score fails on the first held-out answer."""
+        self._judge = score_of(trainer.answers or "exact", _KEY)
+        self._rows = held_out_rows(sets, generator.tokenizer, trainer.measured_rows, _KEY)
+        self._generator, self._tokens, self._say = generator, trainer.answer_tokens, say
+        judged(self._judge, self._rows[0].expected, self._rows[0], _KEY)
 
-    def measure(self, state: RunState, deadline: Deadline) -> dict[str, float] | None:
-        """See MeasuredPart. A score that fails before step 1 ends the run, later its figures are left out."""
+    def __call__(self, deadline: Deadline) -> dict[str, float] | None:
+        """Return the figures; {} with a warning if the score fails. See Measures."""
         made = self._generator.answers([row.tokens for row in self._rows], self._tokens, deadline)
         if made is None:
             return None
-        scores, failure = list[tuple[int, float]](), ""
+        failure, scores = "", dict[int, float]()
         try:
-            scores = [
-                (row, judged(self._judge, answer, self._rows[row], "trainer.answers")) for row, answer in made.items()
-            ]
+            scores = {number: judged(self._judge, answer, self._rows[number], _KEY) for number, answer in made.items()}
         except UserError as error:
             failure = first_line(error)
-        with waiting("the answers of all ranks"):
-            gathered = gather_object([(scores, failure)])
-        if failures := [failure for _, failure in gathered if failure]:
-            if state.step == 0:
-                raise UserError(failures[0], where="trainer.answers", code="score-failed")
-            self._say(f"eval_answers is left out after step {state.step}: {failures[0]}")
+        with waiting("the scores of all ranks"):
+            gathered = gather_object([(failure, scores)])
+        if failures := [failure for failure, _ in gathered if failure]:
+            self._say(f"eval_answers is left out: {failures[0]}")
             return {}
-        values = dict(sorted(pair for part, _ in gathered for pair in part))
-        figures = {"answers": sum(values.values()) / len(values)}
-        for name in dict.fromkeys(filter(None, self._names)):
-            own = [values[row] for row, set_name in enumerate(self._names) if set_name == name]
-            figures[f"{name}_answers"] = sum(own) / len(own)
-        return figures
+        values = {number: score for _, part in gathered for number, score in part.items()}
+        names = {"": "answers"} | {row.set_name: f"{row.set_name}_answers" for row in self._rows if row.set_name}
+        of_set = {name: [n for n, row in enumerate(self._rows) if name in ("", row.set_name)] for name in names}
+        return {names[name]: sum(values[n] for n in own) / len(own) for name, own in of_set.items()}
