@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from packtrain.config.objective import advanced, key
 
 Checkpointing = Literal["auto", "none", "every_4", "every_3", "selective", "every_2", "full"]
-MEASURING = ("tasks", "answers", "answer_tokens", "measured_rows", "measure_every", "measure_timeout")
-
-
-@dataclass(slots=True, frozen=True)
-class Best:
-    """Figure that decides which evaluation is the best, and whether higher values are better."""
-
-    figure: str
-    highest: bool
-
-    def beats(self, value: float, other: float | None) -> bool:
-        """Return whether `value` is a number, and better than `other`. Equal values are not."""
-        return math.isfinite(value) and (other is None or (value > other if self.highest else value < other))
-
-    def of(self, lines: Sequence[Mapping[str, Any]]) -> tuple[int, float] | None:
-        """Return step and value of the best evaluation among logged `lines`, without the one before training."""
-        best = None
-        for line in lines:
-            if line["step"] > 0 and self.beats(line.get(self.figure, math.nan), best and best[1]):
-                best = int(line["step"]), float(line[self.figure])
-        return best
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -133,13 +110,8 @@ class Trainer:
     )
 
     def bare(self) -> Trainer:
-        """Return these settings without checkpoints and measurements, for runs that keep nothing."""
+        """Return these settings without checkpoints, measurements and samples."""
         plain: dict[str, Any] = dict.fromkeys(("mirror", "checkpoint_every", "eval_every", "early_stop_patience"))
-        plain |= {name: getattr(Trainer(), name) for name in ("best_by", "samples", *MEASURING)}
+        measures = ("tasks", "answers", "answer_tokens", "measured_rows", "measure_every", "measure_timeout")
+        plain |= {name: getattr(Trainer(), name) for name in ("best_by", "samples", *measures)}
         return replace(self, resume="never", **plain)
-
-    @property
-    def best(self) -> Best:
-        """The figure and the order in `best_by`."""
-        order, _, figure = self.best_by.partition(" ")
-        return Best(figure, order == "highest")

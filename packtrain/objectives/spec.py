@@ -66,6 +66,18 @@ RIGHT_ANSWERS = Figure("answers", "right answers", unit="percent", headline=True
 """The figure of trainer.answers, in evaluations of any objective."""
 
 
+def task_figures(keys: Iterable[str], known: Iterable[Figure]) -> list[Figure]:
+    """Return the figures TASK/METRIC of trainer.tasks among `keys` of metrics.jsonl, beside `known` ones of an objective."""
+    others, figures = tuple(figure.name for figure in known), list[Figure]()
+    for key in keys:
+        if re.match("eval_.+/", key) and not key.endswith(others):
+            task, metric = key.removeprefix("eval_").rsplit("/", 1)
+            share = re.match("acc|exact_match|pass@", metric)  # those that are always shares
+            unit = "percent" if share else "number"
+            figures.append(Figure(f"{task}/{metric}", f"{task} {metric}", unit=unit, headline=True))
+    return figures
+
+
 def head_chunk(vocabulary: int, width: int, device_bytes: int) -> int:
     """Return the number of tokens whose logits exist at once on a GPU.
 

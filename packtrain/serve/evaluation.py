@@ -86,7 +86,8 @@ def evaluate(
             report["generated"] = {"score": score, **made}
         if loaded and tasks:
             with boundary("lm_eval failed", "--tasks", code="lm-eval-failed"):
-                report["tasks"] = run_tasks(load_tasks(tasks, "--tasks"), *loaded)["results"]
+                batch = 1 if loaded[0].device.type == "cpu" else "auto"
+                report["tasks"] = run_tasks(load_tasks(tasks, "--tasks"), *loaded, batch=batch)["results"]
     if as_json:
         print(json.dumps(finite(report), indent=2, default=str))
     else:

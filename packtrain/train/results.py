@@ -32,7 +32,7 @@ from packtrain.model.adapters import untie_if_adapted
 from packtrain.model.load import base_model, dequantized_in, load_model
 from packtrain.model.save import complete, weights_at_least
 from packtrain.model.spread import loading_whole
-from packtrain.objectives.spec import RIGHT_ANSWERS
+from packtrain.objectives.spec import RIGHT_ANSWERS, task_figures
 from packtrain.plan.known_model import base_of
 from packtrain.plan.surroundings import command_of, find_converter
 from packtrain.proof.choice import AttentionChoice
@@ -197,12 +197,11 @@ class Summary:
         losses = [line["loss"] for line in state.lines if "loss" in line]
         lines = [line for line in state.lines if "eval_loss" in line]
         evals = {int(line["step"]): line["eval_loss"] for line in lines}
-        schedule, settings = self.trainer.steps.schedule, self.trainer.settings.trainer
-        best_step, best_value = settings.best.of(state.lines) or (None, None)
-        if self.early and state.best_step is not None:  # a resumed run may have another figure than before
-            best_step, best_value = state.best_step, state.best_value
-        stopping_early = status == "done" and self.early and state.best_step is not None
-        of_final = (line for line in reversed(lines) if not stopping_early or line["step"] == best_step)
+        lowest = min((step for step in evals if step > 0), key=lambda step: evals[step], default=None)
+        best = state.best_step if self.early else lowest
+        schedule = self.trainer.steps.schedule
+        stopping_early = status == "done" and self.early and best is not None
+        of_final = (line for line in reversed(lines) if not stopping_early or line["step"] == best)
         kept = {"eval_loss": None, **next(of_final, {})}
         return {
             "status": status,
@@ -212,10 +211,10 @@ class Summary:
             "first_loss": losses[0] if losses else None,
             **{key: value for key, value in kept.items() if key.startswith("eval_")},
             "first_eval_loss": next(iter(evals.values()), None),
-            "best_eval_loss": min((loss for step, loss in evals.items() if step > 0), default=None),
-            "best_by": settings.best_by,
-            "best_value": best_value,
-            "best_step": best_step,
+            "best_eval_loss": None if lowest is None else evals[lowest],
+            "best_by": self.trainer.settings.trainer.best_by,
+            "best_value": state.best_value,
+            "best_step": best,
             "tokens": state.tokens,
             "examples": schedule.examples_before(state.step) if feed is None else feed.examples,
             "data_ended": None if feed is None else feed.ended,
@@ -277,8 +276,10 @@ def _losses(summary: Summary, figures: Json) -> list[str]:
     ]
     if said:
         clauses.append(f"of {figures[f'eval_{spec.examples}']:,} held-out {spec.examples}: {', '.join(said)}")
-    if summary.trainer.settings.trainer.answers and (last := figures.get("eval_answers")) is not None:
-        clauses.append(RIGHT_ANSWERS.moved(0, last))
+    measured = [RIGHT_ANSWERS] if summary.trainer.settings.trainer.answers else []
+    for figure in (*measured, *task_figures(figures, spec.figures)):
+        if (key := f"eval_{figure.name}") in figures:
+            clauses.append(figure.moved(first.get(key, figures[key]), figures[key]))
     return clauses
 
 

@@ -61,9 +61,9 @@ from packtrain.train.log.ledger import Ledger
 from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
-from packtrain.train.measures.due import Measures, Part
+from packtrain.train.measures.due import Measures
 from packtrain.train.measures.generation import ALONE, Generator
-from packtrain.train.measures.harness import HarnessTasks, check_best, load_tasks
+from packtrain.train.measures.harness import HarnessTasks, load_tasks
 from packtrain.train.measures.right_answers import RightAnswers
 from packtrain.train.objectives.loss import Setup
 from packtrain.train.objectives.training_objective import Start
@@ -149,9 +149,7 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None, finish
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
-    progress = TerminalProgress(
-        log, [*config.objective.spec.headlines, *[RIGHT_ANSWERS][: bool(config.trainer.answers)]]
-    )
+    progress = TerminalProgress(log, [*config.objective.spec.figures, *[RIGHT_ANSWERS][: bool(config.trainer.answers)]])
     run = Run(config, ranks, peers, folder, log, StopRequest(config.topology.grace), progress)
     with run.closing:
         return _train(run, *_prepare(run, started), finish, started)
@@ -230,7 +228,6 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
 
     if config.trainer.tasks and not log.evaluates:
         run.tasks = load_tasks(config.trainer.tasks, "trainer.tasks")
-        check_best(config, run.tasks)
     preparation.load(prepared)
     take_sight(prepared)
     base, scores = base_model(prepared.model), config.objective.spec.scores
@@ -403,7 +400,7 @@ def _listeners(run: Run, checkpoint: Path | None) -> list[Listener]:
     if trainer.early_stop_patience and trainer.eval_every:
         before = origin_in(checkpoint).get("trainer.best_by", Trainer().best_by) if checkpoint else trainer.best_by
         since = step_of(checkpoint) if checkpoint and before != trainer.best_by else 0
-        listeners.append(EarlyStop(trainer.early_stop_patience, trainer.best, run.log, since))
+        listeners.append(EarlyStop(trainer.early_stop_patience, trainer.best_by, run.log, since))
     return [*listeners, run.progress]
 
 
@@ -566,9 +563,9 @@ def _generator_of(run: Run, ranks: Ranks) -> Generator:
 def _measures_of(run: Run) -> Measures:
     """Make the measures of trainer.answers and trainer.tasks. Raises UserError for a score that fails."""
     trainer, warn, generator = run.config.trainer, run.log.warn, _generator_of(run, run.ranks)
-    parts = [RightAnswers(trainer, run.prepared.data.sets, generator, warn)] if trainer.answers else list[Part]()
-    parts += [HarnessTasks(run.tasks, trainer.measured_rows, generator, run.ranks)] if run.tasks else []
-    return Measures(trainer, run.ranks.device, warn, parts)
+    answers = [RightAnswers(trainer, run.prepared.data.sets, generator, warn)] if trainer.answers else []
+    tasks = [HarnessTasks(run.tasks, trainer.measured_rows, generator, run.ranks)] if run.tasks else []
+    return Measures(trainer, run.ranks.device, warn, [*answers, *tasks])
 
 
 def _write_summary(run: Run, summary: dict) -> None:

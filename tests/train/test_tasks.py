@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from here import run_here
 from running import Run, base_config, conversations, packtrain, train, write_jsonl, written
 from safetensors.torch import load_file
+
+from packtrain.errors import UserError
+from tests.train import forked
+
+STAND_IN = Path(__file__).parent / "stand_in_harness"
 
 QUESTIONS = ["window", "paper", "river", "garden", "stone"]
 TASK = """
@@ -63,6 +72,60 @@ def figures(run: Run) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if "/" in key} for line in run.evals]
 
 
+def beside_harness(*given: Any) -> None:
+    """The command, which finds a stand-in for lm_eval."""
+    sys.path.insert(0, str(STAND_IN))
+    forked.run(*given)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """lm_eval is the stand-in, for this test alone."""
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
+            del sys.modules[name]
+
+    forget()
+    monkeypatch.syspath_prepend(STAND_IN)
+    yield
+    forget()
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_figures_of_tasks_are_everywhere_and_training_is_as_without(tmp_path: Path) -> None:
+    by_tasks = {"best_by": "lowest eval_words/score", "early_stop_patience": 9}
+    config = config_of(tmp_path, tasks=["words"], measure_every=4, **by_tasks)
+    run, names = run_here(tmp_path, config), ["eval_words/score", "eval_words/acc"]
+    assert [[*line] for line in figures(run)] == [names, [], names]
+    assert run.evals[0][names[0]] != run.evals[-1][names[0]] > 0
+    summary = run.summary
+    assert summary["best_step"] == 4 and summary["best_value"] == summary[names[0]] == run.evals[-1][names[0]]
+    assert run.log.count("words acc 25.0%") == 3  # two evaluations, and the end
+    packtrain("report", str(run.folder), "-o", str(tmp_path / "page.html"))
+    page = (tmp_path / "page.html").read_text()
+    assert "words acc" in page and "lowest eval_words/score" in page
+    plain = ("trainer.tasks=[]", "trainer.measure_every=null", "trainer.best_by=lowest eval_loss")
+    without = run_here(tmp_path, config, *plain, name="without")
+    assert run.losses == without.losses and figures(without) == [{}, {}, {}]
+    weights = [one.weights("checkpoints/step-000004") for one in (run, without)]
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[1])
+    files = [one.folder / "final" / "tokenizer_config.json" for one in (run, without)]
+    assert files[0].read_text() == files[1].read_text()  # lm_eval names a padding token
+    unknown = config_of(tmp_path, tasks=["words"], best_by="highest eval_words/scores", early_stop_patience=9)
+    with pytest.raises(UserError, match="eval_words/score"):
+        run_here(tmp_path, unknown, name="unknown")
+
+
+def test_a_run_with_tasks_needs_lm_eval_and_held_out_rows(tmp_path: Path) -> None:
+    path = written(tmp_path, config_of(tmp_path))
+    if find_spec("lm_eval") is None:
+        refused = packtrain("sft", path, expect=2).stderr
+        assert "[lm-eval-missing]" in refused and "pip install lm-eval" in refused
+    refused = packtrain("sft", path, "data.eval=null", "trainer.tasks=[words]", expect=2, begin=beside_harness).stderr
+    assert "[nothing-to-evaluate]" in refused and "trainer.tasks" in refused
+
+
 @pytest.mark.parametrize(("processes", "strategy"), [(2, "ddp"), (3, "ddp"), (2, "fsdp2"), (2, "zero3")])
 def test_any_number_of_ranks_measures_the_same_and_trains_as_without(
     processes: int, strategy: str, tmp_path: Path
@@ -103,7 +166,6 @@ def test_fewer_rows_than_ranks_are_measured_by_all_of_them(tmp_path: Path) -> No
     [
         (["trainer.tasks=[choise.yaml]"], "no-such-task", "lm-eval ls tasks"),
         (["trainer.tasks=[gsm8,hellaswagg]"], "no-such-task", "gsm8k"),
-        (["trainer.best_by=highest eval_choice/ac", "trainer.early_stop_patience=2"], "no-such-figure", "choice/acc"),
     ],
 )
 def test_what_no_task_has_is_refused_before_the_model_is_loaded(

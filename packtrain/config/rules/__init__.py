@@ -185,26 +185,23 @@ def _samples(config: RunConfig) -> Iterator[Fault]:
         yield Fault(("trainer.samples",), what, fix, because="data.eval", code="sample-without-eval")
 
 
-def names_in_evaluations(config: RunConfig) -> list[str]:
-    """Return the names of all figures of evaluations in metrics.jsonl, without those of tasks."""
-    sets = ["", *(f"{name}_" for name in (config.data.eval if is_mapping(config.data.eval) else ()))]
+def _best(config: RunConfig) -> Iterator[Fault]:
+    """Yield a fault if trainer.best_by names no figure of evaluations. Figures of tasks are known at the first one."""
+    trainer, key = config.trainer, ("trainer.best_by",)
     figures = [
         "loss",
         *(figure.name for figure in config.objective.spec.figures),
-        *["answers"] * bool(config.trainer.answers),
+        *["answers"][: bool(trainer.answers)],
     ]
-    return [f"eval_{name}{figure}" for name in sets for figure in figures]
-
-
-def _best(config: RunConfig) -> Iterator[Fault]:
-    """Yield a fault if trainer.best_by names no figure of evaluations. The figures of tasks are known once lm_eval is loaded."""
-    trainer, known, key = config.trainer, names_in_evaluations(config), ("trainer.best_by",)
-    if trainer.best_by.partition(" ")[0] not in ("lowest", "highest"):
+    sets = ["", *(f"{name}_" for name in (config.data.eval if is_mapping(config.data.eval) else ()))]
+    known = [f"eval_{name}{figure}" for name in sets for figure in figures]
+    order, _, named = trainer.best_by.partition(" ")
+    if order not in ("lowest", "highest"):
         fix = "Write lowest or highest before the name of a figure: lowest eval_loss."
         yield Fault(key, f"found {trainer.best_by!r}", fix, code="bad-value")
-    elif (named := trainer.best.figure) not in known and not (trainer.tasks and re.match("eval_[^/]+/.", named)):
-        what, fix = f"evaluations have no figure {named!r}", suggest(named, known, f"They have {', '.join(known)}.")
-        yield Fault(key, what, fix, code="no-such-figure")
+    elif named not in known and not (trainer.tasks and re.match("eval_[^/]+/.", named)):
+        fix = suggest(named, known, f"They have {', '.join(known)}.")
+        yield Fault(key, f"evaluations have no figure {named!r}", fix, code="no-such-figure")
 
 
 def _measured(trainer: Trainer, given: Set[str]) -> Iterator[Fault]:

@@ -211,7 +211,7 @@ class Checkpoints:
         if best == state.step:
             return
         if best is None or not folder.is_dir():  # not written for lack of space, or in another run folder
-            why = f"{folder} is not there" if best else f"no evaluation has a {self._settings.trainer.best.figure}"
+            why = f"{folder} is not there" if best else "no evaluation is the best"
             self._settings.say(f"{why}: final/ has the weights of the last step, not those of the best one")
             state.best_value = state.best_step = None
             return

@@ -26,11 +26,11 @@ from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from trl.trainer.utils import get_peak_flops_per_device
 
-from packtrain.config.trainer import Best
-from packtrain.errors import Json
+from packtrain.config.keys import suggest
+from packtrain.errors import Json, UserError
 from packtrain.model.flops import training_flops
 from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits, own_heartbeat
-from packtrain.objectives.spec import RIGHT_ANSWERS, Figure
+from packtrain.objectives.spec import RIGHT_ANSWERS, Figure, task_figures
 from packtrain.packing.collate import to_device
 from packtrain.run_folder import losses_of_sets
 from packtrain.system import write_text
@@ -339,9 +339,9 @@ def _place_of(line: str) -> tuple[float, bool]:
 class TerminalProgress(Listener):
     """Live bar with the time left, or plain lines without a terminal (main process only). Every rank's log has the lines."""
 
-    def __init__(self, log: Log, headlines: Sequence[Figure] = ()) -> None:
-        """`headlines`: figures of the objective to show of each evaluation."""
-        self._log, self._headlines = log, headlines
+    def __init__(self, log: Log, figures: Sequence[Figure] = ()) -> None:
+        """`figures` of the objective, whose headlines are shown of each evaluation."""
+        self._log, self._figures = log, figures
         self._narrow = log.console.width < _WIDE
         columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(10), TextColumn("{task.fields[figures]}")
         columns = [column for column in columns if not (self._narrow and isinstance(column, BarColumn))]
@@ -379,39 +379,49 @@ class TerminalProgress(Listener):
 
     def _sum_up(self, line: Json) -> str:
         """Return the headlines of an evaluation in words. All are 0 of a policy that still equals its reference: nothing is said."""
-        known = {one: line[key] for one in self._headlines if (key := f"eval_{one.name}") in line}
+        measured = task_figures(line, self._figures)
+        headlines = [one for one in (*self._figures, *measured) if one.headline]
+        known = {one: line[key] for one in headlines if (key := f"eval_{one.name}") in line}
         words = [f"  {one.words} {one.written(value)}" for one, value in known.items()]
-        return "".join(words) if any(known.values()) or RIGHT_ANSWERS in known else ""
+        return "".join(words) if any(known.values()) or measured or RIGHT_ANSWERS in known else ""
 
 
 class EarlyStop(Listener):
-    """Listener that stops after `patience` evaluations in a row without a better figure than the best (trainer.best_by).
+    """Listener that stops after `patience` evaluations in a row that are not better than the best.
 
-    Each new best is checkpointed. An evaluation without the figure does not count. Neither does the one before training: final/ must hold a
+    Each new best is checkpointed. Evaluations without the figure do not count, nor does the one before training: final/ must hold a
     trained model.
     """
 
-    def __init__(self, patience: int, best: Best, log: Log, since: int = 0) -> None:
-        """`patience` is trainer.early_stop_patience. A resumed run with another figure has had no best until step `since`."""
-        self._patience, self._best, self._log, self._since = patience, best, log, since
+    def __init__(self, patience: int, best_by: str, log: Log, since: int = 0) -> None:
+        """See trainer.early_stop_patience and trainer.best_by. A best up to step `since` was one by another figure."""
+        order, _, self._figure = best_by.partition(" ")
+        self._sign, self._patience, self._log, self._since = 1 if order == "highest" else -1, patience, log, since
 
     def train_begin(self, state: RunState) -> None:
         """Forget the best by another figure."""
-        if (state.best_step or self._since + 1) <= self._since:
+        if state.best_step and state.best_step <= self._since:
             self._log.warn(f"trainer.best_by has changed: the best weights are sought from step {self._since} on")
             state.best_value = state.best_step = None
 
     rolled_back = train_begin
 
     def evaluate(self, state: RunState, figures: dict[str, float]) -> None:
-        """Keep a new best, or stop the run if the best is too long ago."""
-        name, best = self._best.figure, state.best_step or 0
-        if state.step == 0 or name not in figures:
+        """Keep a new best, or stop the run if the best is too long ago. Raises UserError if there is no such figure before training."""
+        value, best, known = figures.get(self._figure), state.best_value, [*figures]
+        if state.step == 0 and value is None:
+            what, fix = (
+                f"evaluations have no {self._figure}",
+                suggest(self._figure, known, f"They have {', '.join(known)}."),
+            )
+            raise UserError(what, where="trainer.best_by", fix=fix, code="no-such-figure")
+        if state.step == 0 or value is None:
             return
-        if self._best.beats(figures[name], state.best_value):
-            state.best_value, state.best_step, state.saves = figures[name], state.step, True
-        elif sum(name in line and line["step"] > max(best, self._since) for line in state.lines) >= self._patience:
+        since = max(state.best_step or 0, self._since)
+        if math.isfinite(value) and (best is None or self._sign * value > self._sign * best):
+            state.best_value, state.best_step, state.saves = value, state.step, True
+        elif sum(self._figure in line and line["step"] > since for line in state.lines) >= self._patience:
             if not state.stops and state.step < state.last_step:
-                since = f"{state.best_value:.4f} at step {best}" if state.best_value is not None else "no number so far"
-                self._log.warn(f"stopping early after step {state.step}: the best {name} is {since}")
+                was = "was never a number" if best is None else f"was best at step {state.best_step}, {best:.4f}"
+                self._log.warn(f"stopping early after step {state.step}: {self._figure} {was}")
             state.stops = True

@@ -29,9 +29,6 @@ class Deadline:
         return max_over_ranks(self.is_over(), self.device) > 0
 
 
-Part = Callable[[Deadline], dict[str, float] | None]
-
-
 @dataclass(slots=True)
 class Measures(Measure):
     """Answers and tasks with one time limit. Figures that are not ready then are left out.
@@ -42,7 +39,7 @@ class Measures(Measure):
     trainer: Trainer
     device: torch.device
     say: Callable[[str], None]
-    parts: Sequence[Part]
+    parts: Sequence[Callable[[Deadline], dict[str, float] | None]]
     warned: bool = False
 
     def figures(self, state: RunState) -> dict[str, float]:

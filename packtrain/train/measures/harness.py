@@ -21,9 +21,7 @@ from accelerate.utils import broadcast_object_list, gather
 
 from packtrain.attention.backends import attention_of
 from packtrain.config.keys import suggest
-from packtrain.config.rules import names_in_evaluations
-from packtrain.config.schema import RunConfig
-from packtrain.errors import Json, PacktrainError, Problem, UserError, boundary
+from packtrain.errors import Json, UserError, boundary
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import progress, waiting
 from packtrain.proof.comparison import evaluating
@@ -31,14 +29,7 @@ from packtrain.system import holding
 from packtrain.train.measures.due import Deadline
 from packtrain.train.measures.generation import Generator
 
-_REQUESTS = "loglikelihood", "loglikelihood_rolling", "generate_until"
 _LIST = "lm-eval ls tasks shows those that there are."
-_SLOTS = 2048
-"""Token slots of trainer.measured rows in a batch."""
-
-
-class _TimeIsOver(PacktrainError):
-    pass
 
 
 def load_tasks(names: Sequence[str], where: str) -> Json:
@@ -48,12 +39,9 @@ def load_tasks(names: Sequence[str], where: str) -> Json:
 
         asked = [name for name in names if not Path(name).is_file()]
         manager: Any = TaskManager(include_defaults=bool(asked))  # they are over 10,000 files
-        known: list[str] = manager.all_tasks
-        fixes = {name: suggest(name, known, _LIST, count=3) for name in asked if name not in known}
-        if fixes:
-            raise UserError(
-                [Problem(f"lm_eval has no task {name!r}", where, fix, "no-such-task") for name, fix in fixes.items()]
-            )
+        if unknown := next((name for name in asked if name not in manager.all_tasks), None):
+            fix = suggest(unknown, manager.all_tasks, _LIST, count=3)
+            raise UserError(f"lm_eval has no task {unknown!r}", where=where, fix=fix, code="no-such-task")
         loaded: Json = manager.load([*names])
         for task in loaded["tasks"].values():  # as its simple_evaluate does
             if task.get_config("num_fewshot") is None:
@@ -62,83 +50,69 @@ def load_tasks(names: Sequence[str], where: str) -> Json:
         return loaded
 
 
-def check_best(config: RunConfig, loaded: Json) -> None:
-    """Raise UserError if trainer.best_by names a figure that the `loaded` tasks do not have."""
-    metrics = {name: [*task.aggregation()] for name, task in loaded["tasks"].items()}
-    metrics |= {
-        name: [one.metric for one in group.aggregate_metric_list or ()] for name, group in loaded["groups"].items()
-    }
-    known = [*names_in_evaluations(config), *(f"eval_{name}/{metric}" for name in metrics for metric in metrics[name])]
-    if (named := config.trainer.best.figure) not in known:
-        what, fix = f"evaluations have no figure {named!r}", suggest(named, known, f"They have {', '.join(known)}.")
-        raise UserError(what, where="trainer.best_by", fix=fix, code="no-such-figure")
-
-
 def run_tasks(
-    loaded: Json, model: Any, tokenizer: Any, change: Callable[[Any], object] = lambda lm: None, **how: Any
+    loaded: Json, model: Any, tokenizer: Any, change: Callable[[Any], object] = id, batch: int | str = 1, **how: Any
 ) -> Json:
-    """Return what lm_eval's `evaluate` finds, called with `how`. `change` gets its model (HFLM) first."""
+    """Return what lm_eval's `evaluate` finds, called with `how`. Its model (HFLM) goes through `change` first."""
     from lm_eval import evaluate  # type: ignore[import-not-found]
     from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
 
-    batch = how.pop("batch_size", "auto" if model.device.type == "cuda" else 1)
     with _seeded(), holding(model, tie_weights=lambda *_, **__: None):
-        torch.manual_seed(1234)
-        lm: Any = HFLM(pretrained=model, tokenizer=deepcopy(tokenizer), batch_size=batch)  # it may name a padding token
+        lm = HFLM(pretrained=model, tokenizer=deepcopy(tokenizer), batch_size=batch)  # it may name a padding token
         change(lm)
-        return evaluate(lm=lm, task_dict=loaded, log_samples=False, **how) or {}
+        return evaluate(lm=lm, task_dict=loaded, log_samples=False, **how) or {"results": {}}
 
 
 def figures_of(found: Json) -> dict[str, float]:
     """Return the figures TASK/METRIC. Of a metric's filters the first counts, and a group's mean stands for its tasks."""
     inside = {task for group in found.get("groups", ()) for task in found["group_subtasks"][group]}
     figures = dict[str, float]()
-    for task, values in found["results"].items():
-        for key, value in values.items() if task not in inside else ():
-            if "," in key and isinstance(value, int | float | np.number):  # standard errors are "N/A" here
+    for task in (task for task in found["results"] if task not in inside):
+        for key, value in found["results"][task].items():
+            if "," in key and not isinstance(value, str):  # standard errors are "N/A" here
                 figures.setdefault(f"{task}/{key.partition(',')[0]}", float(value))
     return figures
 
 
+class _TimeIsOver(Exception):
+    pass
+
+
 @dataclass(slots=True)
 class HarnessTasks:
-    """The tasks of a run: `loaded`, the first `rows` of each. `generator` has the model, and how it computes."""
+    """The tasks of a run: `loaded`, the first `rows` of each. `own` has the model, and how it computes."""
 
     loaded: Json
     rows: int | None
-    generator: Generator
+    own: Generator
     ranks: Ranks
 
     def __call__(self, deadline: Deadline) -> dict[str, float] | None:
         """Return the figures. See Measures."""
-        own, ranks = self.generator, self.ranks
+        own, world = self.own, self.ranks.world_size
         fewest = min(len(task.eval_docs) for task in self.loaded["tasks"].values())
-        spread = not ranks.sharded and ranks.world_size <= min(fewest, self.rows or fewest)
+        spread = not self.ranks.sharded and 1 < world <= min(fewest, self.rows or fewest)
 
-        def check(*_: object) -> None:
+        def check(*_: object, together: bool = not spread) -> None:
             progress()
-            if deadline.is_over() if spread else deadline.is_over_anywhere():
-                raise _TimeIsOver("")
+            if deadline.is_over_anywhere() if together else deadline.is_over():
+                raise _TimeIsOver
 
-        def agree() -> None:
-            if deadline.is_over_anywhere():
-                raise _TimeIsOver("")
-
-        def answer(call: Callable[[Any], list[Any]], requests: Any) -> list[Any]:
+        def answer(call: Callable[[Any], list[Any]], requests: list[Any]) -> list[Any]:
             try:
                 return call(requests)
-            except _TimeIsOver:  # the other ranks learn it in `agree`, which follows
+            except _TimeIsOver:  # lm_eval comes to the barrier next, where all ranks learn it
                 return [None] * len(requests)
 
-        def settle(lm: Any) -> None:
+        def change(lm: Any) -> None:
             lm.mixed_precision_dtype = own.autocast
-            if spread and ranks.world_size > 1:
-                lm._rank, lm._world_size, lm.all_gather, lm.barrier = ranks.rank, ranks.world_size, gather, agree
-                for kind in _REQUESTS:
+            if spread:
+                lm._rank, lm._world_size = self.ranks.rank, world
+                lm.all_gather, lm.barrier = gather, partial(check, together=True)
+                for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
                     setattr(lm, kind, partial(answer, getattr(lm, kind)))
 
-        how: Json = {"limit": self.rows, "bootstrap_iters": 0}
-        how |= {"batch_size": max(own.most // _SLOTS, 1)} if own.model.device.type == "cuda" else {}
+        how: Json = {"batch": max(own.most // 2048, 1), "limit": self.rows, "bootstrap_iters": 0}
         try:
             with (
                 open(os.devnull, "w") as nowhere,
@@ -148,11 +122,12 @@ class HarnessTasks:
                 torch.compiler.set_stance("force_eager"),
                 own.model.register_forward_pre_hook(check),
             ):
-                found = run_tasks(self.loaded, own.model, own.tokenizer, settle, **how)
+                torch.manual_seed(1234)
+                figures = figures_of(run_tasks(self.loaded, own.model, own.tokenizer, change, **how))
         except _TimeIsOver:
             return None
         with waiting("rank 0's results of tasks"):
-            return cast(list, broadcast_object_list([figures_of(found) if ranks.main else None]))[0]
+            return cast(list, broadcast_object_list([figures]))[0]
 
 
 @contextmanager
