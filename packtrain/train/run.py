@@ -64,7 +64,7 @@ from packtrain.train.loop import StepTrainer, run_steps
 from packtrain.train.measures.due import Measures
 from packtrain.train.measures.generation import ALONE, Generator
 from packtrain.train.measures.harness import HarnessTasks, load_tasks
-from packtrain.train.measures.right_answers import RightAnswers
+from packtrain.train.measures.right_answers import RightAnswers, score_of
 from packtrain.train.objectives.loss import Setup
 from packtrain.train.objectives.training_objective import Start
 from packtrain.train.optim.dither import Dither
@@ -211,6 +211,8 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     """Prepare everything before step 1. Return the trainer, and the checkpoint to resume from."""
     config, ranks, peers, log = run.config, run.ranks, run.peers, run.log
     console.warn_of_compiler(log, ranks.device)
+    if config.trainer.answers:
+        score_of(config.trainer.answers, "trainer.answers")  # refused before anything large is loaded
     checkpoint, today = _checkpoint_to_resume(run)
     needed = checkpoint is not None or config.trainer.checkpoint_every is not None
     if ranks.world_size > 1 and (remark := check_run_folder(run.folder.logs, main=ranks.main, needed=needed)):

@@ -76,13 +76,13 @@ class Generator:
         return made
 
     def _batches(self, prompts: Sequence[Document], tokens: int) -> list[list[int]]:
-        """Return the numbers of the prompts, longest first. Pictures run alone."""
-        batches, slots = list[list[int]](), 0
+        """Return the numbers of the prompts, longest first. Pictures run alone, and every rank gets some prompts."""
+        batches, slots, share = list[list[int]](), 0, -(-len(prompts) // self.ranks.world_size)
         for number in sorted(range(len(prompts)), key=lambda number: -len(prompts[number].input_ids)):
             alone = self.way == ALONE or bool(prompts[number].pictures)
-            if alone or not slots or (len(batches[-1]) + 1) * slots > self.most:
+            if alone or not slots or len(batches[-1]) == min(share, self.most // slots):
                 batches.append([number])
-                slots = 0 if alone else len(prompts[number].input_ids) + tokens
+                slots = 0 if alone else min(len(prompts[number].input_ids) + tokens, self.most)
             else:
                 batches[-1].append(number)
         return batches

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 
 from packtrain.config.schema import Trainer
 from packtrain.data.tokens.cache import Document
-from packtrain.errors import UserError, boundary
+from packtrain.errors import UserError
 from packtrain.monitor.heartbeat import waiting
 from packtrain.train.measures.due import Deadline
 from packtrain.train.measures.generation import Generator
@@ -60,10 +60,13 @@ def _found(pattern: re.Pattern[str], text: str) -> str | None:
 
 def judged(score: Score, answer: str, row: HeldOut, where: str) -> float:
     """Return the score of an answer. Raises UserError if the function fails, or returns no number."""
-    with boundary("the score failed", where, code="score-failed"):
+    try:
         value = float(score(answer, row.expected, row.prompt))
         if not math.isfinite(value):
             raise ValueError(f"it returned {value}")
+    except (Exception, SystemExit) as error:
+        what, fix = f"the score failed: {first_line(error)}", "It takes answer, held-out answer and prompt."
+        raise UserError(what, where=where, fix=fix, code="score-failed") from error
     return value
 
 
@@ -76,7 +79,8 @@ def held_out_rows(sets: Mapping[str, Any], tokenizer: Any, most: int | None, whe
     for name, documents in sets.items():
         labels = getattr(documents, "labels", None)
         asked = (documents[index] for index in range(len(documents)) if labels is None or labels[index])
-        for prompt, answer in islice(filter(None, map(split_example, asked)), most):
+        found = (split for split in map(split_example, asked) if split and len(split[0].input_ids) > 1)  # else a text
+        for prompt, answer in islice(found, most):
             texts = (str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt.input_ids, answer))
             rows.append(HeldOut(prompt, *texts, name))
     if not rows:

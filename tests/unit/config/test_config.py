@@ -18,6 +18,7 @@ from packtrain.errors import Problem, UserError
 from packtrain.optimizers import OPTIMIZERS, OptimizerSpec
 
 COMPLETE = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32"]
+MEASURED = ["data.eval=0.1", "trainer.eval_every=4", "trainer.answers=exact"]
 BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
 CHOICES = sorted(shipped("configs").glob("*/*.yaml"))
 RECIPES = sorted(shipped("recipes").glob("*.yaml"))
@@ -302,6 +303,8 @@ def test_all_problems_are_reported_at_once_and_each_at_its_own_place() -> None:
         (["data.eval=5%"], "data.eval", "0.05"),
         (["data.eval=null", "trainer.samples=[0, Why?]"], "trainer.samples", "[sample-without-eval]"),
         (["data.eval=0.1", "trainer.samples=[-1]"], "trainer.samples", "[no-such-example]"),
+        ([*MEASURED, "trainer.measure_every=6"], "trainer.measure_every", "Set it to 4 or 8"),
+        (["trainer.measured_rows=5"], "trainer.measured_rows", "[no-measures]"),
         (["trainer.mixed_precision=fp8", "strategy=zero2"], "trainer.mixed_precision", "[zero-multiplies-fp8]"),
         (["trainer.torch_compile=true", "strategy=zero3"], "trainer.torch_compile", "zero3 gathers the weights"),
         (["optim.beta1=1"], "optim.beta1", "below 1"),
@@ -322,6 +325,8 @@ SET = {
     "model.config.model_type": "model.config.model_type=llama",
     "trainer.samples": "trainer.samples=[hi]",
     "trainer.best_by:given": "trainer.best_by=highest eval_loss",
+    "trainer.answers": "trainer.answers=exact",
+    "trainer.tasks": "trainer.tasks=[words]",
     "!trainer.resume=auto": "trainer.resume=never",
     "!topology.main_address=null": "topology.main_address=n1",
     "model.backend.by_document": "model.attention=per_document",
