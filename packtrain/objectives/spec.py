@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from packtrain.config import Fault, Option
@@ -68,14 +68,10 @@ RIGHT_ANSWERS = Figure("answers", "right answers", unit="percent", headline=True
 
 def task_figures(keys: Iterable[str], known: Iterable[Figure]) -> list[Figure]:
     """Return the figures TASK/METRIC of trainer.tasks among `keys` of metrics.jsonl, beside `known` ones of an objective."""
-    others, figures = tuple(figure.name for figure in known), list[Figure]()
-    for key in keys:
-        if re.match("eval_.+/", key) and not key.endswith(others):
-            task, metric = key.removeprefix("eval_").rsplit("/", 1)
-            share = re.match("acc|exact_match|pass@", metric)  # those that are always shares
-            unit = "percent" if share else "number"
-            figures.append(Figure(f"{task}/{metric}", f"{task} {metric}", unit=unit, headline=True))
-    return figures
+    others, shares = tuple(figure.name for figure in known), re.compile("/(acc|exact_match|pass@)")
+    names = [key[5:] for key in keys if re.match("eval_.+/", key) and not key.endswith(others)]
+    figures = [Figure(name, name.replace("/", " "), headline=True) for name in names]
+    return [replace(figure, unit="percent") if shares.search(figure.name) else figure for figure in figures]
 
 
 def head_chunk(vocabulary: int, width: int, device_bytes: int) -> int:

@@ -70,7 +70,7 @@ def evaluate(
     if tasks and find_spec("lm_eval") is None:
         what = "tasks need the package lm_eval (lm-evaluation-harness), which is not installed"
         raise UserError(what, where="--tasks", fix="pip install lm-eval", code="lm-eval-missing")
-    from packtrain.train.measures.harness import load_tasks, run_tasks
+    from packtrain.train.measures.harness import ask, load_tasks, run_tasks
     from packtrain.train.measures.right_answers import score_of
 
     judge = score_of(score, "--score")
@@ -86,8 +86,8 @@ def evaluate(
             report["generated"] = {"score": score, **made}
         if loaded and tasks:
             with boundary("lm_eval failed", "--tasks", code="lm-eval-failed"):
-                batch = 1 if loaded[0].device.type == "cpu" else "auto"
-                report["tasks"] = run_tasks(load_tasks(tasks, "--tasks"), *loaded, batch=batch)["results"]
+                lm = ask(*loaded, batch=1 if loaded[0].device.type == "cpu" else "auto")
+                report["tasks"] = run_tasks(load_tasks(tasks, "--tasks"), lm)["results"]
     if as_json:
         print(json.dumps(finite(report), indent=2, default=str))
     else:

@@ -228,7 +228,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     for remark in remarks if ranks.main and not log.evaluates else ():
         log.warn(remark)
 
-    if config.trainer.tasks and not log.evaluates:
+    if config.trainer.tasks:
         run.tasks = load_tasks(config.trainer.tasks, "trainer.tasks")
     preparation.load(prepared)
     take_sight(prepared)
@@ -244,7 +244,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
         _try_saving(run, ends)
     run.questions = make_questions(config.trainer.samples, tokenizer, config.data.system, data.eval)
     run.before = _answers(run)
-    if (config.trainer.answers or run.tasks) and not log.evaluates:
+    if config.trainer.answers or run.tasks:
         trainer.measures.append(_measures_of(run))
     begins = f"resuming from {checkpoint.name}" if checkpoint else "evaluating" if log.evaluates else "training"
     with suppress(OSError):  # a later write reports the disk's error

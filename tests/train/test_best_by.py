@@ -104,14 +104,14 @@ def test_a_resumed_run_keeps_its_best_and_another_figure_seeks_a_new_one(
 @pytest.mark.parametrize(
     ("overrides", "code", "advice"),
     [
-        (["trainer.best_by=eval_loss"], "bad-value", "lowest"),
-        (["trainer.best_by=highest"], "no-such-figure", "eval_loss"),
+        (["trainer.best_by=eval_loss"], "no-order", "lowest"),
+        (["trainer.best_by=highest"], "no-order", "lowest"),
         (["trainer.best_by=lowest loss"], "no-such-figure", "eval_loss"),
         (["trainer.best_by=highest eval_answers"], "no-such-figure", "eval_loss"),
         (["trainer.best_by=highest eval_gsm8k/exact_match"], "no-such-figure", "eval_loss"),
         (["trainer.best_by=highest eval_math_los", "data.eval={math:quickstart}"], "no-such-figure", "eval_math_loss"),
         (["objective.kind=dpo", "trainer.best_by=highest eval_accuracies"], "no-such-figure", "rewards/accuracies"),
-        (["trainer.best_by=highest eval_loss", "trainer.early_stop_patience=null"], "nothing-is-best", "patience"),
+        (["trainer.best_by=highest eval_loss", "trainer.early_stop_patience=null"], "no-best", "patience"),
     ],
 )
 def test_a_figure_that_no_evaluation_has_is_refused_with_advice(overrides: list[str], code: str, advice: str) -> None:

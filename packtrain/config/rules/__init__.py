@@ -186,22 +186,14 @@ def _samples(config: RunConfig) -> Iterator[Fault]:
 
 
 def _best(config: RunConfig) -> Iterator[Fault]:
-    """Yield a fault if trainer.best_by names no figure of evaluations. Figures of tasks are known at the first one."""
-    trainer, key = config.trainer, ("trainer.best_by",)
-    figures = [
-        "loss",
-        *(figure.name for figure in config.objective.spec.figures),
-        *["answers"][: bool(trainer.answers)],
-    ]
+    """Yield a fault if no evaluation has the figure in trainer.best_by. Figures of tasks are known at the first one."""
+    trainer, named = config.trainer, config.trainer.best_by.partition(" ")[2]
+    names = ["loss", *(figure.name for figure in config.objective.spec.figures), *["answers"][: bool(trainer.answers)]]
     sets = ["", *(f"{name}_" for name in (config.data.eval if is_mapping(config.data.eval) else ()))]
-    known = [f"eval_{name}{figure}" for name in sets for figure in figures]
-    order, _, named = trainer.best_by.partition(" ")
-    if order not in ("lowest", "highest"):
-        fix = "Write lowest or highest before the name of a figure: lowest eval_loss."
-        yield Fault(key, f"found {trainer.best_by!r}", fix, code="bad-value")
-    elif named not in known and not (trainer.tasks and re.match("eval_[^/]+/.", named)):
-        fix = suggest(named, known, f"They have {', '.join(known)}.")
-        yield Fault(key, f"evaluations have no figure {named!r}", fix, code="no-such-figure")
+    known = [f"eval_{part}{name}" for part in sets for name in names]
+    if named and named not in known and not (trainer.tasks and re.match("eval_.+/.", named)):
+        what, fix = f"evaluations have no figure {named!r}", suggest(named, known, f"They have {', '.join(known)}.")
+        yield Fault(("trainer.best_by",), what, fix, code="no-such-figure")
 
 
 def _measured(trainer: Trainer, given: Set[str]) -> Iterator[Fault]:

@@ -129,11 +129,9 @@ TABLE = r"""
     stopping early needs evaluations during training → Set data.eval and trainer.eval_every.
 [early-stop-without-eval] trainer.early_stop_patience because (trainer.eval_every=null) (!data.eval=null)
     stopping early needs evaluations during training → Set trainer.eval_every.
-[nothing-is-best] trainer.best_by:given because (data.eval=null) | there is no evaluation → Set data.eval.
-[nothing-is-best] trainer.best_by:given because (trainer.eval_every=null) (!data.eval=null)
-    there is no evaluation during training → Set trainer.eval_every.
-[nothing-is-best] trainer.best_by:given because (trainer.early_stop_patience=null) (trainer.eval_every) (!data.eval=null)
-    no weights are kept as the best → Set trainer.early_stop_patience: a large number stops no run.
+[no-best] trainer.best_by:given because (trainer.early_stop_patience=null)
+    no weights are kept as the best → Set trainer.early_stop_patience, in evaluations: a large number stops no run.
+[no-order] !trainer.best_by~(lowest|highest)\s\S+ | found {trainer.best_by!r} → Write lowest or highest, then a figure.
 [restarts-without-checkpoints] trainer.restarts trainer.checkpoint_every=null
     without checkpoints a run could only restart from its beginning → Set trainer.checkpoint_every.
 [rollback-without-checkpoints] trainer.on_spike=rollback because (trainer.checkpoint_every=null)

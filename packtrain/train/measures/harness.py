@@ -50,17 +50,21 @@ def load_tasks(names: Sequence[str], where: str) -> Json:
         return loaded
 
 
-def run_tasks(
-    loaded: Json, model: Any, tokenizer: Any, change: Callable[[Any], object] = id, batch: int | str = 1, **how: Any
-) -> Json:
-    """Return what lm_eval's `evaluate` finds, called with `how`. Its model (HFLM) goes through `change` first."""
-    from lm_eval import evaluate  # type: ignore[import-not-found]
+def ask(model: Any, tokenizer: Any, batch: int | str) -> Any:
+    """Return lm_eval's HFLM of `model`, which it would tie weights of, and a copy of the tokenizer: it may add a padding token."""
     from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
 
-    with _seeded(), holding(model, tie_weights=lambda *_, **__: None):
-        lm = HFLM(pretrained=model, tokenizer=deepcopy(tokenizer), batch_size=batch)  # it may name a padding token
-        change(lm)
-        return evaluate(lm=lm, task_dict=loaded, log_samples=False, **how) or {"results": {}}
+    with holding(model, tie_weights=lambda *_, **__: None):
+        return HFLM(pretrained=model, tokenizer=deepcopy(tokenizer), batch_size=batch)
+
+
+def run_tasks(loaded: Json, lm: Any, rows: int | None = None, bootstrap_iters: int = 100_000) -> Json:
+    """Return lm_eval's results of the first `rows` of each task. Only rank 0 has some."""
+    from lm_eval import evaluate  # type: ignore[import-not-found]
+
+    with _seeded():
+        found = evaluate(lm=lm, task_dict=loaded, limit=rows, bootstrap_iters=bootstrap_iters, log_samples=False)
+        return found or {"results": {}}
 
 
 def figures_of(found: Json) -> dict[str, float]:
@@ -89,7 +93,7 @@ class HarnessTasks:
 
     def __call__(self, deadline: Deadline) -> dict[str, float] | None:
         """Return the figures. See Measures."""
-        own, world = self.own, self.ranks.world_size
+        own, model, world = self.own, self.own.model, self.ranks.world_size
         fewest = min(len(task.eval_docs) for task in self.loaded["tasks"].values())
         spread = not self.ranks.sharded and 1 < world <= min(fewest, self.rows or fewest)
 
@@ -104,26 +108,24 @@ class HarnessTasks:
             except _TimeIsOver:  # lm_eval comes to the barrier next, where all ranks learn it
                 return [None] * len(requests)
 
-        def change(lm: Any) -> None:
-            lm.mixed_precision_dtype = own.autocast
-            if spread:
-                lm._rank, lm._world_size = self.ranks.rank, world
-                lm.all_gather, lm.barrier = gather, partial(check, together=True)
-                for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
-                    setattr(lm, kind, partial(answer, getattr(lm, kind)))
-
-        how: Json = {"batch": max(own.most // 2048, 1), "limit": self.rows, "bootstrap_iters": 0}
         try:
             with (
                 open(os.devnull, "w") as nowhere,
                 redirect_stderr(nowhere),
-                evaluating(own.model, own.autocast),
-                attention_of(own.model, own.attention),
+                evaluating(model, own.autocast),
+                attention_of(model, own.attention),
                 torch.compiler.set_stance("force_eager"),
-                own.model.register_forward_pre_hook(check),
+                model.register_forward_pre_hook(check),
             ):
-                torch.manual_seed(1234)
-                figures = figures_of(run_tasks(self.loaded, own.model, own.tokenizer, change, **how))
+                torch.manual_seed(1234)  # as lm_eval; `evaluating` restores it
+                lm = ask(model, own.tokenizer, max(own.most // 2048, 1))
+                lm.mixed_precision_dtype = own.autocast
+                if spread:
+                    lm._rank, lm._world_size = self.ranks.rank, world
+                    lm.all_gather, lm.barrier = gather, partial(check, together=True)
+                    for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
+                        setattr(lm, kind, partial(answer, getattr(lm, kind)))
+                figures = figures_of(run_tasks(self.loaded, lm, self.rows, bootstrap_iters=0))
         except _TimeIsOver:
             return None
         with waiting("rank 0's results of tasks"):
@@ -132,7 +134,7 @@ class HarnessTasks:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Seed the random generators of Python and numpy as lm_eval does inside the block, and restore them afterwards."""
+    """Seed Python's and numpy's random generators as lm_eval does, and restore them afterwards."""
     before = random.getstate(), np.random.get_state()
     random.seed(0)
     np.random.seed(1234)

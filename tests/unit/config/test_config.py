@@ -324,6 +324,7 @@ SET = {
     "!model.config.model_type": "model.tokenizer=null",
     "model.config.model_type": "model.config.model_type=llama",
     "trainer.samples": "trainer.samples=[hi]",
+    r"!trainer.best_by~(lowest|highest)\s\S+": "trainer.best_by=loss",
     "trainer.best_by:given": "trainer.best_by=highest eval_loss",
     "trainer.answers": "trainer.answers=exact",
     "trainer.tasks": "trainer.tasks=[words]",
