@@ -407,13 +407,10 @@ class EarlyStop(Listener):
     rolled_back = train_begin
 
     def evaluate(self, state: RunState, figures: dict[str, float]) -> None:
-        """Keep a new best, or stop the run if the best is too long ago. Raises UserError if there is no such figure before training."""
-        value, best, known = figures.get(self._figure), state.best_value, [*figures]
+        """Keep a new best, or stop the run if the best is too long ago. Raises UserError if the first one lacks the figure."""
+        value, best = figures.get(self._figure), state.best_value
         if state.step == 0 and value is None:
-            what, fix = (
-                f"evaluations have no {self._figure}",
-                suggest(self._figure, known, f"They have {', '.join(known)}."),
-            )
+            what, fix = f"the first evaluation has no {self._figure}", suggest(self._figure, figures, str([*figures]))
             raise UserError(what, where="trainer.best_by", fix=fix, code="no-such-figure")
         if state.step == 0 or value is None:
             return
