@@ -118,7 +118,7 @@ def test_people_see_percentages(whole: Run) -> None:
     assert kinds["answers"] == ("percent", ["eval_chat_answers", "eval_math_answers"])  # of each set
 
 
-@pytest.mark.sample("3-ddp", "2-fsdp2")
+@pytest.mark.sample("2-fsdp2")
 @pytest.mark.parametrize(("processes", "strategy"), [(2, "ddp"), (3, "ddp"), (2, "fsdp2"), (3, "fsdp2"), (2, "zero3")])
 def test_ranks_share_the_prompts_and_find_the_same(
     processes: int, strategy: str, whole: Run, folder: Path, tmp_path: Path
@@ -129,6 +129,7 @@ def test_ranks_share_the_prompts_and_find_the_same(
     assert len(answers_of(run)) == 2
 
 
+@pytest.mark.sample("1")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_figures_that_take_too_long_are_left_out_with_one_warning(processes: int, folder: Path, tmp_path: Path) -> None:
     config = config_of(folder, measure_timeout=1e-6)
@@ -137,6 +138,7 @@ def test_figures_that_take_too_long_are_left_out_with_one_warning(processes: int
     assert run.log.count("trainer.measure_timeout=1e-06") == 1 and "trainer.measured_rows" in run.log
 
 
+@pytest.mark.sample("nothing")
 @pytest.mark.parametrize("name", ["raises", "nothing", "infinite", "takes_one"])
 def test_a_score_that_fails_ends_the_run_before_step_1(name: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:

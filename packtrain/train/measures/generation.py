@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -103,7 +103,7 @@ class Generator:
 
     def _generate(self, rows: Sequence[np.ndarray], tokens: int, *, shared: bool = False, **how: Any) -> Any:
         """Run transformers' generation on the padded rows."""
-        longest, pad, model = max(map(len, rows)), self.tokenizer.pad_token_id, self.model
+        longest, pad, model = max(map(len, rows)), cast("int | None", self.tokenizer.pad_token_id), self.model
         ids = torch.full((len(rows), longest), pad or 0, device=model.device)
         mask = torch.zeros_like(ids)
         for number, row in enumerate(rows):
@@ -140,30 +140,31 @@ class Generator:
         """Return the first way with the scores of prompts alone, in short answers to random prompts. All ranks get the same."""
         ids, other = random_ids(self.model, Segments((32,)))
         rows = [np.concatenate([ids[:12], tail]) for tail in (ids[12:], other[:3], other[3:20])]
-        ways = () if rotates_by_length(self.model) else (SHARED, BATCHED)
-        way = next((way for way in ways if self._is_exact(rows, shared=way == SHARED)), ALONE)
-        return max_over_ranks(way, self.model.device)
+        dtype, routed = self.autocast or self.model.dtype, has_routers(self.model)
+        tolerance, statistic = (
+            tolerance_of(dtype, routed=routed).outputs,
+            torch.mean if dtype.itemsize < 4 else torch.max,
+        )
 
-    def _is_exact(self, rows: Sequence[np.ndarray], *, shared: bool) -> bool:
-        """Return whether rows together have the scores of each alone, up to the first other token."""
-        dtype = self.autocast or self.model.dtype
-        statistic = torch.mean if dtype.itemsize < 4 else torch.max
-        tolerance, off = tolerance_of(dtype, routed=has_routers(self.model)).outputs, list[float]()
-        try:
-            for row, (tokens, scores) in zip(rows, self._scores(rows, shared=shared), strict=True):
-                ((wanted, expected),) = self._scores([row])
-                same = int((tokens == wanted).int().cumprod(0).sum()) + 1
-                off.append(difference(scores[:same], expected[:same], statistic=statistic))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # models refuse such calls with exceptions of every type
-            return False
-        return max(off) <= tolerance
+        def is_exact(way: int) -> bool:
+            try:
+                for row, (tokens, scores) in zip(rows, self._scores(rows, shared=way == SHARED), strict=True):
+                    ((wanted, expected),) = self._scores([row])
+                    same = int((tokens == wanted).int().cumprod(0).sum()) + 1  # with the first other token
+                    if not difference(scores[:same], expected[:same], statistic=statistic) <= tolerance:
+                        return False
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # models refuse such calls with exceptions of every type
+                return False
+            return True
+
+        ways = () if rotates_by_length(self.model) else (SHARED, BATCHED)
+        return max_over_ranks(next(filter(is_exact, ways), ALONE), self.model.device)
 
     def _scores(self, rows: Sequence[np.ndarray], *, shared: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the tokens of a short answer to each row, and their scores [tokens, vocabulary]."""
-        made = self._generate(
-            rows, _MEASURED, shared=shared, min_new_tokens=_MEASURED, return_dict_in_generate=True, output_scores=True
-        )
+        asked: Any = {"min_new_tokens": _MEASURED, "return_dict_in_generate": True, "output_scores": True}
+        made = self._generate(rows, _MEASURED, shared=shared, **asked)
         scores = torch.stack(made.scores, dim=1).float()
         return [*zip(made.sequences[:, -_MEASURED:], scores.masked_fill(scores.isinf(), 0), strict=True)]

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 
 from packtrain.config.schema import Trainer
 from packtrain.data.tokens.cache import Document
-from packtrain.errors import UserError
+from packtrain.errors import UserError, boundary
 from packtrain.monitor.heartbeat import waiting
 from packtrain.train.measures.due import Deadline
 from packtrain.train.measures.generation import Generator
@@ -81,8 +81,10 @@ def held_out_rows(sets: Mapping[str, Any], tokenizer: Any, most: int | None, whe
         asked = (documents[index] for index in range(len(documents)) if labels is None or labels[index])
         found = (split for split in map(split_example, asked) if split and len(split[0].input_ids) > 1)  # else a text
         for prompt, answer in islice(found, most):
-            texts = (str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt.input_ids, answer))
-            rows.append(HeldOut(prompt, *texts, name))
+            text, expected = (
+                str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt.input_ids, answer)
+            )
+            rows.append(HeldOut(prompt, text, expected, name))
     if not rows:
         what = "no document of data.eval has a prompt"
         raise UserError(what, where=where, fix="Give conversations or prompts.", code="no-prompts")
@@ -103,7 +105,8 @@ class RightAnswers:
 
     def __call__(self, deadline: Deadline) -> dict[str, float] | None:
         """Return the figures; {} with a warning if the score fails. See Measures."""
-        made = self._generator.answers([row.tokens for row in self._rows], self._tokens, deadline)
+        with boundary("the model cannot answer", _KEY, "Lower trainer.answer_tokens.", code="answer-failed"):
+            made = self._generator.answers([row.tokens for row in self._rows], self._tokens, deadline)
         if made is None:
             return None
         failure, scores = "", dict[int, float]()
