@@ -142,6 +142,18 @@ def test_any_number_of_ranks_measures_the_same_and_trains_as_without(
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[1])
 
 
+def test_the_last_figures_are_those_of_packtrain_eval(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    config = config_of(tmp_path)
+    run = train(tmp_path, config)
+    done = packtrain("eval", str(run.folder), "--tasks", ",".join(config["trainer"]["tasks"]), "--json")
+    found = json.loads(done.stdout)["tasks"]
+    last = figures(run)[-1]
+    assert found["choice"]["acc,none"] == last["eval_choice/acc"]
+    assert found["text"]["word_perplexity,none"] == pytest.approx(last["eval_text/word_perplexity"], rel=1e-4)
+    assert found["written"]["exact_match,strict"] == last["eval_written/exact_match"]
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_when_the_time_is_over_figures_are_left_out_and_training_goes_on(

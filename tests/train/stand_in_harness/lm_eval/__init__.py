@@ -10,7 +10,7 @@ import numpy as np
 
 def evaluate(*, lm: Any, task_dict: dict[str, Any], log_samples: bool, **how: Any) -> dict[str, Any] | None:
     """The first tokens that the model says after each word: their mean, a number that moves with the weights."""
-    random.random(), np.random.rand()
+    _ = random.random() + np.random.rand()
     limit = how.get("limit")
     found: dict[str, Any] = {}
     for name, task in task_dict["tasks"].items():
