@@ -28,6 +28,7 @@ from packtrain.proof.comparison import evaluating
 from packtrain.system import holding
 from packtrain.train.measures.due import Deadline
 from packtrain.train.measures.generation import Generator
+from packtrain.wording import first_line
 
 _LIST = "lm-eval ls tasks shows those that there are."
 
@@ -128,6 +129,11 @@ class HarnessTasks:
                 figures = figures_of(run_tasks(self.loaded, lm, self.rows, bootstrap_iters=0))
         except _TimeIsOver:
             return None
+        except RuntimeError:  # of torch: memory, or lost ranks
+            raise
+        except Exception as error:
+            what = f"lm_eval failed: {first_line(error)}"
+            raise UserError(what, where="trainer.tasks", code="lm-eval-failed") from error
         with waiting("rank 0's results of tasks"):
             return cast(list, broadcast_object_list([figures]))[0]
 
