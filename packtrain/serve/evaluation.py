@@ -212,9 +212,9 @@ def answer_held_out(
     base, most = base_model(model), run.batch.limits(run.packing.mode)[1] or DEFAULT_ROW_TOKENS
     alone = Ranks(0, 1, base.device)
     generator = Generator(base, tokenizer, own_attention(base), sight, None, alone, most)
-    made, answers = generator.answers([row.tokens for row in asked], tokens) or {}, list[Json]()
+    made, answers = generator.answers([row.document for row in asked], tokens) or {}, list[Json]()
     for number, row in enumerate(asked):
         answer, score = made[number], judged(judge, made[number], row, "--score")
-        answers.append({"answer": answer, "expected": row.expected, "prompt": row.prompt, "score": score})
+        answers.append({"answer": answer, "expected": row.expected, "prompt": row.text, "score": score})
     share = sum(answer["score"] for answer in answers) / len(answers)
     return {"rows": len(answers), "share": share, "answers": answers}

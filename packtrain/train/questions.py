@@ -18,12 +18,13 @@ from packtrain.errors import UserError
 class Question:
     """Prompt of the model: its `text` as shown, and its tokens with pictures.
 
-    `expected`: the answer in the data, "" if there is none.
+    `expected`: the answer in the data, "" if there is none. `set_name`: its set of data.eval, "" without names.
     """
 
     text: str
     document: Document
     expected: str = ""
+    set_name: str = ""
 
 
 def make_questions(

@@ -202,15 +202,13 @@ def _measured(trainer: Trainer, given: Set[str]) -> Iterator[Fault]:
         what = f"tasks and answers are measured with evaluations, and {every} is no multiple of {evaluated}"
         fix = f"Set it to {nearest_multiples(every, evaluated)}."
         yield Fault(("trainer.measure_every", "trainer.eval_every"), what, fix, code="measured-between-evaluations")
-    users = {"answer_tokens": trainer.answers}
-    users |= dict.fromkeys(("measured_rows", "measure_every", "measure_timeout"), trainer.answers or trainer.tasks)
-    for key, user in users.items():
-        if f"trainer.{key}" in given and not user:
+    for key in sorted(given & {f"trainer.{name}" for name in ("answer_tokens", "measured_rows", "measure_every")}):
+        if not (trainer.answers or trainer.tasks):
             what, fix = (
                 "it does nothing without trainer.answers or trainer.tasks",
                 "Set one of them, or remove the key.",
             )
-            yield Fault((f"trainer.{key}",), what, fix, code="no-measures")
+            yield Fault((key,), what, fix, code="no-measures")
 
 
 def _held_out(data: Data) -> Iterator[Fault]:

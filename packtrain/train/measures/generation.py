@@ -164,7 +164,8 @@ class Generator:
 
     def _scores(self, rows: Sequence[np.ndarray], *, shared: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the tokens of a short answer to each row, and their scores [tokens, vocabulary]."""
-        asked: Any = {"min_new_tokens": _MEASURED, "return_dict_in_generate": True, "output_scores": True}
-        made = self._generate(rows, _MEASURED, shared=shared, **asked)
+        made = self._generate(
+            rows, _MEASURED, shared=shared, min_new_tokens=_MEASURED, return_dict_in_generate=True, output_scores=True
+        )
         scores = torch.stack(made.scores, dim=1).float()
         return [*zip(made.sequences[:, -_MEASURED:], scores.masked_fill(scores.isinf(), 0), strict=True)]

@@ -6,32 +6,22 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from accelerate.utils import gather_object
 
 from packtrain.config.schema import Trainer
-from packtrain.data.tokens.cache import Document
 from packtrain.errors import UserError, boundary
-from packtrain.monitor.heartbeat import waiting
+from packtrain.monitor.heartbeat import progress, waiting
 from packtrain.train.measures.due import Deadline
 from packtrain.train.measures.generation import Generator
-from packtrain.train.questions import split_example
+from packtrain.train.questions import Question, split_example
 from packtrain.train.verify.foreign_collator import import_named
 from packtrain.wording import first_line
 
 Score = Callable[[str, str, str], float]
 """Score from 0 (wrong) to 1 (right), given the answer, the held-out answer and the prompt."""
 _KEY = "trainer.answers"
-
-
-class HeldOut(NamedTuple):
-    """Prompt of a row of data.eval, in tokens and as text, and its `expected` answer. `set_name`: in data.eval, or ""."""
-
-    tokens: Document
-    prompt: str
-    expected: str
-    set_name: str
 
 
 def score_of(spec: str, where: str) -> Score:
@@ -58,10 +48,11 @@ def _found(pattern: re.Pattern[str], text: str) -> str | None:
     return matches[-1][1 if pattern.groups else 0] if matches else None
 
 
-def judged(score: Score, answer: str, row: HeldOut, where: str) -> float:
+def judged(score: Score, answer: str, row: Question, where: str) -> float:
     """Return the score of an answer. Raises UserError if the function fails, or returns no number."""
+    progress()
     try:
-        value = float(score(answer, row.expected, row.prompt))
+        value = float(score(answer, row.expected, row.text))
         if not math.isfinite(value):
             raise ValueError(f"it returned {value}")
     except (Exception, SystemExit) as error:
@@ -70,12 +61,12 @@ def judged(score: Score, answer: str, row: HeldOut, where: str) -> float:
     return value
 
 
-def held_out_rows(sets: Mapping[str, Any], tokenizer: Any, most: int | None, where: str) -> list[HeldOut]:
+def held_out_rows(sets: Mapping[str, Any], tokenizer: Any, most: int | None, where: str) -> list[Question]:
     """Return the first `most` rows with a prompt of each set. Labelled answers give only the desirable ones.
 
     Raises UserError, at the option or key `where`, if there are none.
     """
-    rows = list[HeldOut]()
+    rows = list[Question]()
     for name, documents in sets.items():
         labels = getattr(documents, "labels", None)
         asked = (documents[index] for index in range(len(documents)) if labels is None or labels[index])
@@ -84,7 +75,7 @@ def held_out_rows(sets: Mapping[str, Any], tokenizer: Any, most: int | None, whe
             text, expected = (
                 str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt.input_ids, answer)
             )
-            rows.append(HeldOut(prompt, text, expected, name))
+            rows.append(Question(text, prompt, expected, name))
     if not rows:
         what = "no document of data.eval has a prompt"
         raise UserError(what, where=where, fix="Give conversations or prompts.", code="no-prompts")
@@ -106,7 +97,7 @@ class RightAnswers:
     def __call__(self, deadline: Deadline) -> dict[str, float] | None:
         """Return the figures; {} with a warning if the score fails. See Measures."""
         with boundary("the model cannot answer", _KEY, "Lower trainer.answer_tokens.", code="answer-failed"):
-            made = self._generator.answers([row.tokens for row in self._rows], self._tokens, deadline)
+            made = self._generator.answers([row.document for row in self._rows], self._tokens, deadline)
         if made is None:
             return None
         failure, scores = "", dict[int, float]()
