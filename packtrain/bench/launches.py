@@ -81,8 +81,7 @@ def run_bench(
 
 def _keep_nothing(config: RunConfig, folder: Path) -> RunConfig:
     """Return the config without checkpoints, evaluations, sample answers and trackers."""
-    nothing: Json = dict.fromkeys(("mirror", "checkpoint_every", "eval_every", "early_stop_patience"))
-    trainer = replace(config.trainer, output_dir=str(folder), resume="never", samples=[], answers=None, **nothing)
+    trainer = replace(config.trainer.bare(), output_dir=str(folder))
     return replace(config, trainer=trainer, tracking=Tracking(), data=replace(config.data, eval=None))
 
 

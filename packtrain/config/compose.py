@@ -196,7 +196,7 @@ class _Composition:
         idle = fault.keys[0]
         text = f"{self._where(idle)}={OmegaConf.select(self.values, idle)}: dropped, as the command line sets {fault.because}"
         OmegaConf.update(self.values, idle, keys()[idle].default, merge=False)
-        del self._places[idle]  # no key is dropped twice
+        self._places[idle] = COMMAND_LINE  # it is not dropped twice, and keys that need it may follow
         return f"{text} ({fault.what})"
 
     def locate(self, fault: Fault) -> Problem:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from packtrain.config.objective import advanced, key
 
@@ -36,7 +36,7 @@ class Trainer:
     )
     eval_every: int | None = key(None, "Steps between evaluations; none for only before and after training.", minimum=1)
     early_stop_patience: int | None = advanced(
-        None, "Stop after this many evaluations without a lower eval loss; the best weights are kept.", minimum=1
+        None, "Stop after this many evaluations without a better one (best_by); the best weights are kept.", minimum=1
     )
     best_by: str = advanced(
         "lowest eval_loss",
@@ -108,3 +108,10 @@ class Trainer:
         "Prompts answered in up to 64 tokens before and after training, printed at the end: texts, or numbers of examples of data.eval "
         "(0 is the first), with their pictures.",
     )
+
+    def bare(self) -> Trainer:
+        """Return these settings without checkpoints, measurements and samples."""
+        plain: dict[str, Any] = dict.fromkeys(("mirror", "checkpoint_every", "eval_every", "early_stop_patience"))
+        measures = ("tasks", "answers", "answer_tokens", "measured_rows", "measure_every", "measure_timeout")
+        plain |= {name: getattr(Trainer(), name) for name in ("best_by", "samples", *measures)}
+        return replace(self, resume="never", **plain)

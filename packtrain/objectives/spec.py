@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from packtrain.config import Fault, Option
@@ -64,6 +64,14 @@ class Figure:
 
 RIGHT_ANSWERS = Figure("answers", "right answers", unit="percent", headline=True)
 """The figure of trainer.answers, in evaluations of any objective."""
+
+
+def task_figures(keys: Iterable[str], known: Iterable[Figure]) -> list[Figure]:
+    """Return the figures TASK/METRIC of trainer.tasks among `keys` of metrics.jsonl, beside `known` ones of an objective."""
+    others, shares = tuple(figure.name for figure in known), re.compile("/(acc|exact_match|pass@)")
+    names = [key[5:] for key in keys if re.match("eval_.+/", key) and not key.endswith(others)]
+    figures = [Figure(name, name.replace("/", " "), headline=True) for name in names]
+    return [replace(figure, unit="percent") if shares.search(figure.name) else figure for figure in figures]
 
 
 def head_chunk(vocabulary: int, width: int, device_bytes: int) -> int:

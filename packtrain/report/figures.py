@@ -86,6 +86,8 @@ def tiles(run: RunRecord) -> list[Tile]:
         if (last := metrics.last(f"eval_{figure.name}")) is not None:
             value = percent(last) if figure.unit == "percent" else number(last)
             shown.append(Tile(f"Held-out {figure.words}", value, figure.note))
+    if run.summary.get("best_value") is not None:
+        shown.append(Tile("Weights", f"of step {run.summary.get('best_step')}", str(run.summary.get("best_by"))))
     if (tokens := metrics.last("tokens")) is not None:
         steps, planned, epoch = int(metrics.steps[-1]), run.batch.get("steps"), metrics.last("epoch")
         partial = run.status != "done" and isinstance(planned, int)

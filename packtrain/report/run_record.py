@@ -23,7 +23,7 @@ import yaml
 from packtrain.config.keys import keys
 from packtrain.diagnose.doctor import examine
 from packtrain.errors import UserError
-from packtrain.objectives.spec import OBJECTIVES, RIGHT_ANSWERS, Figure
+from packtrain.objectives.spec import OBJECTIVES, RIGHT_ANSWERS, Figure, task_figures
 from packtrain.report.document_tables import tabulate_documents
 from packtrain.run_folder import RunFolder, object_of, text_of
 from packtrain.wording import Redactor, visible
@@ -84,7 +84,8 @@ class RunRecord:
         """The figures of its objective; of all objectives if its own is not installed."""
         known, kind = OBJECTIVES.all(), self.settings.get("objective.kind", ("",))[0]
         own = [figure for spec in ([known[kind]] if kind in known else known.values()) for figure in spec.figures]
-        return [*own, RIGHT_ANSWERS] if len({*self.settings.get("trainer.answers", ())}) > 1 else own
+        answers = [RIGHT_ANSWERS] if len({*self.settings.get("trainer.answers", ())}) > 1 else []
+        return [*own, *answers, *task_figures(self.metrics.columns, own)]
 
 
 def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:

@@ -70,6 +70,7 @@ def evaluate(
     if tasks and find_spec("lm_eval") is None:
         what = "tasks need the package lm_eval (lm-evaluation-harness), which is not installed"
         raise UserError(what, where="--tasks", fix="pip install lm-eval", code="lm-eval-missing")
+    from packtrain.train.measures.harness import ask, load_tasks, run_tasks
     from packtrain.train.measures.right_answers import score_of
 
     judge = score_of(score, "--score")
@@ -84,7 +85,9 @@ def evaluate(
             made = answer_held_out(*loaded, run, judge, rows=rows, tokens=tokens)
             report["generated"] = {"score": score, **made}
         if loaded and tasks:
-            report["tasks"] = run_tasks(tasks, *loaded)
+            with boundary("lm_eval failed", "--tasks", code="lm-eval-failed"):
+                lm = ask(*loaded, batch=1 if loaded[0].device.type == "cpu" else "auto")
+                report["tasks"] = run_tasks(load_tasks(tasks, "--tasks"), lm)["results"]
     if as_json:
         print(json.dumps(finite(report), indent=2, default=str))
     else:
@@ -162,8 +165,7 @@ def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConf
     data = config.data
     if not isinstance(data.eval, int | float):
         data = replace(data, train=[*sources(data.eval, "eval")], streaming=False, stages=[])
-    trainer = replace(config.trainer, max_steps=1, resume="never", samples=[], answers=None, restarts=0, mirror=None)
-    trainer = replace(trainer, checkpoint_every=None, eval_every=None, early_stop_patience=None)
+    trainer = replace(config.trainer.bare(), max_steps=1, restarts=0)
     optim = replace(config.optim, bf16_rounding="undithered")
     if not config.strategy.spec.steps_in_backward:
         optim = replace(optim, name="sgd")  # it has no states; there is no step
@@ -216,13 +218,3 @@ def answer_held_out(
         answers.append({"answer": answer, "expected": row.expected, "prompt": row.text, "score": score})
     share = sum(answer["score"] for answer in answers) / len(answers)
     return {"rows": len(answers), "share": share, "answers": answers}
-
-
-def run_tasks(tasks: list[str], model: Any, tokenizer: PreTrainedTokenizerBase) -> Json:
-    """Run tasks of lm-evaluation-harness; return results by name. Raises UserError if it fails, or knows no such task."""
-    with boundary("lm_eval failed", "--tasks", "lm-eval ls tasks shows those that there are.", code="lm-eval-failed"):
-        from lm_eval import simple_evaluate  # type: ignore[import-not-found]
-        from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
-
-        loaded = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1 if model.device.type == "cpu" else "auto")
-        return dict((simple_evaluate(model=loaded, tasks=tasks) or {})["results"])

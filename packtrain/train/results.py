@@ -32,7 +32,7 @@ from packtrain.model.adapters import untie_if_adapted
 from packtrain.model.load import base_model, dequantized_in, load_model
 from packtrain.model.save import complete, weights_at_least
 from packtrain.model.spread import loading_whole
-from packtrain.objectives.spec import RIGHT_ANSWERS
+from packtrain.objectives.spec import RIGHT_ANSWERS, task_figures
 from packtrain.plan.known_model import base_of
 from packtrain.plan.surroundings import command_of, find_converter
 from packtrain.proof.choice import AttentionChoice
@@ -197,10 +197,11 @@ class Summary:
         losses = [line["loss"] for line in state.lines if "loss" in line]
         lines = [line for line in state.lines if "eval_loss" in line]
         evals = {int(line["step"]): line["eval_loss"] for line in lines}
-        best = min((step for step in evals if step > 0), key=lambda step: evals[step], default=None)
+        lowest = min((step for step in evals if step > 0), key=lambda step: evals[step], default=None)
+        best = state.best_step if self.early else lowest
         schedule = self.trainer.steps.schedule
-        stopping_early = status == "done" and self.early and state.best_loss is not None
-        of_final = (line for line in reversed(lines) if not stopping_early or line["eval_loss"] == state.best_loss)
+        stopping_early = status == "done" and self.early and best is not None
+        of_final = (line for line in reversed(lines) if not stopping_early or line["step"] == best)
         kept = {"eval_loss": None, **next(of_final, {})}
         return {
             "status": status,
@@ -210,7 +211,9 @@ class Summary:
             "first_loss": losses[0] if losses else None,
             **{key: value for key, value in kept.items() if key.startswith("eval_")},
             "first_eval_loss": next(iter(evals.values()), None),
-            "best_eval_loss": None if best is None else evals[best],
+            "best_eval_loss": None if lowest is None else evals[lowest],
+            "best_by": self.trainer.settings.trainer.best_by,
+            "best_value": state.best_value,
             "best_step": best,
             "tokens": state.tokens,
             "examples": schedule.examples_before(state.step) if feed is None else feed.examples,
@@ -262,8 +265,9 @@ def _losses(summary: Summary, figures: Json) -> list[str]:
     if (last := figures["eval_loss"]) is not None:
         of_sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses_of_sets(figures).items())
         clauses.append(f"held-out loss {figures['first_eval_loss']:.4f} → {last:.4f}{of_sets and f' ({of_sets})'}")
-        if early and state.best_loss is not None:
-            clauses.append(f"the weights are those of step {figures['best_step']}, with the lowest held-out loss")
+        if early and state.best_step is not None:
+            named = figures["best_by"].replace("eval_loss", "held-out loss")
+            clauses.append(f"the weights are those of step {figures['best_step']}, with the {named}")
     spec, first = summary.trainer.loss.objective.spec, next((line for line in state.lines if "eval_loss" in line), {})
     said = [
         figure.moved(first.get(key, figures[key]), figures[key])
@@ -272,8 +276,10 @@ def _losses(summary: Summary, figures: Json) -> list[str]:
     ]
     if said:
         clauses.append(f"of {figures[f'eval_{spec.examples}']:,} held-out {spec.examples}: {', '.join(said)}")
-    if summary.trainer.settings.trainer.answers and (last := figures.get("eval_answers")) is not None:
-        clauses.append(RIGHT_ANSWERS.moved(0, last))
+    measured = [RIGHT_ANSWERS] if summary.trainer.settings.trainer.answers else []
+    for figure in (*measured, *task_figures(figures, spec.figures)):
+        if (key := f"eval_{figure.name}") in figures:
+            clauses.append(figure.moved(first.get(key, figures[key]), figures[key]))
     return clauses
 
 

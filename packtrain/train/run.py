@@ -63,6 +63,7 @@ from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
 from packtrain.train.measures.due import Measures
 from packtrain.train.measures.generation import ALONE, Generator
+from packtrain.train.measures.harness import HarnessTasks, load_tasks
 from packtrain.train.measures.right_answers import RightAnswers, score_of
 from packtrain.train.objectives.loss import Setup
 from packtrain.train.objectives.training_objective import Start
@@ -98,6 +99,7 @@ class Run:
     prepared: Prepared = field(init=False)
     questions: list[Question] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
+    tasks: Json = field(default_factory=dict)
     trackers: list[Tracker] = field(default_factory=list)
     closing: ExitStack = field(default_factory=ExitStack)
 
@@ -147,9 +149,7 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None, finish
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
-    progress = TerminalProgress(
-        log, [*config.objective.spec.headlines, *[RIGHT_ANSWERS][: bool(config.trainer.answers)]]
-    )
+    progress = TerminalProgress(log, [*config.objective.spec.figures, *[RIGHT_ANSWERS][: bool(config.trainer.answers)]])
     run = Run(config, ranks, peers, folder, log, StopRequest(config.topology.grace), progress)
     with run.closing:
         return _train(run, *_prepare(run, started), finish, started)
@@ -228,6 +228,8 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     for remark in remarks if ranks.main and not log.evaluates else ():
         log.warn(remark)
 
+    if config.trainer.tasks:
+        run.tasks = load_tasks(config.trainer.tasks, "trainer.tasks")
     preparation.load(prepared)
     take_sight(prepared)
     base, scores = base_model(prepared.model), config.objective.spec.scores
@@ -242,7 +244,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
         _try_saving(run, ends)
     run.questions = make_questions(config.trainer.samples, tokenizer, config.data.system, data.eval)
     run.before = _answers(run)
-    if config.trainer.answers and not log.evaluates:
+    if config.trainer.answers or run.tasks:
         trainer.measures.append(_measures_of(run))
     begins = f"resuming from {checkpoint.name}" if checkpoint else "evaluating" if log.evaluates else "training"
     with suppress(OSError):  # a later write reports the disk's error
@@ -332,7 +334,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     )
     with boundary("the trainer cannot be made", "optim", code="trainer-unusable"):
         loss = prepared.objective.loss(Setup(model, prepared.tokenizer, settings))
-        trainer = StepTrainer(loss, settings, _listeners(run))
+        trainer = StepTrainer(loss, settings, _listeners(run, checkpoint))
     if config.trainer.ledger and loss.document_figures:
         read = partial(RowPlaces, config, data.train.stores) if data.stream is None else lambda: None
         trainer.ledger = Ledger(run.folder.ledger if ranks.main else None, read, log.warn)
@@ -391,14 +393,16 @@ def _dither_of(run: Run, trainer: StepTrainer) -> Dither:
     return dither
 
 
-def _listeners(run: Run) -> list[Listener]:
-    """Make all listeners to the steps."""
+def _listeners(run: Run, checkpoint: Path | None) -> list[Listener]:
+    """Make all listeners to the steps after `checkpoint`."""
     trainer, listeners = run.config.trainer, list[Listener]()
     if run.ranks.main:
         run.trackers = trackers_of(run.config, run.folder, run.log.warn)
         listeners = [MetricsFile(run.folder.metrics, run.log.warn), *run.trackers]
     if trainer.early_stop_patience and trainer.eval_every:
-        listeners.append(EarlyStop(trainer.early_stop_patience, trainer.eval_every, run.log))
+        before = origin_in(checkpoint).get("trainer.best_by", Trainer().best_by) if checkpoint else trainer.best_by
+        since = step_of(checkpoint) if checkpoint and before != trainer.best_by else 0
+        listeners.append(EarlyStop(trainer.early_stop_patience, trainer.best_by, run.log, since))
     return [*listeners, run.progress]
 
 
@@ -559,10 +563,11 @@ def _generator_of(run: Run, ranks: Ranks) -> Generator:
 
 
 def _measures_of(run: Run) -> Measures:
-    """Make the measures of trainer.answers. Raises UserError for a score that fails."""
-    trainer, warn = run.config.trainer, run.log.warn
-    parts = [RightAnswers(trainer, run.prepared.data.sets, _generator_of(run, run.ranks), warn)]
-    return Measures(trainer, run.ranks.device, warn, parts)
+    """Make the measures of trainer.answers and trainer.tasks. Raises UserError for a score that fails."""
+    trainer, warn, generator = run.config.trainer, run.log.warn, _generator_of(run, run.ranks)
+    answers = [RightAnswers(trainer, run.prepared.data.sets, generator, warn)] if trainer.answers else []
+    tasks = [HarnessTasks(run.tasks, trainer.measured_rows, generator, run.ranks)] if run.tasks else []
+    return Measures(trainer, run.ranks.device, warn, [*answers, *tasks])
 
 
 def _write_summary(run: Run, summary: dict) -> None:

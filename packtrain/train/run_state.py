@@ -28,7 +28,7 @@ _FIELDS = {
     "epoch": "epoch",
     "tokens": "num_input_tokens_seen",
     "lines": "log_history",
-    "best_loss": "best_metric",
+    "best_value": "best_metric",
     "best_step": "best_global_step",
 }
 
@@ -134,8 +134,8 @@ class RunState:
     """Tokens trained on, padding and virtual tokens excluded."""
     lines: list[Json] = field(default_factory=list[Json])
     """Logged lines, evaluations included. Each has its `step`."""
-    best_loss: float | None = None
-    """The lowest evaluation loss. None: no evaluation yet, or trainer.early_stop_patience is not set."""
+    best_value: float | None = None
+    """The best value of trainer.best_by. None: no evaluation has it yet, or trainer.early_stop_patience is not set."""
     best_step: int | None = None
     stops: bool = False
     """Whether no further step follows."""

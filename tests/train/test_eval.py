@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -168,39 +169,21 @@ def test_answers_are_scored(kind: str, score: str, share: float, tmp_path: Path)
     assert report["share"] == share
 
 
-HARNESS = {
-    "__init__.py": """
-def simple_evaluate(model, tasks):
-    if tasks != ["one", "two"]:
-        raise KeyError("no such task")
-    return {"results": {task: {"acc,none": float(model.rows == 2), "alias": task} for task in tasks}}
-""",
-    "models/__init__.py": "",
-    "models/huggingface.py": """
-class HFLM:
-    def __init__(self, pretrained, tokenizer, batch_size):
-        self.rows = pretrained(**tokenizer(["a", "b"], return_tensors="pt")).logits.shape[0]
-""",
-}
-
-
 def test_tasks_are_those_of_the_harness_and_without_it_refused(tmp_path: Path) -> None:
     path = written(tmp_path, config_of(tmp_path))
-    assert "[lm-eval-missing]" in packtrain("eval", path, "--tasks", "one", expect=2).stderr
-    for name, code in HARNESS.items():
-        (tmp_path / "lm_eval" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "lm_eval" / name).write_text(code)
-    report = evaluated(path, "--tasks", "one,two", cwd=tmp_path, begin=beside)
-    assert report["tasks"] == {task: {"acc,none": 1.0, "alias": task} for task in ("one", "two")}
-    unknown = packtrain("eval", path, "--tasks", "three", expect=2, cwd=tmp_path, begin=beside).stderr
-    assert "no such task" in unknown and "Traceback" not in unknown
+    if find_spec("lm_eval") is None:
+        assert "[lm-eval-missing]" in packtrain("eval", path, "--tasks", "words", expect=2).stderr
+    tasks = evaluated(path, "--tasks", "words,letters", begin=beside_harness)["tasks"]
+    assert {*tasks} == {"words", "letters"} and tasks["words"]["acc,none"] == 0.25 and tasks["words"]["score,first"]
+    unknown = packtrain("eval", path, "--tasks", "wrds", expect=2, begin=beside_harness).stderr
+    assert "[no-such-task]" in unknown and "words" in unknown and "Traceback" not in unknown
 
 
-def beside(*given: Any) -> None:
-    """The command, which finds the modules of its folder."""
+def beside_harness(*given: Any) -> None:
+    """The command, which finds a stand-in for lm_eval."""
     import sys
 
-    sys.path.insert(0, "")
+    sys.path.insert(0, str(Path(__file__).parent / "stand_in_harness"))
     forked.run(*given)
 
 

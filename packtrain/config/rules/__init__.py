@@ -111,6 +111,7 @@ def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_sources(config),
         *_held_out(config.data),
         *_samples(config),
+        *_best(config),
         *_measured(config.trainer, given),
         *_stages(config.data),
         *_rows(config),
@@ -182,6 +183,17 @@ def _samples(config: RunConfig) -> Iterator[Fault]:
     elif numbers and config.data.eval is None:
         what, fix = f"there is no example {numbers[0]}: data.eval is null", "Set data.eval, or write the question."
         yield Fault(("trainer.samples",), what, fix, because="data.eval", code="sample-without-eval")
+
+
+def _best(config: RunConfig) -> Iterator[Fault]:
+    """Yield a fault if no evaluation has the figure in trainer.best_by. Figures of tasks are known at the first one."""
+    trainer, named = config.trainer, config.trainer.best_by.partition(" ")[2]
+    names = ["loss", *(figure.name for figure in config.objective.spec.figures), *["answers"][: bool(trainer.answers)]]
+    sets = ["", *(f"{name}_" for name in (config.data.eval if is_mapping(config.data.eval) else ()))]
+    known = [f"eval_{part}{name}" for part in sets for name in names]
+    if named and named not in known and not (trainer.tasks and re.match("eval_.+/.", named)):
+        what, fix = f"evaluations have no figure {named!r}", suggest(named, known, f"They have {', '.join(known)}.")
+        yield Fault(("trainer.best_by",), what, fix, code="no-such-figure")
 
 
 def _measured(trainer: Trainer, given: Set[str]) -> Iterator[Fault]:

@@ -84,6 +84,8 @@ def check_packages(config: RunConfig) -> Iterator[Fault]:
     for key, wanted, package, install in dict.fromkeys(needed):
         if package:
             yield from _not_installed(key, wanted, package, install)
+    if tasks := config.trainer.tasks:
+        yield from _not_installed("trainer.tasks", ", ".join(tasks), "lm_eval", "lm-eval", "lm-eval-missing")
     compiler = config.topology.variables.get("CXX") or os.environ.get("CXX") or "g++"  # torch searches in the same way
     if config.trainer.torch_compile and not shutil.which(compiler):
         fix = "apt-get install g++ (or dnf install gcc-c++, conda install gxx_linux-64), name one in CXX, or set it to false."
@@ -110,10 +112,10 @@ def as_name(text: str) -> str:
     return re.sub(r"[-.\s]", "_", text.lower())
 
 
-def _not_installed(key: str, wanted: str, package: str, install: str) -> Iterator[Fault]:
+def _not_installed(key: str, wanted: str, package: str, install: str, code: str = "package-missing") -> Iterator[Fault]:
     if importlib.util.find_spec(package) is None:
         what = f"{wanted} needs the package {package}, which is not installed"
-        yield Fault((key,), what, f"pip install {install}", code="package-missing")
+        yield Fault((key,), what, f"pip install {install}", code=code)
 
 
 def _bucket(key: str, url: str | None) -> Iterator[Fault]:

@@ -116,6 +116,8 @@ TABLE = r"""
     a reward model scores answers, and writes none → Remove the key.
 [reward-writes-none] trainer.answers (objective.spec.scores)
     a reward model scores answers, and writes none → Remove the key.
+[reward-writes-none] trainer.tasks (objective.spec.scores) | a reward model writes nothing → Remove the key.
+[nothing-to-evaluate] trainer.tasks because (data.eval=null) | tasks are measured with evaluations → Set data.eval.
 [answers-of-labels] trainer.answers (objective.spec.examples=answers)
     its figure eval_answers is the number of held-out answers here
     → Remove the key, and measure afterwards: packtrain eval RUN --generate 20.
@@ -129,6 +131,9 @@ TABLE = r"""
     stopping early needs evaluations during training → Set data.eval and trainer.eval_every.
 [early-stop-without-eval] trainer.early_stop_patience because (trainer.eval_every=null) (!data.eval=null)
     stopping early needs evaluations during training → Set trainer.eval_every.
+[no-best] trainer.best_by:given because (trainer.early_stop_patience=null)
+    no weights are kept as the best → Set trainer.early_stop_patience, in evaluations: a large number stops no run.
+[no-order] !trainer.best_by~(lowest|highest)\s\S+ | found {trainer.best_by!r} → Write lowest or highest, then a figure.
 [restarts-without-checkpoints] trainer.restarts trainer.checkpoint_every=null
     without checkpoints a run could only restart from its beginning → Set trainer.checkpoint_every.
 [rollback-without-checkpoints] trainer.on_spike=rollback because (trainer.checkpoint_every=null)

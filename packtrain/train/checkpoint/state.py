@@ -205,15 +205,15 @@ class Checkpoints:
                 torch.cuda.set_rng_state(one)
 
     def restore_best_weights(self, state: RunState) -> None:
-        """Load the weights of the evaluation with the lowest loss into the model."""
+        """Load the weights of the best evaluation (trainer.best_by) into the model."""
         best = state.best_step
         folder = folder_of(self._settings.checkpoints, best or 0)
         if best == state.step:
             return
-        if not folder.is_dir():  # not written for lack of space, or in another run folder
-            what = "final/ has the weights of the last step, not those of the best one"
-            self._settings.say(f"{folder} is not there: {what}")
-            state.best_loss = state.best_step = None
+        if best is None or not folder.is_dir():  # not written for lack of space, or in another run folder
+            why = f"{folder} is not there" if best else "no evaluation is the best"
+            self._settings.say(f"{why}: final/ has the weights of the last step, not those of the best one")
+            state.best_value = state.best_step = None
             return
         self._restore_states(folder)  # masters too: final/ may be made from them
 

@@ -26,10 +26,11 @@ from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from trl.trainer.utils import get_peak_flops_per_device
 
-from packtrain.errors import Json
+from packtrain.config.keys import suggest
+from packtrain.errors import Json, UserError
 from packtrain.model.flops import training_flops
 from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits, own_heartbeat
-from packtrain.objectives.spec import RIGHT_ANSWERS, Figure
+from packtrain.objectives.spec import RIGHT_ANSWERS, Figure, task_figures
 from packtrain.packing.collate import to_device
 from packtrain.run_folder import losses_of_sets
 from packtrain.system import write_text
@@ -338,9 +339,9 @@ def _place_of(line: str) -> tuple[float, bool]:
 class TerminalProgress(Listener):
     """Live bar with the time left, or plain lines without a terminal (main process only). Every rank's log has the lines."""
 
-    def __init__(self, log: Log, headlines: Sequence[Figure] = ()) -> None:
-        """`headlines`: figures of the objective to show of each evaluation."""
-        self._log, self._headlines = log, headlines
+    def __init__(self, log: Log, figures: Sequence[Figure] = ()) -> None:
+        """`figures` of the objective, whose headlines are shown of each evaluation."""
+        self._log, self._figures = log, figures
         self._narrow = log.console.width < _WIDE
         columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(10), TextColumn("{task.fields[figures]}")
         columns = [column for column in columns if not (self._narrow and isinstance(column, BarColumn))]
@@ -378,29 +379,46 @@ class TerminalProgress(Listener):
 
     def _sum_up(self, line: Json) -> str:
         """Return the headlines of an evaluation in words. All are 0 of a policy that still equals its reference: nothing is said."""
-        known = {one: line[key] for one in self._headlines if (key := f"eval_{one.name}") in line}
+        measured = task_figures(line, self._figures)
+        headlines = [one for one in (*self._figures, *measured) if one.headline]
+        known = {one: line[key] for one in headlines if (key := f"eval_{one.name}") in line}
         words = [f"  {one.words} {one.written(value)}" for one, value in known.items()]
-        return "".join(words) if any(known.values()) or RIGHT_ANSWERS in known else ""
+        return "".join(words) if any(known.values()) or measured or RIGHT_ANSWERS in known else ""
 
 
 class EarlyStop(Listener):
-    """Listener that stops after `patience` evaluations in a row without a lower eval loss.
+    """Listener that stops after `patience` evaluations in a row that are not better than the best.
 
-    Each new best is checkpointed. The evaluation before training does not count: final/ must hold a trained model.
+    Each new best is checkpointed. Evaluations without the figure do not count, nor does the one before training: final/ must hold a
+    trained model.
     """
 
-    def __init__(self, patience: int, every: int, log: Log) -> None:
-        """`patience` is trainer.early_stop_patience, `every` is trainer.eval_every."""
-        self._patience, self._every, self._log = patience, every, log
+    def __init__(self, patience: int, best_by: str, log: Log, since: int = 0) -> None:
+        """See trainer.early_stop_patience and trainer.best_by. A best up to step `since` was one by another figure."""
+        order, _, self._figure = best_by.partition(" ")
+        self._sign, self._patience, self._log, self._since = 1 if order == "highest" else -1, patience, log, since
+
+    def train_begin(self, state: RunState) -> None:
+        """Forget the best by another figure."""
+        if state.best_step and state.best_step <= self._since:
+            self._log.warn(f"trainer.best_by has changed: the best weights are sought from step {self._since} on")
+            state.best_value = state.best_step = None
+
+    rolled_back = train_begin
 
     def evaluate(self, state: RunState, figures: dict[str, float]) -> None:
-        """Keep a new best, or stop the run if the best is too long ago."""
-        if state.step == 0:
+        """Keep a new best, or stop the run if the best is too long ago. Raises UserError if the first one lacks the figure."""
+        value, best = figures.get(self._figure), state.best_value
+        if state.step == 0 and value is None:
+            what, fix = f"the first evaluation has no {self._figure}", suggest(self._figure, figures, str([*figures]))
+            raise UserError(what, where="trainer.best_by", fix=fix, code="no-such-figure")
+        if state.step == 0 or value is None:
             return
-        if state.best_loss is None or figures["eval_loss"] < state.best_loss:
-            state.best_loss, state.best_step, state.saves = figures["eval_loss"], state.step, True
-        elif (state.step - (state.best_step or 0)) // self._every >= self._patience:
+        since = max(state.best_step or 0, self._since)
+        if math.isfinite(value) and (best is None or self._sign * value > self._sign * best):
+            state.best_value, state.best_step, state.saves = value, state.step, True
+        elif sum(self._figure in line and line["step"] > since for line in state.lines) >= self._patience:
             if not state.stops and state.step < state.last_step:
-                best = f"{state.best_loss:.4f} at step {state.best_step}"
-                self._log.warn(f"stopping early after step {state.step}: the lowest eval loss was {best}")
+                was = "was never a number" if best is None else f"was best at step {state.best_step}, {best:.4f}"
+                self._log.warn(f"stopping early after step {state.step}: {self._figure} {was}")
             state.stops = True

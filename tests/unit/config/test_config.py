@@ -324,7 +324,10 @@ SET = {
     "!model.config.model_type": "model.tokenizer=null",
     "model.config.model_type": "model.config.model_type=llama",
     "trainer.samples": "trainer.samples=[hi]",
+    r"!trainer.best_by~(lowest|highest)\s\S+": "trainer.best_by=loss",
+    "trainer.best_by:given": "trainer.best_by=highest eval_loss",
     "trainer.answers": "trainer.answers=exact",
+    "trainer.tasks": "trainer.tasks=[words]",
     "!trainer.resume=auto": "trainer.resume=never",
     "!topology.main_address=null": "topology.main_address=n1",
     "peft.dropout": "peft.dropout=0.1",
@@ -372,6 +375,8 @@ def test_a_rule_is_reached_and_names_its_keys(rule: Rule) -> None:
 
 
 EVALUATED = "data: {eval: 0.1}\ntrainer: {eval_every: 5, early_stop_patience: 2}\n"
+BY_ACCURACY = "trainer.best_by=highest eval_rewards/accuracies"
+BEST = f"objective: {{kind: dpo}}\n{EVALUATED[:-2]}, best_by: {BY_ACCURACY.partition('=')[2]}}}\n"
 SHARED = "objective: {kind: dpo}\npacking: {share_prefix: true}\n"
 ADAPTED = "defaults: [peft: lora, _self_]\npeft: {r: 4}\n"
 
@@ -382,6 +387,8 @@ ADAPTED = "defaults: [peft: lora, _self_]\npeft: {r: 4}\n"
         (EVALUATED, "data.eval=null", ["trainer.eval_every=5", "trainer.early_stop_patience=2"]),
         (EVALUATED, "~data.eval", ["trainer.eval_every=5", "trainer.early_stop_patience=2"]),
         (EVALUATED, "trainer.eval_every=null", ["trainer.early_stop_patience=2"]),
+        (BEST, "data.eval=null", ["trainer.eval_every=5", "trainer.early_stop_patience=2", BY_ACCURACY]),
+        (BEST, "trainer.early_stop_patience=null", [BY_ACCURACY]),
         (ADAPTED, "peft=none", ["peft.r=4"]),
         (ADAPTED, "peft.kind=none", ["peft.r=4"]),
         ("data: {overlong: drop}\n", "data.max_length=null", ["data.overlong=drop"]),
