@@ -79,23 +79,26 @@ class DistillLoss(SFTLoss):
             places, parts = places_on(labels, at), list[torch.Tensor]()
             if head.record is not None and owners is not None and len(owners):
                 head.record.append((owners, parts))
+            # where each token is in the row, even if its attention runs documents one by one
+            tokens = batch.pop("labels", None)
+            seats = places if tokens is None else tokens.flatten()[places]
             whole, plain = head.kind == "full logits", asked != "loss_sum" or not self.taught
-            tokens = TaughtTokens(
+            loss = TaughtTokens(
                 self.divergence,
                 Readout() if whole else readout,
                 labels.flatten()[places],
-                None if plain else self.teacher.logits,
+                None if plain else lambda part: self.teacher.logits(seats[part]),
                 partial(self._note, parts),
             )
             if whole:
                 logits = inner(**batch, use_cache=False).logits.flatten(0, 1)[places]
                 made = logits.detach().clone()
-                total = tokens.in_place(made, slice(0, len(made)), trains=torch.is_grad_enabled())
+                total = loss.in_place(made, slice(0, len(made)), trains=torch.is_grad_enabled())
                 total = total + ((logits - logits.detach()) * made).sum() if torch.is_grad_enabled() else total
             else:
                 hidden = own.base_model(**batch, use_cache=False).last_hidden_state.flatten(0, 1)[places]
                 run = compare_gradients if asked == "head_gradients" else sum_losses
-                total = run(hidden, cast(nn.Linear, own.get_output_embeddings()), tokens)
+                total = run(hidden, cast(nn.Linear, own.get_output_embeddings()), loss)
             if asked != "token_losses":
                 return total
             losses = -torch.cat([*parts, total.new_zeros(0)])
@@ -115,7 +118,8 @@ class DistillLoss(SFTLoss):
         if self.taught:
             with self.accelerator.autocast():
                 self.teacher.see(inputs)
-        return super().sum_losses(model, inputs)
+        ids = inputs["input_ids"]
+        return super().sum_losses(model, inputs | {"labels": torch.arange(ids.numel(), device=ids.device).view_as(ids)})
 
     def of_rows(self, batch: MicroBatch) -> torch.Tensor:
         """See Loss; this one is the mean -log p: a divergence is near 0 where the student equals its teacher."""
