@@ -5,8 +5,7 @@ The loss is Σ of token losses over the step / Σ of its trained tokens, as in s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -14,19 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from packtrain.config.objective import Objective
-from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
-from packtrain.model.forward import (
-    Batch,
-    Head,
-    Places,
-    add_calls,
-    compare_gradients,
-    name_backbone,
-    patch_forward,
-    places_on,
-    sum_losses,
-)
+from packtrain.model.forward import Head, TokenLoss
 from packtrain.model.load import base_model
 from packtrain.model.save import gathered
 from packtrain.model.spread import placement_of, spread
@@ -35,8 +23,7 @@ from packtrain.objectives.answers import Inputs
 from packtrain.objectives.distill.divergence import Divergence, Readout, TaughtTokens
 from packtrain.objectives.distill.teacher import TEACHER, Teacher, check_tokenizer
 from packtrain.objectives.sft.run import SFT, SFTLoss
-from packtrain.objectives.spec import equal_weights
-from packtrain.packing.collate import IGNORE, collate_padded, on_device
+from packtrain.packing.collate import IGNORE
 from packtrain.proof.choice import AttentionChoice
 from packtrain.system import holding
 from packtrain.train.loader import MicroBatch, Steps
@@ -65,53 +52,22 @@ class DistillLoss(SFTLoss):
         teacher.patch(backend, self.autocast)
 
     def add_head(self, base: PreTrainedModel) -> Head:
-        """See SFTLoss: the head that `_add_divergences` adds."""
-        is_plain = type(base.get_output_embeddings()) is nn.Linear
-        head = Head(equal_weights, "summed" if is_plain else "full logits", otherwise=())
-        name_backbone(base)
-        inner, readout = base.forward, Readout.of(base.config)
+        """See SFTLoss."""
+        head, readout = super().add_head(base), Readout.of(base.config)
+        head.kind = "summed" if type(base.get_output_embeddings()) is nn.Linear else "full logits"
 
-        def lose(
-            own: PreTrainedModel, asked: str, labels: torch.Tensor, at: Places, owners: Places, batch: Batch
-        ) -> object:
-            if getattr(own.config.get_text_config(), "output_router_logits", False):
-                batch["output_router_logits"] = False
-            places, parts = places_on(labels, at), list[torch.Tensor]()
-            if head.record is not None and owners is not None and len(owners):
-                head.record.append((owners, parts))
-            # where each token is in the row, even if its attention runs documents one by one
-            tokens = batch.pop("labels", None)
-            seats = places if tokens is None else tokens.flatten()[places]
-            whole, plain = head.kind == "full logits", asked != "loss_sum" or not self.taught
-            loss = TaughtTokens(
-                self.divergence,
-                Readout() if whole else readout,
-                labels.flatten()[places],
-                None if plain else lambda part: self.teacher.logits(seats[part]),
-                partial(self._note, parts),
-            )
-            if whole:
-                logits = inner(**batch, use_cache=False).logits.flatten(0, 1)[places]
-                made = logits.detach().clone()
-                total = loss.in_place(made, slice(0, len(made)), trains=torch.is_grad_enabled())
-                total = total + ((logits - logits.detach()) * made).sum() if torch.is_grad_enabled() else total
-            else:
-                hidden = own.base_model(**batch, use_cache=False).last_hidden_state.flatten(0, 1)[places]
-                run = compare_gradients if asked == "head_gradients" else sum_losses
-                total = run(hidden, cast(nn.Linear, own.get_output_embeddings()), loss)
-            if asked != "token_losses":
-                return total
-            losses = -torch.cat([*parts, total.new_zeros(0)])
-            return losses.new_zeros(labels.numel()).index_put((places,), losses).view(labels.shape)
+        def tokens(targets: torch.Tensor, at: torch.Tensor, note: Callable[[torch.Tensor], object]) -> TokenLoss:
+            def add(losses: torch.Tensor, figures: torch.Tensor | None) -> None:
+                note(-losses)
+                if figures is not None:
+                    self.figures += figures.sum(dim=1)
 
-        add_calls(base, ("loss_sum", "token_losses", "head_gradients"), lose)
-        patch_forward(base, autocast=self.autocast, backend=self.settings.backend)
+            own = Readout() if head.kind == "full logits" else readout
+            teacher = (lambda part: self.teacher.logits(at[part])) if self.taught else None
+            return TaughtTokens(self.divergence, own, targets, teacher, add)
+
+        head.tokens = tokens
         return head
-
-    def _note(self, parts: list[torch.Tensor], losses: torch.Tensor, figures: torch.Tensor | None) -> None:
-        parts.append(-losses)
-        if figures is not None:
-            self.figures += figures.sum(dim=1)
 
     def sum_losses(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
         """See SFTLoss; the teacher runs the rows first."""
@@ -134,20 +90,12 @@ class DistillLoss(SFTLoss):
         with holding(self, taught=False):
             return super().choose_head(steps)
 
-    def definition(self, documents: Sequence[Document]) -> Iterator[Callable[[], torch.Tensor]]:
-        """See Loss: the divergence of full logits of both models on each document alone."""
-        trained = sum(int(document.loss_mask[1:].sum()) for document in documents)
-
-        def part(document: Document) -> torch.Tensor:
-            inputs = on_device(collate_padded([document], 0, self.settings.steps.sight), self.device)
-            labels = inputs.pop("shift_labels")[0]
-            at, words = labels != IGNORE, self.teacher.words
-            with torch.no_grad():
-                teacher = self.teacher.called(**inputs, use_cache=False).logits[0, at, :words].float()
-            own = self.model(**inputs, use_cache=False).logits[0, at, :words].float()
-            return self.divergence.loss(own, teacher, labels[at]).sum() / trained
-
-        return (partial(part, document) for document in documents)
+    def losses_of(self, logits: torch.Tensor, labels: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        """See SFTLoss: the divergence of full logits of both models."""
+        at, words = labels != IGNORE, self.teacher.words
+        with torch.no_grad():
+            teacher = self.teacher.called(**inputs, use_cache=False).logits[0, at, :words].float()
+        return self.divergence.loss(logits[at, :words], teacher, labels[at])
 
 
 class Distill(SFT):
