@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_SLICE = 128  # number of tokens with float32 logits at a time
+_SLICE = 256  # number of tokens with float32 logits at a time
 
 
 @dataclass(frozen=True, slots=True)
