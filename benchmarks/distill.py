@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 LAYERS = (0, 10, 20, 29)
-LENGTH, ROWS, HELD_OUT, LEARNING_RATE = 96, 4, 24, 3e-4
+LENGTH, ROWS, HELD_OUT, LEARNING_RATE = 64, 4, 24, 3e-4
 
 
 def make_models(model: str, folder: Path) -> None:
@@ -63,7 +63,12 @@ def config_of(folder: Path, kind: str, steps: int, name: str) -> Path:
     """Writes the config of a run."""
     config: dict[str, Any] = {
         "model": {"path": str(folder / "student")},
-        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl"), "shuffle": False},
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "eval": str(folder / "eval.jsonl"),
+            "shuffle": False,
+            "max_length": LENGTH,
+        },
         "packing": {"mode": "packed"},
         "batch": {"examples_per_step": ROWS, "tokens_per_device": ROWS * LENGTH},
         "optim": {"learning_rate": LEARNING_RATE, "schedule": "constant"},
