@@ -195,23 +195,23 @@ def check_trainable(model: PreTrainedModel) -> None:
         raise UserError("float16 weights cannot be trained", where="model.dtype", fix=fix, code="float16-trained")
 
 
-def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> None:
+def check_positions(model: PreTrainedModel, longest: int, *, padded: bool, key: str = "") -> None:
     """Raise UserError if a document of `longest` tokens exceeds the model's positions. Also if rotary frequencies depend on the
-    longest document of a `padded` batch (longrope): the others would not be exact."""
-    config = model.config.get_text_config()
+    longest document of a `padded` batch (longrope): the others would not be exact. `key` names another model than the trained one."""
+    config, named = model.config.get_text_config(), f"the model of {key}" if key else "the model"
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
     if padded and isinstance(original, int) and original < longest and rotates_by_length(base_model(model)):
-        what = f"the longest document has {longest} tokens: beyond {original} this model uses other rotary frequencies"
+        what = f"the longest document has {longest} tokens: beyond {original} {named} uses other rotary frequencies"
         fix = f"set it to packed, or data.max_length to {original}"
         what = f"{what} for all documents of a padded batch"
         raise UserError(what, where="packing.mode", fix=fix, code="frequencies-by-length")
     positions = max_positions(base_model(model))
     if positions is not None and positions < longest:
         name = "max_position_embeddings" if hasattr(config, "max_position_embeddings") else "max_seq_len"
-        what = f"the longest document has {longest} tokens, the model is made for {positions} positions"
+        what = f"the longest document has {longest} tokens, {named} is made for {positions} positions"
         name = name if config is model.config else f"text_config.{name}"
-        fix = f"set data.max_length to {positions}, or model.config.{name} to what you want it to learn"
+        fix = f"set it to {positions}" + ("" if key else f", or model.config.{name} to what you want it to learn")
         raise UserError(what, where="data.max_length", fix=fix, code="too-few-positions")
 
 

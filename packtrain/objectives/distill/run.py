@@ -116,10 +116,13 @@ class Distill(SFT):
         check_tokenizer(run.tokenizer, model)
         loaded, self._run = load_frozen(run, model, TEACHER), run
         weights, output = weights_hash(loaded), cast(nn.Linear, loaded.get_output_embeddings())
-        head = gathered(output.weight).to(run.ranks.device, copy=True) if run.ranks.sharded else None
+        rows, head = cast(nn.Linear, base_model(run.model).get_output_embeddings()).out_features, None
+        if run.ranks.sharded:
+            parts = (output.weight, output.bias)
+            parts = (one if one is None else gathered(one)[:rows].to(run.ranks.device, copy=True) for one in parts)
+            head = cast("tuple[torch.Tensor, torch.Tensor | None]", tuple(parts))
         spread(loaded, run.ranks, run.precision.autocast)
-        embeddings = cast(nn.Linear, base_model(run.model).get_output_embeddings())
-        self.teacher = Teacher(loaded.eval(), head, embeddings.out_features)
+        self.teacher = Teacher(loaded.eval(), head, rows)
         return {"model.frozen": f"one of weights with hash {weights[:12]}"}
 
     def decide_attention(self, run: Prepared) -> AttentionChoice:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import disable_dropout_in_model
@@ -29,8 +30,10 @@ class Teacher:
     Both have the first `words` rows. `see` runs a micro-batch; `logits` then returns those after some of its tokens.
     """
 
-    def __init__(self, model: PreTrainedModel, head: torch.Tensor | None, rows: int) -> None:
-        """`head`: the whole weight of a sharded output head."""
+    def __init__(
+        self, model: PreTrainedModel, head: tuple[torch.Tensor, torch.Tensor | None] | None, rows: int
+    ) -> None:
+        """`head`: the first `rows` of a sharded output head's weight and bias."""
         name_backbone(model)
         self.model, self.readout, self._head = model, Readout.of(model.config), head
         self.called: nn.Module = model
@@ -67,11 +70,14 @@ class Teacher:
         if not self.by_head:
             return seen.float()
         output, dtype = cast(nn.Linear, self.model.get_output_embeddings()), compute_dtype(seen)
-        if self._head is None or self._head.dtype != dtype:
-            self._head = (output.weight if self._head is None else self._head)[: self.words].to(seen.device, dtype)
+        if self._head is None or self._head[0].dtype != dtype:
+            weight, bias = (
+                one if one is None else one[: self.words].to(seen.device, dtype)
+                for one in self._head or (output.weight, output.bias)
+            )
+            self._head = cast(torch.Tensor, weight), bias
         with torch.autocast(seen.device.type, enabled=False):
-            product = seen.to(dtype) @ self._head.t()
-        return self.readout.logits(product if output.bias is None else product + output.bias[: self.words])
+            return self.readout.logits(F.linear(seen.to(dtype), *self._head))
 
     @torch.no_grad()
     def check_head(self, batch: Batch, autocast: torch.dtype | None) -> str:

@@ -20,7 +20,7 @@ from packtrain.config.schema import Model, Peft, RunConfig
 from packtrain.data.tokens.cache import cache_folder
 from packtrain.errors import CheckFailed, UserError, boundary, naming
 from packtrain.model.adapters import add_reference
-from packtrain.model.load import base_model, load_model
+from packtrain.model.load import base_model, check_positions, load_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks, reading_mesh, spread
 from packtrain.model.weights import weights_hash
@@ -171,7 +171,10 @@ def load_frozen(run: Prepared, model: Model, key: str) -> PreTrainedModel:
     """Load a model without updates, not spread yet. `key` names it in errors; "" for the trained model itself."""
     mesh, seed = reading_mesh(run.ranks), run.config.trainer.seed
     with naming(key):
-        return load_model(model, Peft(), run.tokenizer, seed=seed, mesh=mesh).requires_grad_(False)
+        loaded = load_model(model, Peft(), run.tokenizer, seed=seed, mesh=mesh)
+    if hasattr(run, "data"):  # `packtrain verify` makes its own rows
+        check_positions(loaded, run.longest, padded=run.config.packing.mode == "padding", key=key)
+    return loaded.requires_grad_(False)
 
 
 class ReferenceObjective(TrainingObjective):
