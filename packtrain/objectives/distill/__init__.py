@@ -1,1 +1,1 @@
-"""Distillation."""
+"""Distillation from a teacher."""

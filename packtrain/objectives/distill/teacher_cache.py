@@ -1,101 +1,152 @@
-"""A teacher's records of targets (top_k.py), computed once and kept in the folder data.cache_dir/teacher/KEY.
+"""A teacher's records of targets (divergence.py::pick), made once and kept in data.cache_dir/teacher/KEY/records.bin.
 
-Each process of an attempt writes two files of its own, since network disks lose data if machines write into one file:
-    A-R.bin  int32 [n, width]  records, as they are made
-    A-R.idx  INDEX [m]         runs of targets of one document, written after their records
-Targets are numbered through the data set, document by document. A killed attempt leaves whole micro-batches; the next one computes the other
-documents. A document counts if one attempt has all of its targets. Every reading compares the hashes of runs.
+The file is uint32 [targets, width + 1], in the order of the data. Each row ends in a hash of itself and its place. Every start reads the file and
+makes the rows that are missing: never written, cut off by a kill, or damaged.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+import hashlib
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar, cast
 
 import numpy as np
-import xxhash
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+from filelock import FileLock, Timeout
 
-from packtrain.errors import CheckFailed
+from packtrain.errors import CheckFailed, UserError
+from packtrain.monitor.heartbeat import progress, waiting
+from packtrain.train.loader import MicroBatch, Steps
+from packtrain.train.objectives.training_objective import Start
+from packtrain.wording import size
 
-INDEX = np.dtype([("part", "<i8"), ("row", "<i8"), ("first", "<i8"), ("count", "<i8"), ("hash", "<u8")])
-"""A run: its first target, their number, and the hash of their records. In files `part` and `row` are 0."""
-
-
-def append(part: Path, borders: np.ndarray, targets: np.ndarray, records: np.ndarray) -> None:
-    """Append the `records` int32 [n, width] of a micro-batch's `targets` int64 [n]. `borders` are each document's first target."""
-    order = np.argsort(targets)
-    targets, records = targets[order], records[order]
-    begins = borders[np.searchsorted(borders, targets)] == targets
-    starts = np.flatnonzero(begins | (np.diff(targets, prepend=-2) != 1))
-    runs = zip(targets[starts].tolist(), np.split(records, starts[1:]), strict=False)
-    index = np.array([(0, 0, first, len(run), _hash(run, first)) for first, run in runs], INDEX)
-    for suffix, written in ((".bin", records), (".idx", index)):
-        with open(f"{part}{suffix}", "ab") as file:
-            file.write(written.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
+_BLOCK, _POLL_S = 1 << 14, 60.0
+_Result = TypeVar("_Result")
 
 
 class TeacherCache:
-    """Records of targets, mapped into memory. They pickle by the path.
+    """Rows of int32 [width] for the targets of documents. It pickles by its path. `trained` int [documents]: targets of each."""
 
-    `trained` int [documents] counts each one's targets, `names` are those of parts. `found` bool [documents] says whose records are there; if
-    `checked`, with the right hashes.
-    """
-
-    def __init__(
-        self, folder: Path, width: int, trained: np.ndarray, names: Iterable[str], *, checked: bool = False
-    ) -> None:
-        self._given = (folder, width, trained, (names := sorted(names)))
-        self.folder, self.borders = folder, np.append(0, np.cumsum(trained, dtype=np.int64))
-        self.found: np.ndarray = trained == 0
-        self._parts, kept = [np.empty((0, width), np.int32)], [np.empty(0, INDEX)]
-        for _, attempt in groupby(names, lambda name: name.partition("-")[0]):
-            runs = np.concatenate([self._open(str(folder / name)) for name in attempt])
-            runs = runs[[self._read(run) is not None for run in runs]] if checked else runs
-            documents = (np.searchsorted(self.borders, runs["first"], side="right") - 1).clip(0)
-            whole = np.bincount(documents, runs["count"], len(trained) + 1)[: len(trained)] == trained
-            kept.append(runs[np.append(whole & ~self.found, False)[documents]])
-            self.found |= whole
-        self._runs = np.sort(np.concatenate(kept), order="first")
+    def __init__(self, file: Path, width: int, trained: np.ndarray) -> None:
+        self._given = file, width, trained
+        self._borders = np.append(0, np.cumsum(trained, dtype=np.int64))
+        self._rows = np.asarray(np.memmap(file, "<u4", "r", shape=(int(self._borders[-1]), width + 1)))
 
     def __reduce__(self) -> tuple[type[TeacherCache], tuple[object, ...]]:
         return (TeacherCache, self._given)
 
-    def _open(self, part: str) -> np.ndarray:
-        """Map a part. Return the runs with all of their records: INDEX [m]."""
-        width, whole = self._parts[0].shape[1], os.path.exists(f"{part}.bin") and os.path.exists(f"{part}.idx")
-        if not (rows := os.path.getsize(f"{part}.bin") // (4 * width) if whole else 0):
-            return np.empty(0, INDEX)
-        self._parts.append(np.memmap(f"{part}.bin", np.int32, "r", shape=(rows, width)))
-        runs = np.fromfile(f"{part}.idx", INDEX)
-        runs["part"], runs["row"] = len(self._parts) - 1, np.cumsum(runs["count"]) - runs["count"]
-        return runs[runs["row"] + runs["count"] <= rows]
-
-    def _read(self, run: np.void) -> np.ndarray | None:
-        """Return the records of a run. None if they are damaged."""
-        records = self._parts[run["part"]][run["row"] :][: run["count"]]
-        return records if _hash(records, int(run["first"])) == run["hash"] else None
-
-    def read(self, documents: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the records of the targets of `documents`, in their order: int32 [n, width]. Raises CheckFailed if they are damaged."""
-        taken = [self._parts[0]]
-        for number in documents:
-            for run in self._runs[slice(*np.searchsorted(self._runs["first"], self.borders[number : number + 2]))]:
-                if (records := self._read(run)) is None:
-                    what, fix = "the teacher's log-probabilities in this folder are damaged", "Remove it, and resume."
-                    raise CheckFailed(what, where=str(self.folder), fix=fix, code="teacher-cache-damaged")
-                taken.append(records)
-        return np.concatenate(taken)
-
     def number(self, documents: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the numbers of the targets of `documents`, in their order: int64 [n, 1]."""
-        numbers = [np.arange(*self.borders[number : number + 2]) for number in documents]
+        numbers = [np.arange(*self._borders[document : document + 2]) for document in documents]
         return np.concatenate([np.empty(0, np.int64), *numbers])[:, None]
 
+    def read(self, documents: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the rows of the targets of `documents`, in their order: int32 [n, width]."""
+        return self._rows[self.number(documents)[:, 0], :-1].view(np.int32)
 
-def _hash(records: np.ndarray, first: int) -> int:
-    """Hash records, and their place in the data."""
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(records).data, first)
+    def write(self, targets: np.ndarray, rows: np.ndarray) -> None:
+        """Write `rows` int32 [n, width] of `targets` int64 [n]."""
+        order = np.argsort(targets)
+        targets, rows = targets[order], rows[order].view(np.uint32)
+        starts, hashed = (
+            np.flatnonzero(np.diff(targets, prepend=-2) != 1),
+            np.column_stack([rows, _hash(rows, targets)]),
+        )
+        with self._given[0].open("r+b") as file:
+            for first, run in zip(targets[starts].tolist(), np.split(hashed, starts[1:]), strict=False):
+                file.seek(first * hashed[0].nbytes)
+                file.write(run.tobytes())
+
+    def find(self) -> np.ndarray:
+        """Return which documents have all of their rows: bool [documents]."""
+        wrong = np.zeros(len(self._rows) + 1, np.int64)
+        for first in range(0, len(self._rows), _BLOCK):
+            rows = self._rows[first : first + _BLOCK]
+            found = rows[:, -1] == _hash(rows[:, :-1], np.arange(first, first + len(rows)))
+            wrong[first + 1 :][: len(rows)] = ~found
+        return np.diff(wrong.cumsum()[self._borders]) == 0
+
+
+def _hash(rows: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Hash rows, uint32 [n, width], and their places: uint32 [n], never 0. Multilinear hashing, arXiv 1202.4961."""
+    keys = np.frombuffer(hashlib.shake_128().digest(8 * rows.shape[1] + 16), np.uint64)
+    hashed = rows.astype(np.uint64) @ keys[2:] + targets.astype(np.uint64) * keys[1] + keys[0]
+    return (hashed >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+
+
+@dataclass(frozen=True)
+class TaughtSteps(Steps):
+    """Steps whose micro-batches bring `label_records`, a row for each target. `records` returns them for documents, in order."""
+
+    records: Callable[[Sequence[int] | np.ndarray], np.ndarray] | None = field(default=None, kw_only=True)
+
+    def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
+        """See Steps."""
+        batch = super().collate(numbers)
+        if self.records is not None:
+            rows = self.records(numbers)
+            rows[np.argsort(batch.inputs["label_owners"], kind="stable")] = rows.copy()
+            batch.inputs["label_records"] = torch.from_numpy(rows)
+        return batch
+
+
+def with_records(
+    steps: TaughtSteps, start: Start, file: Path, width: int, teach: Callable[[MicroBatch], np.ndarray]
+) -> TaughtSteps:
+    """Return `steps` with the records of all documents. `teach` makes those of a micro-batch: int32 [n, width].
+
+    One of several runs makes those that `file` lacks, and the others wait. Raises UserError if the disk has no space for them.
+    """
+    ranks, log, trained, lock = start.ranks, start.log, steps.data.trained, FileLock(file.with_suffix(".lock"))
+    row_bytes, where = 4 * (width + 1), f"{file.parent} (data.cache_dir)"
+
+    def on_main(work: Callable[[], _Result]) -> _Result:
+        with waiting("rank 0 to look at the teacher's log-probabilities"):
+            return cast(_Result, broadcast_object_list([work() if ranks.main else None])[0])
+
+    def find() -> np.ndarray:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.exists() or file.stat().st_size != row_bytes * int(trained.sum(dtype=np.int64)):
+            with file.open("ab") as opened:
+                opened.truncate(row_bytes * int(trained.sum(dtype=np.int64)))
+        return TeacherCache(file, width, trained).find()
+
+    def try_lock() -> bool:
+        with suppress(Timeout):
+            return bool(lock.acquire(timeout=_POLL_S))
+        log.warn(f"another run makes the teacher's log-probabilities; waiting for it to release {lock.lock_file}")
+        return False
+
+    found = on_main(find)
+    if not found.all():
+        while not on_main(try_lock):
+            progress()  # for the watchdog: another run takes its time
+        found = on_main(find)
+    cache = TeacherCache(file, width, trained)
+    lacking, free = row_bytes * int(trained[~found].sum(dtype=np.int64)), shutil.disk_usage(file.parent).free
+    log.fact(
+        "cache", f"{size(lacking)} of the teacher's log-probabilities to make, {row_bytes} bytes a target; {where}"
+    )
+    if lacking > free:
+        what = f"the teacher's log-probabilities take {size(lacking)}, and the disk has {size(free)} left"
+        fix = "Free some space, set data.cache_dir, or lower objective.options.teacher_top_k."
+        raise UserError(what, where=where, fix=fix, code="teacher-cache-space")
+    for numbers, batch in replace(steps, records=cache.number).first_pass(found):
+        start.trainer.clock.enter("proof")
+        if not found[numbers].all() or ranks.sharded:  # with sharded weights every rank makes the same number of calls
+            cache.write(batch.inputs["label_records"][:, 0].numpy(), teach(batch))
+    with waiting("all ranks to write the teacher's log-probabilities"):
+        gather_object([None])
+    if lacking and not on_main(find).all():
+        what, fix = (
+            "some of the teacher's log-probabilities are lost",
+            "Name a folder on a disk that all machines share.",
+        )
+        raise CheckFailed(what, where=where, fix=fix, code="teacher-cache-lost")
+    lock.release()
+    return replace(steps, records=cache.read)

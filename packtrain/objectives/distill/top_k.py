@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-_SLICE = 128  # number of tokens with float32 log-probabilities at a time
-
 
 def pick(logits: torch.Tensor, targets: torch.Tensor, k: int, temperature: float) -> torch.Tensor:
     """Return the records of a teacher's `logits` [n, words] at `targets` int64 [n]: int32 [n, 2m + 2].
@@ -17,16 +15,13 @@ def pick(logits: torch.Tensor, targets: torch.Tensor, k: int, temperature: float
     A record has the ids of the m = k + 1 most likely tokens; if the target is not among them, it takes the last place. Then follow the bits of
     float32 numbers: their log-probabilities at temperature 1, and the logarithms of the rest's mass at 1 and, not normalised, at `temperature`.
     """
-    records = list[torch.Tensor]()
-    for part, goals in zip(logits.split(_SLICE), targets[:, None].split(_SLICE), strict=True):
-        log_probs = part.log_softmax(dim=-1, dtype=torch.float32)
-        ids = log_probs.topk(min(k + 1, log_probs.shape[1])).indices
-        ids[:, -1:] = torch.where((ids == goals).any(dim=1, keepdim=True), ids[:, -1:], goals)
-        own = log_probs.gather(1, ids)
-        log_probs.scatter_(1, ids, -torch.inf)
-        rests = [(log_probs / heat).logsumexp(dim=1, keepdim=True) for heat in (1, temperature)]
-        records.append(torch.cat([ids.int(), torch.cat([own, *rests], dim=1).view(torch.int32)], dim=1))
-    return torch.cat(records)
+    log_probs, goals = logits.log_softmax(dim=-1, dtype=torch.float32), targets[:, None]
+    ids = log_probs.topk(min(k + 1, log_probs.shape[1])).indices
+    ids[:, -1:] = torch.where((ids == goals).any(dim=1, keepdim=True), ids[:, -1:], goals)
+    own = log_probs.gather(1, ids)
+    log_probs.scatter_(1, ids, -torch.inf)
+    rests = [(log_probs / heat).logsumexp(dim=1, keepdim=True) for heat in (1, temperature)]
+    return torch.cat([ids.int(), torch.cat([own, *rests], dim=1).view(torch.int32)], dim=1)
 
 
 def fill(records: torch.Tensor, student: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -8,87 +8,64 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain.errors import CheckFailed
-from packtrain.objectives.distill.teacher_cache import INDEX, TeacherCache, append
+from packtrain.objectives.distill.teacher_cache import TeacherCache
 
 WIDTH = 6
 TRAINED = np.array([3, 0, 5, 1, 4], np.int32)
-BORDERS = np.append(0, np.cumsum(TRAINED, dtype=np.int64))
-RECORDS = np.random.default_rng(0).integers(-(2**31), 2**31, (BORDERS[-1], WIDTH)).astype(np.int32)
-
-
-def add(folder: Path, name: str, *targets: int) -> None:
-    append(folder / name, BORDERS, np.array(targets, np.int64), RECORDS[[*targets]])
-
-
-def opened(folder: Path, *, checked: bool = False) -> TeacherCache:
-    return TeacherCache(folder, WIDTH, TRAINED, [file.stem for file in folder.glob("*.idx")], checked=checked)
+BORDERS = [0, *np.cumsum(TRAINED).tolist()]
+ROWS = np.random.default_rng(0).integers(-(2**31), 2**31, (BORDERS[-1], WIDTH)).astype(np.int32)
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> Path:
-    """All documents, by two processes in rows whose targets are not in order; the third document is split between both."""
-    add(tmp_path, "000000-0", 9, 3, 4, 10, 11, 12)
-    add(tmp_path, "000000-1", 7, 6, 5, 8)
-    add(tmp_path, "000000-0", 0, 1, 2)
-    return tmp_path
+def cache(tmp_path: Path) -> TeacherCache:
+    """A file without rows."""
+    file = tmp_path / "records.bin"
+    with file.open("wb") as opened:
+        opened.truncate(BORDERS[-1] * 4 * (WIDTH + 1))
+    return TeacherCache(file, WIDTH, TRAINED)
 
 
-def test_any_documents_are_read_in_the_order_asked_for_after_pickling_too(whole: Path) -> None:
-    cache = opened(whole)
-    assert cache.found.all()
+def write(cache: TeacherCache, *targets: int) -> None:
+    cache.write(np.array(targets, np.int64), ROWS[[*targets]])
+
+
+def test_any_documents_are_read_in_the_order_asked_for_after_pickling_too(cache: TeacherCache) -> None:
+    write(cache, 9, 3, 4, 10, 11, 12)  # rows of several documents, one of them split
+    write(cache)
+    write(pickle.loads(pickle.dumps(cache)), 7, 6, 5, 8)  # by another process
+    write(cache, 0, 1, 2)
+    assert cache.find().all()
     for read in (cache, pickle.loads(pickle.dumps(cache))):
         for documents in ([0, 1, 2, 3, 4], [4, 1, 0], [2], [1], [], [3, 3]):
-            places = cache.number(documents)[:, 0]
-            assert places.tolist() == [at for number in documents for at in range(*BORDERS[number : number + 2])]
-            np.testing.assert_array_equal(read.read(documents), RECORDS[places])
+            targets = cache.number(documents)[:, 0]
+            assert targets.tolist() == [at for number in documents for at in range(*BORDERS[number : number + 2])]
+            np.testing.assert_array_equal(read.read(documents), ROWS[targets])
     assert len(pickle.dumps(cache)) < 1000
 
 
-def test_a_document_counts_only_if_one_attempt_has_all_of_it(tmp_path: Path) -> None:
-    assert opened(tmp_path).found.tolist() == [False, True, False, False, False]  # nothing to write for a document without targets
-    add(tmp_path, "000000-0", 3, 4, 5, 8)
-    assert opened(tmp_path).found.tolist() == [False, True, False, True, False]
-    add(tmp_path, "000001-0", 6, 7, 0, 1, 2)  # with the first attempt it would be whole
-    assert opened(tmp_path).found.tolist() == [True, True, False, True, False]
-    add(tmp_path, "000002-0", 3, 4, 5)
-    add(tmp_path, "000002-5", 6, 7, 9, 10, 11, 12)
-    cache = opened(tmp_path)
-    assert cache.found.all()
-    np.testing.assert_array_equal(cache.read([2, 4, 0]), RECORDS[cache.number([2, 4, 0])[:, 0]])
+def test_a_document_is_found_if_all_of_its_rows_are_written(cache: TeacherCache) -> None:
+    assert cache.find().tolist() == [False, True, False, False, False]  # nothing to write for one without targets
+    write(cache, 3, 4, 5, 8)
+    assert cache.find().tolist() == [False, True, False, True, False]
+    write(cache, 6, 0, 1, 2)
+    assert cache.find().tolist() == [True, True, False, True, False]
+    write(cache, 9, 10, 11, 12, 7)
+    assert cache.find().all()
 
 
-def test_a_torn_end_is_left_out_and_the_rest_is_kept(whole: Path) -> None:
-    """Like after a kill: the last micro-batch of the first process has no index, half an index, or half its records."""
-    index, records = whole / "000000-0.idx", whole / "000000-0.bin"
-    content, numbers = records.read_bytes(), index.read_bytes()
-    for cut, of in ((INDEX.itemsize, index), (INDEX.itemsize // 2, index), (1, records), (2 * 4 * WIDTH, records)):
-        of.write_bytes((numbers if of is index else content)[:-cut])
-        assert opened(whole).found.tolist() == [False, True, True, True, True], (cut, of)
-        index.write_bytes(numbers)
-        records.write_bytes(content)
-    records.write_bytes(b"")
-    assert opened(whole).found.tolist() == [False, True, False, True, False]
-    records.unlink()
-    assert opened(whole).found.tolist() == [False, True, False, True, False]
-
-
-def test_every_changed_byte_is_noticed(whole: Path) -> None:
-    """One in the records, or in the index: reading raises, or the document is not found; a check finds all others right."""
-    for file in (whole / "000000-0.bin", whole / "000000-0.idx"):
-        content = file.read_bytes()
-        skipped = file.suffix == ".idx"
-        for at in range(0, len(content), 3):
-            if skipped and at % INDEX.itemsize < 16:  # part and row, which are not read
-                continue
-            file.write_bytes(content[:at] + bytes([content[at] ^ 0x81]) + content[at + 1 :])
-            cache, checked = opened(whole), opened(whole, checked=True)
-            assert not checked.found.all(), at
-            right = np.flatnonzero(checked.found)
-            np.testing.assert_array_equal(checked.read(right), RECORDS[checked.number(right)[:, 0]])
-            if cache.found.all():
-                with pytest.raises(CheckFailed) as refusal:
-                    cache.read(range(len(TRAINED)))
-                assert refusal.value.problems[0].code == "teacher-cache-damaged"
-        file.write_bytes(content)
-    assert opened(whole, checked=True).found.all()
+def test_a_row_that_is_cut_short_or_changed_by_a_bit_is_noticed(cache: TeacherCache, tmp_path: Path) -> None:
+    write(cache, *range(BORDERS[-1]))
+    file, each = tmp_path / "records.bin", 4 * (WIDTH + 1)
+    content = file.read_bytes()
+    documents = np.repeat(np.arange(len(TRAINED)), TRAINED)
+    for at in range(len(content)):
+        for changed in (
+            content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :],
+            content[:at] + bytes(-at % each) + content[at - at % each + each :] if at % each else content,
+        ):
+            file.write_bytes(changed)
+            expected = np.arange(len(TRAINED)) != documents[at // each] if changed != content else True
+            assert (cache.find() == expected).all(), at
+    rows = np.frombuffer(content, np.uint32).reshape(-1, WIDTH + 1)
+    file.write_bytes(rows[[1, 0, *range(2, BORDERS[-1])]].tobytes())  # at other places
+    assert cache.find().tolist() == [False, True, True, True, True]
