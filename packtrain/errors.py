@@ -157,6 +157,17 @@ def boundary(what: str, where: str = "", fix: Fix = "", code: str = "") -> Itera
         raise UserError(f"{what}: {first_line(error)}", where=where, fix=advice, code=code) from error
 
 
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Name another place in a UserError of the block; "" changes nothing."""
+    try:
+        yield
+    except UserError as error:
+        if not where:
+            raise
+        raise UserError([replace(problem, where=where) for problem in error.problems]) from error
+
+
 def is_ours(error: BaseException) -> bool:
     """Return whether this is a bug of packtrain: one of BUGS, raised by our code.
 

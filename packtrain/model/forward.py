@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -66,6 +66,8 @@ class Head:
     weigh: TokenWeights
     kind: HeadKind
     refusal: str = ""
+    otherwise: tuple[HeadKind, ...] = ("by token",)
+    """Kinds to try if this one does not fit, before full logits."""
     record: list[tuple[np.ndarray, list[torch.Tensor]]] | None = None
     """Unless None, each call of `loss_sum` adds the document of each target, int64 [n] (`label_owners`), and minus their losses in parts."""
 
@@ -156,7 +158,7 @@ def add_loss_sum(model: PreTrainedModel, *, weigh: TokenWeights = equal_weights,
         if getattr(self.config.get_text_config(), "output_router_logits", False):
             batch["output_router_logits"] = False  # skips the model's own router loss, which is not used
         with _embedding_noise(self, neftune_alpha, batch) if neftune_alpha and self.training else nullcontext():
-            places = _on_device_of(labels, at)  # a place may occur several times
+            places = places_on(labels, at)  # a place may occur several times
             parts = list[torch.Tensor]()
             note = partial(_weigh_and_note, weigh, parts)
             if head.record is not None and owners is not None and len(owners):
@@ -166,10 +168,10 @@ def add_loss_sum(model: PreTrainedModel, *, weigh: TokenWeights = equal_weights,
             else:
                 hidden = self.base_model(**batch, use_cache=False).last_hidden_state
                 if head.kind == "summed" and asked != "token_losses":
+                    output, targets = cast(nn.Linear, self.get_output_embeddings()), labels.flatten()[places]
                     run = compare_gradients if asked == "head_gradients" else sum_losses
-                    output = cast(nn.Linear, self.get_output_embeddings())
-                    return run(hidden.flatten(0, 1)[places], labels.flatten()[places], output, note)
-                once = _on_device_of(labels, None if at is None else np.unique(at))
+                    return run(hidden.flatten(0, 1)[places], output, ChosenTokens(targets, note))
+                once = places_on(labels, None if at is None else np.unique(at))
                 log_probs = cast(torch.Tensor, labelled.run_head(hidden, labels, once).log_probs)
         losses = -weigh(log_probs) * log_probs
         if asked == "token_losses":
@@ -204,7 +206,7 @@ def _embedding_noise(model: PreTrainedModel, alpha: float, batch: Batch) -> Abst
     return model.get_input_embeddings().register_forward_hook(add_noise)
 
 
-def _on_device_of(labels: torch.Tensor, places: np.ndarray | None) -> torch.Tensor:
+def places_on(labels: torch.Tensor, places: np.ndarray | None) -> torch.Tensor:
     """Return the places, int64 [n], on the device of `labels`. None: read them from the labels, which waits for the device."""
     return to_device(torch.from_numpy(label_positions(labels) if places is None else places), labels.device)
 
@@ -233,12 +235,11 @@ def choose_head(
     name, labels = type(model).__name__, batch["shift_labels"]
     plain = {name: value for name, value in batch.items() if name not in ("shift_labels", "label_places")}
     allowed, difference = tolerance_of(autocast or model.dtype), math.inf
-    kinds: tuple[HeadKind, ...] = ("summed", "by token") if head.kind == "summed" else ("by token",)
     with evaluating(model, autocast):
         with model_refusals(f"{name} cannot run a batch", fix="see what model.config sets"):
             log_probs = _log_probs(model(**plain, use_cache=False).logits, labels)
         losses = -head.weigh(log_probs) * log_probs
-        for kind in kinds:
+        for kind in dict.fromkeys((head.kind, *head.otherwise)):
             head.kind = kind
             try:
                 with model_refusals("cannot run", fix=""):
@@ -269,28 +270,55 @@ def _is_linear(model: PreTrainedModel) -> bool:
     return plain and type(model.get_output_embeddings()) is nn.Linear
 
 
-def sum_losses(hidden: torch.Tensor, targets: torch.Tensor, head: nn.Linear, weigh: TokenWeights) -> torch.Tensor:
-    """Sum the losses of `targets` int64 [n] after `hidden` [n, d]: a float32 scalar. Its backward pass runs only once.
+class TokenLoss(Protocol):
+    """A loss of tokens by their logits [n, vocabulary]."""
+
+    def in_place(self, logits: torch.Tensor, part: slice, *, trains: bool) -> torch.Tensor:
+        """Sum the losses of the tokens in a slice, a float32 scalar. If it `trains`, `logits` become the gradients of that sum."""
+        ...
+
+    def definition(self, logits: torch.Tensor) -> torch.Tensor:
+        """Sum the losses of all tokens, for autograd."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTokens:
+    """The loss of `targets` int64 [n]: minus their log-probabilities, weighed."""
+
+    targets: torch.Tensor
+    weigh: TokenWeights
+
+    def in_place(self, logits: torch.Tensor, part: slice, *, trains: bool) -> torch.Tensor:
+        """See TokenLoss."""
+        by = _by_triton if _kernels()._use_triton(logits.device) else _by_torch
+        return by(logits, self.targets[part], self.weigh, trains=trains)
+
+    def definition(self, logits: torch.Tensor) -> torch.Tensor:
+        """See TokenLoss."""
+        log_probs = -F.cross_entropy(logits.float(), self.targets, reduction="none")
+        return -(self.weigh(log_probs) * log_probs).sum()
+
+
+def sum_losses(hidden: torch.Tensor, head: nn.Linear, loss: TokenLoss) -> torch.Tensor:
+    """Sum the losses of tokens after `hidden` [n, d]: a float32 scalar. Its backward pass runs only once.
 
     The products of `head` are in float32 on a CPU, elsewhere in autocast's format or the format of `hidden`.
     """
     with maybe_gather_lm_head_ctx(head.weight, head.bias):  # type: ignore[arg-type]
-        return _SummedLoss.apply(hidden, head.weight, head.bias, targets, weigh, torch.is_grad_enabled())  # type: ignore[return-value]
+        return _SummedLoss.apply(hidden, head.weight, head.bias, loss, torch.is_grad_enabled())  # type: ignore[return-value]
 
 
 @torch.enable_grad()
-def compare_gradients(
-    hidden: torch.Tensor, targets: torch.Tensor, head: nn.Linear, weigh: TokenWeights
-) -> torch.Tensor:
+def compare_gradients(hidden: torch.Tensor, head: nn.Linear, loss: TokenLoss) -> torch.Tensor:
     """Compare the gradients of `sum_losses` with full logits. Returns the largest relative difference, a scalar, over `hidden` [n, d]
     and the trained weights of `head`."""
     with maybe_gather_lm_head_ctx(head.weight, head.bias):  # type: ignore[arg-type]
         rows, weight = hidden.detach().requires_grad_(), head.weight.detach().requires_grad_(head.weight.requires_grad)
         bias = None if head.bias is None else head.bias.detach().requires_grad_(head.bias.requires_grad)
         inputs = [tensor for tensor in (rows, weight, bias) if tensor is not None and tensor.requires_grad]
-        own = _SummedLoss.apply(rows, weight, bias, targets, weigh, True)
-        log_probs = -F.cross_entropy(F.linear(rows, weight, bias).float(), targets, reduction="none")
-        definition = -(weigh(log_probs) * log_probs).sum()
+        own = _SummedLoss.apply(rows, weight, bias, loss, True)
+        definition = loss.definition(F.linear(rows, weight, bias))
         pairs = zip(torch.autograd.grad(own, inputs), torch.autograd.grad(definition, inputs), strict=True)
         floats = [(one.float(), other.float()) for one, other in pairs]
         return torch.stack([(one - other).norm() / other.norm().clamp(min=1e-30) for one, other in floats]).max()
@@ -303,11 +331,10 @@ class _SummedLoss(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        weigh: TokenWeights,
+        loss: TokenLoss,
         trains: bool,
     ) -> torch.Tensor:
-        device, words, dtype = hidden.device, len(weight), _compute_dtype(hidden)
+        device, words, dtype = hidden.device, len(weight), compute_dtype(hidden)
         rows, matrix = hidden.to(dtype), weight.to(dtype)
         needed = [trains and needs for needs in ctx.needs_input_grad[:3]]
         chunk = _CPU_CHUNK
@@ -319,12 +346,12 @@ class _SummedLoss(torch.autograd.Function):
         of_weight = torch.zeros(weight.shape, device=device) if needed[1] else None
         of_bias = torch.zeros(words, device=device) if needed[2] else None
         for start in range(0, len(rows), chunk):
-            part, goals = rows[start : start + chunk], targets[start : start + chunk]
+            part = rows[start : start + chunk]
             logits = buffer[: len(part), :words]
             torch.mm(part, matrix.t(), out=logits)
             if bias is not None:
                 logits.add_(bias.to(dtype))
-            total += _loss_in_place(logits, goals, weigh, trains=any(needed))
+            total += loss.in_place(logits, slice(start, start + len(part)), trains=any(needed))
             if of_hidden is not None:
                 torch.mm(logits, matrix, out=of_hidden[start : start + chunk])
             if of_weight is not None:
@@ -339,7 +366,7 @@ class _SummedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         scaled = [made if made is None else made.mul_(gradient).to(dtype) for made, dtype in gradients]
-        return *scaled, None, None, None
+        return *scaled, None, None
 
 
 def _kernels() -> ModuleType:
@@ -348,21 +375,16 @@ def _kernels() -> ModuleType:
     return chunked_logprob
 
 
-def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
+def compute_dtype(hidden: torch.Tensor) -> torch.dtype:
+    """Return the format of products with an output head: float32 on a CPU, elsewhere autocast's or that of `hidden`."""
     kind = hidden.device.type
     if kind == "cpu":
         return torch.float32
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def _loss_in_place(logits: torch.Tensor, targets: torch.Tensor, weigh: TokenWeights, *, trains: bool) -> torch.Tensor:
-    """Sum the losses of `targets` [n]: a float32 scalar. If it `trains`, `logits` [n, words] become the gradients of that sum."""
-    by = _by_triton if _kernels()._use_triton(logits.device) else _by_torch
-    return by(logits, targets, weigh, trains=trains)
-
-
 def _by_torch(logits: torch.Tensor, targets: torch.Tensor, weigh: TokenWeights, *, trains: bool) -> torch.Tensor:
-    """Do `_loss_in_place` some rows at a time, in float32."""
+    """Sum the losses of `targets` as `in_place` does, some rows at a time in float32."""
     total = torch.zeros((), device=logits.device)
     for part, goals in zip(logits.split(_SLICE), targets[:, None].split(_SLICE), strict=True):
         log_probs = part.log_softmax(dim=-1, dtype=torch.float32)
@@ -375,7 +397,7 @@ def _by_torch(logits: torch.Tensor, targets: torch.Tensor, weigh: TokenWeights, 
 
 
 def _by_triton(logits: torch.Tensor, targets: torch.Tensor, weigh: TokenWeights, *, trains: bool) -> torch.Tensor:
-    """Do `_loss_in_place` by TRL's kernels. They read `logits` once for the loss and once for the gradients."""
+    """Sum the losses of `targets` as `in_place` does, by TRL's kernels. They read `logits` once for the loss and once for the gradients."""
     kernels, (count, words) = _kernels(), logits.shape
     block, no_figures = kernels._BLOCK_SIZE, {f"HAS_{name.upper()}": False for name in kernels.OPTIONAL_OUTPUTS}
     highest = torch.full((count,), -math.inf, device=logits.device)
@@ -407,7 +429,7 @@ def add_answer_scores(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
         self: PreTrainedModel, asked: str, labels: torch.Tensor, at: Places, owners: Places, batch: Batch
     ) -> object:
         hidden = self.base_model(**{**batch, "use_cache": False}).last_hidden_state
-        return head.run_head(hidden, labels, _on_device_of(labels, at))
+        return head.run_head(hidden, labels, places_on(labels, at))
 
     add_calls(model, ("answer_scores",), score)
 

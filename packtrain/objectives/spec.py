@@ -13,7 +13,7 @@ from packtrain.registry import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from packtrain.config.schema import RunConfig
+    from packtrain.config.schema import Model, RunConfig
 
 _CHUNKS = (8192, 4096, 2048)
 _LOGITS = 0.02  # most of a GPU's memory for the logits of a chunk
@@ -111,6 +111,8 @@ class Spec:
     """Return faults of a config. The set has the keys that are not at their defaults, such as "packing.mode"."""
     reference: bool = False
     """Whether the loss compares the model with a reference (objective.beta, objective.reference)."""
+    frozen: Callable[[RunConfig], Model | None] = lambda config: None
+    """Return another model that the loss needs beside the trained one, without updates: a teacher, or a reference at a path."""
     scores: bool = False
     """Whether the model has a head for scores in place of the output head."""
     margins: bool = False

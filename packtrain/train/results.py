@@ -270,7 +270,8 @@ def _losses(summary: Summary, figures: Json) -> list[str]:
         if (key := f"eval_{figure.name}") in figures
     ]
     if said:
-        clauses.append(f"of {figures[f'eval_{spec.examples}']:,} held-out {spec.examples}: {', '.join(said)}")
+        unit = next(one for one in (spec.examples, "tokens") if f"eval_{one}" in figures)
+        clauses.append(f"of {figures[f'eval_{unit}']:,} held-out {unit}: {', '.join(said)}")
     return clauses
 
 

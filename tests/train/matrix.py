@@ -34,21 +34,25 @@ SPARSE = {**LARGE, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per
 SPARSE |= {"head_dim": 16, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 HYBRID = {**LARGE, "model_type": "lfm2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 HYBRID |= {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
-MODELS = {"start": LARGE, "sparse": SPARSE, "hybrid": HYBRID}
+TEACHER = {**LLAMA, "model_type": "qwen3", "hidden_size": 96, "intermediate_size": 128, "head_dim": 16}
+MODELS = {"start": LARGE, "sparse": SPARSE, "hybrid": HYBRID, "teacher": TEACHER}
+DOCUMENTS = (conversations(22), conversations(5, seed=1))
 PAIRS = (preferences(22, 0), preferences(5, 1))
 ROWS = {
-    "sft": (conversations(22), conversations(5, seed=1)),
+    "sft": DOCUMENTS,
     "dpo": PAIRS,
     "kto": (labelled(23, 0), labelled(6, 1)),
     "reward": PAIRS,
+    "distill": DOCUMENTS,
 }
-LONGEST = {"sft": 200}
+LONGEST = {"sft": 200, "distill": 200}
 """Tokens of the longest document. Of an answer: 92."""
-LIMIT = {"sft": 104}
+LIMIT = {"sft": 104, "distill": 104}
 """Tokens of a row where documents are split. Of answers: 80."""
-ROOM = {"sft": 256, "dpo": 190, "kto": 110, "reward": 190}
+ROOM = {"sft": 256, "dpo": 190, "kto": 110, "reward": 190, "distill": 256}
 """Tokens of a packed row, of which a step has several."""
 OPTIONS = {"kto": {"undesirable_weight": 1.5}, "reward": {"center_rewards_coefficient": 0.02}}
+OPTIONS["distill"] = {"teacher": "{folder}/teacher", "nll_share": 0.25}
 ALONE = "one process"
 WORLDS = (ALONE, *STRATEGIES.all())
 LAYOUTS = {
@@ -258,7 +262,9 @@ class Runs:
         trainer: dict[str, Any] = {"max_steps": STEPS, "checkpoint_every": CHECKPOINT, "keep_checkpoints": None}
         trainer |= {"eval_every": 4, "samples": ["river stone"] * answers}
         config = config_on(self.folder / "start", self.folder, trainer=trainer)
-        config["objective"] = {"kind": objective, "options": OPTIONS.get(objective, {})}
+        given = OPTIONS.get(objective, {}).items()
+        options = {name: one.format(folder=self.folder) if isinstance(one, str) else one for name, one in given}
+        config["objective"] = {"kind": objective, "options": options}
         config["optim"] |= {"schedule": "linear", "warmup_steps": 2, "max_grad_norm": 0.5, "weight_decay": 0.1}
         files = {name: str(self.folder / f"{objective}{end}.jsonl") for name, end in (("train", ""), ("eval", "-eval"))}
         config["data"] |= {**files, "max_length": LONGEST.get(objective, 92)}

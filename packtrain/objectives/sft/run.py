@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel
 
 from packtrain.attention.spec import BACKENDS
 from packtrain.config.objective import Objective
@@ -27,6 +28,7 @@ from packtrain.objectives.answers import Inputs
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, on_device
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.comparison import tolerance_of
+from packtrain.system import holding
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.objectives.loss import EvaluationBatches, Loss, Setup, by_name
 from packtrain.train.objectives.training_objective import Start, TrainingObjective
@@ -47,8 +49,20 @@ class SFTLoss(Loss):
         super().__init__(setup, objective)
         base = base_model(self.model)
         self.routers = router_loss(base)
-        head = patch_forward(base, token_objective=objective, autocast=self.autocast, backend=self.settings.backend)
-        self.head = cast(Head, head)
+        self.head = self.add_head(base)
+        self.figures = torch.zeros(len(objective.spec.figures), dtype=torch.float64, device=self.device)
+        """Sums of the figures over trained tokens since they were last logged."""
+        self._counted = torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def add_head(self, base: PreTrainedModel) -> Head:
+        """Patch the forward of the model, and return its output head."""
+        settings = self.settings
+        head = patch_forward(base, token_objective=self.objective, autocast=self.autocast, backend=settings.backend)
+        return cast(Head, head)
+
+    def sum_losses(self, model: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
+        """Return the sum of the losses of a micro-batch's trained tokens, and add up their figures."""
+        return model(**inputs, loss_sum=True)
 
     def open_step(self, batches: Sequence[MicroBatch]) -> None:
         """Counts the routers' load over the step."""
@@ -62,7 +76,8 @@ class SFTLoss(Loss):
         inputs = batch.inputs_on(self.device)
         self.head.record = [] if self.settings.trainer.ledger and "label_owners" in inputs else None
         with nullcontext([]) if self.routers is None else self.routers.watching(real=batch.examples > 0) as loads:
-            loss = model(**inputs, loss_sum=True) * scale
+            loss = self.sum_losses(model, inputs) * scale
+        self._counted += batch.own_counts[0]
         self.by_document = (self.head.losses_of(batch.examples),) if self.head.record else ()
         self.head.record = None
         if self.routers is None:
@@ -70,34 +85,54 @@ class SFTLoss(Loss):
         return loss + self.routers.part(loads) * self.accelerator.num_processes
 
     def pop_metrics(self) -> dict[str, float]:
-        """The routers' loss, unweighted."""
+        """The figures by token, and the routers' loss, unweighted."""
         loss = None if self.routers is None else self.routers.value()
-        return {} if loss is None else {"router_aux_loss": loss}
+        found = {} if loss is None else {"router_aux_loss": loss}
+        if len(self.figures):
+            with waiting("the metrics of all ranks"):
+                sums = self.accelerator.reduce(torch.stack([self._counted, *self.figures]), reduction="sum")
+            trained, *sums = cast(torch.Tensor, sums).tolist()
+            found |= self._means(sums, trained) if trained else {}
+            self.figures, self._counted = torch.zeros_like(self.figures), torch.zeros_like(self._counted)
+        return found
+
+    def _means(self, sums: Sequence[float], trained: float) -> dict[str, float]:
+        names = [figure.name for figure in self.objective.spec.figures]
+        return {name: value / max(trained, 1) for name, value in zip(names, sums, strict=True)}
 
     def mark_metrics(self) -> Callable[[], None]:
         """See Loss."""
-        return (lambda: None) if self.routers is None else self.routers.mark()
+        routers = (lambda: None) if self.routers is None else self.routers.mark()
+        kept = self.figures.clone(), self._counted.clone()
+
+        def set_back() -> None:
+            routers()
+            self.figures, self._counted = (one.clone() for one in kept)
+
+        return set_back
 
     @contextmanager
     def keeping_metrics(self) -> Iterator[None]:
         """See Loss: the routers are not watched."""
-        routers, self.routers = self.routers, None
-        try:
+        kept = self.figures.clone(), self._counted.clone()
+        with holding(self, routers=None):
             yield
-        finally:
-            self.routers = routers
+        self.figures, self._counted = kept
 
     def evaluate(self, sets: Mapping[str, EvaluationBatches]) -> dict[str, float]:
-        """Mean loss per trained token."""
-        sums = torch.zeros(len(sets), 2, dtype=torch.float64, device=self.device)
-        for own, batches in zip(sums, sets.values(), strict=True):
-            for batch in batches():
-                loss = self.model(**batch.inputs_on(self.device), loss_sum=True).double()
-                own += torch.stack([loss, torch.full_like(loss, batch.own_counts[0])])
+        """Mean loss and figures per trained token."""
+        sums = torch.zeros(len(sets), 2 + len(self.figures), dtype=torch.float64, device=self.device)
+        with self.keeping_metrics():
+            for own, batches in zip(sums, sets.values(), strict=True):
+                self.figures = own[2:]
+                for batch in batches():
+                    loss = self.sum_losses(self.model, batch.inputs_on(self.device)).double()
+                    own[:2] += torch.stack([loss, torch.full_like(loss, batch.own_counts[0])])
         with waiting("the loss of all ranks"):
             sums = cast(torch.Tensor, self.accelerator.reduce(sums, reduction="sum"))
         found = [sums.sum(dim=0).tolist(), *sums.tolist()]
-        return by_name(sets, [{"loss": loss / max(trained, 1), "tokens": int(trained)} for loss, trained in found])
+        own = [{"loss": loss / max(n, 1), "tokens": int(n), **self._means(rest, n)} for loss, n, *rest in found]
+        return by_name(sets, own)
 
     def choose_head(self, steps: Steps) -> Head:
         """See Loss; the head is checked on one short real document with every token trained."""

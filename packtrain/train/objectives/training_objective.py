@@ -16,9 +16,9 @@ from accelerate.utils import broadcast_object_list, reduce
 from filelock import FileLock
 from transformers import PreTrainedModel
 
-from packtrain.config.schema import Peft, RunConfig
+from packtrain.config.schema import Model, Peft, RunConfig
 from packtrain.data.tokens.cache import cache_folder
-from packtrain.errors import CheckFailed, UserError, boundary
+from packtrain.errors import CheckFailed, UserError, boundary, naming
 from packtrain.model.adapters import add_reference
 from packtrain.model.load import base_model, load_model
 from packtrain.model.precision import Precision
@@ -165,6 +165,13 @@ class TrainingObjective:
             check_answer_forward(loss, trainer.steps, trainer.settings.first_step, start.attention)
 
 
+def load_frozen(run: Prepared, model: Model, key: str) -> PreTrainedModel:
+    """Load a model without updates, not spread yet. `key` names it in errors; "" for the trained model itself."""
+    mesh, seed = reading_mesh(run.ranks), run.config.trainer.seed
+    with naming(key):
+        return load_model(model, Peft(), run.tokenizer, seed=seed, mesh=mesh).requires_grad_(False)
+
+
 class ReferenceObjective(TrainingObjective):
     """Base of objectives with a reference: loads it, and precomputes its log-probabilities.
 
@@ -201,27 +208,15 @@ class ReferenceObjective(TrainingObjective):
             add_reference(cast(Any, model), self.reference.adapters)
         weights = ""
         if self.reference.kind in ("model", "path"):
-            loaded = self._load_reference(run)
+            named = self.reference.kind == "path"
+            other = replace(self._model, path=self.objective.reference, init="pretrained", experts="auto")
+            loaded = load_frozen(run, other if named else self._model, "objective.reference" if named else "")
             weights = weights_hash(loaded)
             spread(loaded, run.ranks, run.precision.autocast)
             self._reference_model = loaded.eval()
         weights = weights or weights_hash(model)
         self.identity = identity_of_reference(model, self._peft, weights)
         return {"objective.reference": f"one of weights with hash {weights[:12]}"}
-
-    def _load_reference(self, run: Prepared) -> PreTrainedModel:
-        """Load the frozen reference model. Its errors name objective.reference if that is a path."""
-        model, named = self._model, self.reference.kind == "path"
-        if named:
-            model = replace(model, path=self.objective.reference, init="pretrained", experts="auto")
-        mesh, seed = reading_mesh(run.ranks), run.config.trainer.seed
-        try:
-            loaded = load_model(model, Peft(), run.tokenizer, seed=seed, mesh=mesh)
-        except UserError as error:
-            if not named:
-                raise
-            raise UserError([replace(problem, where="objective.reference") for problem in error.problems]) from error
-        return loaded.requires_grad_(False)
 
     @property
     def logps_depend_on(self) -> tuple[object, ...]:
