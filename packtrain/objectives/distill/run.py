@@ -1,20 +1,25 @@
-"""Distillation: its loss, figures, and objective. The teacher runs each row beside the student (teacher.py).
+"""Distillation: its loss, figures, and objective. The teacher runs each row beside the student (teacher.py), or once (teacher_cache.py).
 
 The loss is Σ of token losses over the step / Σ of its trained tokens, as in sft, and the weighted loss of routers if set.
 """
 
 from __future__ import annotations
 
+import gc
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from packtrain.config.objective import Objective
+from packtrain.config.schema import Peft
 from packtrain.data.dataset import Document
+from packtrain.data.tokens.cache import cache_folder
 from packtrain.errors import CheckFailed
 from packtrain.model.forward import (
     Batch,
@@ -32,8 +37,9 @@ from packtrain.model.save import gathered
 from packtrain.model.spread import placement_of, spread
 from packtrain.model.weights import weights_hash
 from packtrain.objectives.answers import Inputs
-from packtrain.objectives.distill.divergence import Divergence, Readout, TaughtTokens
+from packtrain.objectives.distill.divergence import SLICE, Divergence, Readout, Taught, TaughtTokens, pick
 from packtrain.objectives.distill.teacher import TEACHER, Teacher, check_tokenizer
+from packtrain.objectives.distill.teacher_cache import FORMAT, TaughtSteps
 from packtrain.objectives.sft.run import SFT, SFTLoss
 from packtrain.objectives.spec import equal_weights
 from packtrain.packing.collate import IGNORE, collate_padded, on_device
@@ -41,7 +47,7 @@ from packtrain.proof.choice import AttentionChoice
 from packtrain.system import holding
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.objectives.loss import Setup
-from packtrain.train.objectives.training_objective import Start, load_frozen
+from packtrain.train.objectives.training_objective import Start, identity_of_reference, load_frozen
 from packtrain.train.preflight import choose_on_all_ranks
 
 if TYPE_CHECKING:
@@ -51,13 +57,14 @@ if TYPE_CHECKING:
 class DistillLoss(SFTLoss):
     """The loss of documents on `model` by the distributions of a `teacher`."""
 
-    extra_forwards = 1
-
     def __init__(self, setup: Setup, objective: Objective, teacher: Teacher, backend: str | None) -> None:
-        option, self.teacher = objective.option, teacher
+        option, self.teacher, self.words = objective.option, teacher, teacher.words
         self.divergence = Divergence(
             objective.losses[0], option("temperature"), option("jsd_beta"), option("nll_share")
         )
+        k, self._records = option("teacher_top_k"), cast(torch.Tensor | None, None)
+        self.pick = k and partial(pick, k=k, temperature=option("temperature"))
+        self.extra_forwards = int(k is None)
         self.taught = True
         """False inside proofs of the model alone: the loss is then plain -log p."""
         super().__init__(setup, objective)
@@ -84,7 +91,8 @@ class DistillLoss(SFTLoss):
                 self.divergence,
                 Readout() if whole else readout,
                 labels.flatten()[places],
-                None if plain else self.teacher.logits,
+                self.words,
+                None if plain else partial(self._teach, labels.flatten()[places]),
                 partial(self._note, parts),
             )
             if whole:
@@ -112,10 +120,32 @@ class DistillLoss(SFTLoss):
 
     def sum_losses(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
         """See SFTLoss; the teacher runs the rows first."""
-        if self.taught:
+        self._records = inputs.get("label_records")
+        if self.taught and self._records is None:
             with self.accelerator.autocast():
                 self.teacher.see(inputs)
         return super().sum_losses(model, inputs)
+
+    def _teach(self, targets: torch.Tensor, part: slice) -> Taught:
+        """Return the teacher's distributions of the micro-batch's `targets` int64 [n] in a slice."""
+        if self._records is not None:
+            return Taught.coarse(self._records[part])
+        return self._seen(self.teacher.logits(part), targets[part])
+
+    def _seen(self, logits: torch.Tensor, targets: torch.Tensor) -> Taught:
+        """Return as much of the teacher's distributions as the student sees."""
+        return Taught.whole(logits) if self.pick is None else Taught.coarse(self.pick(logits, targets))
+
+    @torch.no_grad()
+    def record(self, batch: MicroBatch) -> np.ndarray:
+        """Run the teacher. Return the records of a micro-batch's targets: int32 [n, 2m + 2]."""
+        inputs = batch.inputs_on(self.device)
+        with self.accelerator.autocast():
+            self.teacher.see(inputs)
+        labels = inputs["shift_labels"]
+        targets = labels.flatten()[places_on(labels, inputs["label_places"])]
+        parts = [slice(start, start + SLICE) for start in range(0, len(targets) + 1, SLICE)]
+        return torch.cat([self.pick(self.teacher.logits(part), targets[part]) for part in parts]).cpu().numpy()
 
     def of_rows(self, batch: MicroBatch) -> torch.Tensor:
         """See Loss; this one is the mean -log p: a divergence is near 0 where the student equals its teacher."""
@@ -137,11 +167,11 @@ class DistillLoss(SFTLoss):
         def part(document: Document) -> torch.Tensor:
             inputs = on_device(collate_padded([document], 0, self.settings.steps.sight), self.device)
             labels = inputs.pop("shift_labels")[0]
-            at, words = labels != IGNORE, self.teacher.words
+            at = labels != IGNORE
             with torch.no_grad():
-                teacher = self.teacher.called(**inputs, use_cache=False).logits[0, at, :words].float()
-            own = self.model(**inputs, use_cache=False).logits[0, at, :words].float()
-            return self.divergence.loss(own, teacher, labels[at]).sum() / trained
+                teacher = self.teacher.called(**inputs, use_cache=False).logits[0, at, : self.words].float()
+            own = self.model(**inputs, use_cache=False).logits[0, at, : self.words].float()
+            return self.divergence.loss(own, self._seen(teacher, labels[at]), labels[at]).sum() / trained
 
         return (partial(part, document) for document in documents)
 
@@ -150,7 +180,10 @@ class Distill(SFT):
     """The objective of documents with a teacher."""
 
     loss_class = DistillLoss
+    steps_class = TaughtSteps
     teacher: Teacher
+    identity: str
+    """The teacher in keys of the cache."""
     backend: str | None = None
     """The attention backend of the teacher's packed rows."""
 
@@ -164,6 +197,8 @@ class Distill(SFT):
         if run.ranks.sharded:
             output = cast(nn.Linear, loaded.get_output_embeddings())
             head = gathered(output.weight).to(run.ranks.device, copy=True)
+        self.identity = identity_of_reference(loaded, Peft(), weights)
+        self.folder = cache_folder(run.config.data.cache_dir) / "teacher"
         spread(loaded, run.ranks, run.precision.autocast)
         embeddings = cast(nn.Linear, base_model(run.model).get_output_embeddings())
         self.teacher = Teacher(loaded.eval(), head, embeddings.out_features)
@@ -205,6 +240,27 @@ class Distill(SFT):
         path = self.objective.option("teacher")
         start.log.fact("loss", f"{divergence.kind} at temperature {divergence.temperature:g}{share}, from {path}")
         start.log.fact("teacher", f"{type(teacher.model).__name__}, {teacher.words:,} words in common")
+        if self.objective.option("teacher_top_k") and not start.log.evaluates:
+            self._keep_records(start)
+
+    def _keep_records(self, start: Start) -> None:
+        """Have the teacher's records of all data made, then free it."""
+        trainer, loss = start.trainer, cast(DistillLoss, start.trainer.loss)
+        k, heat, words = (*map(self.objective.option, ("teacher_top_k", "temperature")), self.teacher.words)
+        width, formats = 2 * min(k + 1, words) + 2, (start.precision.weights, start.precision.autocast)
+
+        def taught(steps: Steps) -> Steps:
+            known = repr((FORMAT, self.identity, steps.data.fingerprint, formats, k, heat, words))
+            file = self.folder / f"{hashlib.blake2b(known.encode(), digest_size=16).hexdigest()}.bin"
+            return cast(TaughtSteps, steps).with_records(start, file, width, loss.record)
+
+        trainer.steps = taught(trainer.steps)
+        trainer.evaluation.update({name: taught(steps) for name, steps in trainer.evaluation.items()})
+        loss.accelerator._models.remove(self.teacher.called)
+        del self.teacher, loss.teacher
+        gc.collect()
+        if loss.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 OBJECTIVE = Distill

@@ -1,6 +1,6 @@
-"""A teacher's records of targets (divergence.py::pick), made once and kept in data.cache_dir/teacher/KEY/records.bin.
+"""A teacher's records of targets (divergence.py::pick), made once and kept in data.cache_dir/teacher/KEY.bin.
 
-The file is uint32 [targets, width + 1], in the order of the data. Each row ends in a hash of itself and its place. Every start reads the file and
+The file is uint32 [targets, width + 1], in the order of the data. Each row ends in a hash of itself and its place. Every start reads the file, and
 makes the rows that are missing: never written, cut off by a kill, or damaged.
 """
 
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,24 +24,26 @@ from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.objectives.training_objective import Start
 from packtrain.wording import size
 
+FORMAT = 1
+"""Version of the records, a part of KEY."""
 _BLOCK, _POLL_S = 1 << 14, 60.0
-_Result = TypeVar("_Result")
 
 
+@dataclass(frozen=True)
 class TeacherCache:
-    """Rows of int32 [width] for the targets of documents. It pickles by its path. `trained` int [documents]: targets of each."""
+    """Rows of int32 [width] for the targets of documents, whose first targets are `borders` int64 [documents + 1]."""
 
-    def __init__(self, file: Path, width: int, trained: np.ndarray) -> None:
-        self._given = file, width, trained
-        self._borders = np.append(0, np.cumsum(trained, dtype=np.int64))
-        self._rows = np.asarray(np.memmap(file, "<u4", "r", shape=(int(self._borders[-1]), width + 1)))
+    file: Path
+    width: int
+    borders: np.ndarray
 
-    def __reduce__(self) -> tuple[type[TeacherCache], tuple[object, ...]]:
-        return (TeacherCache, self._given)
+    @property
+    def _rows(self) -> np.ndarray:
+        return np.asarray(np.memmap(self.file, "<u4", "r", shape=(int(self.borders[-1]), self.width + 1)))
 
     def number(self, documents: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the numbers of the targets of `documents`, in their order: int64 [n, 1]."""
-        numbers = [np.arange(*self._borders[document : document + 2]) for document in documents]
+        numbers = [np.arange(*self.borders[document : document + 2]) for document in documents]
         return np.concatenate([np.empty(0, np.int64), *numbers])[:, None]
 
     def read(self, documents: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -57,19 +58,18 @@ class TeacherCache:
             np.flatnonzero(np.diff(targets, prepend=-2) != 1),
             np.column_stack([rows, _hash(rows, targets)]),
         )
-        with self._given[0].open("r+b") as file:
+        with self.file.open("r+b") as file:
             for first, run in zip(targets[starts].tolist(), np.split(hashed, starts[1:]), strict=False):
                 file.seek(first * hashed[0].nbytes)
                 file.write(run.tobytes())
 
     def find(self) -> np.ndarray:
         """Return which documents have all of their rows: bool [documents]."""
-        wrong = np.zeros(len(self._rows) + 1, np.int64)
-        for first in range(0, len(self._rows), _BLOCK):
+        wrong = np.zeros(self.borders[-1] + 1, np.int64)
+        for first in range(0, len(wrong) - 1, _BLOCK):
             rows = self._rows[first : first + _BLOCK]
-            found = rows[:, -1] == _hash(rows[:, :-1], np.arange(first, first + len(rows)))
-            wrong[first + 1 :][: len(rows)] = ~found
-        return np.diff(wrong.cumsum()[self._borders]) == 0
+            wrong[first + 1 :][: len(rows)] = rows[:, -1] != _hash(rows[:, :-1], first + np.arange(len(rows)))
+        return np.diff(wrong.cumsum()[self.borders]) == 0
 
 
 def _hash(rows: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -94,59 +94,49 @@ class TaughtSteps(Steps):
             batch.inputs["label_records"] = torch.from_numpy(rows)
         return batch
 
+    def with_records(
+        self, start: Start, file: Path, width: int, teach: Callable[[MicroBatch], np.ndarray]
+    ) -> TaughtSteps:
+        """Return these steps with the records of all documents. `teach` makes those of a micro-batch: int32 [n, width].
 
-def with_records(
-    steps: TaughtSteps, start: Start, file: Path, width: int, teach: Callable[[MicroBatch], np.ndarray]
-) -> TaughtSteps:
-    """Return `steps` with the records of all documents. `teach` makes those of a micro-batch: int32 [n, width].
+        One of several runs makes those that `file` lacks, and the others wait. Raises UserError if the disk has no space for them.
+        """
+        ranks, log, lock = start.ranks, start.log, FileLock(file.with_suffix(".lock"))
+        cache = TeacherCache(file, width, np.append(0, np.cumsum(self.data.trained, dtype=np.int64)))
+        row_bytes, where = 4 * (width + 1), f"data.cache_dir ({file.parent})"
 
-    One of several runs makes those that `file` lacks, and the others wait. Raises UserError if the disk has no space for them.
-    """
-    ranks, log, trained, lock = start.ranks, start.log, steps.data.trained, FileLock(file.with_suffix(".lock"))
-    row_bytes, where = 4 * (width + 1), f"{file.parent} (data.cache_dir)"
+        def try_to_find() -> np.ndarray | None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(Timeout):
+                lock.acquire(timeout=_POLL_S)
+                with file.open("ab") as opened:
+                    opened.truncate(row_bytes * int(cache.borders[-1]))
+                return cache.find()
+            log.warn(f"another run makes the teacher's log-probabilities; waiting for it to release {lock.lock_file}")
 
-    def on_main(work: Callable[[], _Result]) -> _Result:
-        with waiting("rank 0 to look at the teacher's log-probabilities"):
-            return cast(_Result, broadcast_object_list([work() if ranks.main else None])[0])
+        def find() -> np.ndarray:
+            while True:
+                progress()  # for the watchdog: another run takes its time
+                with waiting("rank 0 to read the teacher's log-probabilities"):
+                    (found,) = broadcast_object_list([try_to_find() if ranks.main else None])
+                if found is not None:
+                    return found
 
-    def find() -> np.ndarray:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if not file.exists() or file.stat().st_size != row_bytes * int(trained.sum(dtype=np.int64)):
-            with file.open("ab") as opened:
-                opened.truncate(row_bytes * int(trained.sum(dtype=np.int64)))
-        return TeacherCache(file, width, trained).find()
-
-    def try_lock() -> bool:
-        with suppress(Timeout):
-            return bool(lock.acquire(timeout=_POLL_S))
-        log.warn(f"another run makes the teacher's log-probabilities; waiting for it to release {lock.lock_file}")
-        return False
-
-    found = on_main(find)
-    if not found.all():
-        while not on_main(try_lock):
-            progress()  # for the watchdog: another run takes its time
-        found = on_main(find)
-    cache = TeacherCache(file, width, trained)
-    lacking, free = row_bytes * int(trained[~found].sum(dtype=np.int64)), shutil.disk_usage(file.parent).free
-    log.fact(
-        "cache", f"{size(lacking)} of the teacher's log-probabilities to make, {row_bytes} bytes a target; {where}"
-    )
-    if lacking > free:
-        what = f"the teacher's log-probabilities take {size(lacking)}, and the disk has {size(free)} left"
-        fix = "Free some space, set data.cache_dir, or lower objective.options.teacher_top_k."
-        raise UserError(what, where=where, fix=fix, code="teacher-cache-space")
-    for numbers, batch in replace(steps, records=cache.number).first_pass(found):
-        start.trainer.clock.enter("proof")
-        if not found[numbers].all() or ranks.sharded:  # with sharded weights every rank makes the same number of calls
-            cache.write(batch.inputs["label_records"][:, 0].numpy(), teach(batch))
-    with waiting("all ranks to write the teacher's log-probabilities"):
-        gather_object([None])
-    if lacking and not on_main(find).all():
-        what, fix = (
-            "some of the teacher's log-probabilities are lost",
-            "Name a folder on a disk that all machines share.",
-        )
-        raise CheckFailed(what, where=where, fix=fix, code="teacher-cache-lost")
-    lock.release()
-    return replace(steps, records=cache.read)
+        found = find()
+        lacking, free = row_bytes * int(self.data.trained[~found].sum()), shutil.disk_usage(file.parent).free
+        log.fact("cache", f"{size(lacking)} of the teacher's to make, {row_bytes} bytes a target, in {where}")
+        if lacking > free:
+            what = f"the teacher's log-probabilities take {size(lacking)}, and the disk has {size(free)} left"
+            fix = "Free some space, set data.cache_dir, or lower objective.options.teacher_top_k."
+            raise UserError(what, where=where, fix=fix, code="teacher-cache-space")
+        for numbers, batch in replace(self, records=cache.number).first_pass(found):
+            start.trainer.clock.enter("proof")
+            if not found[numbers].all() or ranks.sharded:  # sharded, every rank makes the same number of calls
+                cache.write(batch.inputs["label_records"][:, 0].numpy(), teach(batch))
+        with waiting("all ranks to write the teacher's log-probabilities"):
+            gather_object([None])
+        if lacking and not find().all():
+            what, fix = "some of the teacher's log-probabilities are lost", "Name a disk that all machines share."
+            raise CheckFailed(what, where=where, fix=fix, code="teacher-cache-lost")
+        lock.release(force=True)
+        return replace(self, records=cache.read)
