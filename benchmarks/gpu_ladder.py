@@ -430,7 +430,11 @@ def head_by_chunk(note: Note, tiny: bool) -> None:
 
     def work() -> dict[str, Any]:
         forget(head)
-        spent = seconds_of(lambda: packtrain.model.forward.sum_losses(hidden, targets, head, equal_weights).backward())
+        spent = seconds_of(
+            lambda: packtrain.model.forward.sum_losses(
+                hidden, head, packtrain.model.forward.ChosenTokens(targets, equal_weights)
+            ).backward()
+        )
         return {"ms": spent * 1e3, "peak_gib": peak_gib()}
 
     chosen: dict[str, Any] = {}

@@ -34,7 +34,7 @@ from packtrain.config.schema import RunConfig
 from packtrain.diagnose import env
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model import forward
-from packtrain.model.forward import sum_losses
+from packtrain.model.forward import ChosenTokens, sum_losses
 from packtrain.model.layers import recompute
 from packtrain.model.spread import Ranks
 from packtrain.objectives.spec import equal_weights, head_chunk
@@ -376,7 +376,7 @@ def sums_losses_on_the_gpu_as_on_the_cpu() -> None:
     def made(device: Any) -> list[torch.Tensor]:
         rows, there = hidden.to(device).requires_grad_(), copy.deepcopy(head).to(device)
         with torch.autocast("cuda", torch.bfloat16):
-            total = sum_losses(rows, targets.to(device), there, equal_weights)
+            total = sum_losses(rows, there, ChosenTokens(targets.to(device), equal_weights))
         (total / 3000).backward()
         gradients = [tensor.grad for tensor in (rows, *there.parameters())]
         return [tensor.cpu() for tensor in (total.detach(), *gradients) if tensor is not None]

@@ -24,7 +24,7 @@ from packtrain.config.schema import Batch, Packing
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model import forward
-from packtrain.model.forward import add_loss_sum, choose_head, compare_gradients, sum_losses
+from packtrain.model.forward import ChosenTokens, add_loss_sum, choose_head, compare_gradients, sum_losses
 from packtrain.model.load import check_trainable
 from packtrain.objectives.sft.spec import TOKEN_WEIGHTS
 from packtrain.objectives.spec import equal_weights
@@ -224,7 +224,7 @@ def test_losses_and_gradients_are_those_of_full_logits(
         as_triton(monkeypatch)
     hidden, targets, head = inputs(bias)
     expected = of_step(by_full_logits(hidden, targets, head, loss), hidden, head)
-    made = of_step(sum_losses(hidden, targets, head, TOKEN_WEIGHTS[loss]), hidden, head)
+    made = of_step(sum_losses(hidden, head, ChosenTokens(targets, TOKEN_WEIGHTS[loss])), hidden, head)
     assert len(made) == len(expected) == 3 + bias
     for own, other in zip(made, expected, strict=True):
         torch.testing.assert_close(own, other.float(), rtol=1e-5, atol=1e-5)
@@ -236,7 +236,7 @@ def test_losses_and_gradients_are_the_same_by_chunks_of_any_size(monkeypatch: py
     made = []
     for chunk in (16, 64, len(hidden)):
         monkeypatch.setattr(forward, "_CPU_CHUNK", chunk)
-        made.append(of_step(sum_losses(hidden, targets, head, equal_weights), hidden, head))
+        made.append(of_step(sum_losses(hidden, head, ChosenTokens(targets, equal_weights)), hidden, head))
     for own, *others in zip(*made, strict=True):
         assert all((own - other).norm() <= 1e-6 * own.norm() for other in others)
 
@@ -244,16 +244,16 @@ def test_losses_and_gradients_are_the_same_by_chunks_of_any_size(monkeypatch: py
 def test_it_makes_the_gradients_that_are_asked_for_and_no_others() -> None:
     hidden, targets, head = inputs()
     head.requires_grad_(False)  # as beside adapters
-    sum_losses(hidden, targets, head, equal_weights).backward()
+    sum_losses(hidden, head, ChosenTokens(targets, equal_weights)).backward()
     assert hidden.grad is not None and head.weight.grad is None
     with torch.no_grad():
-        assert not sum_losses(hidden, targets, head, equal_weights).requires_grad
+        assert not sum_losses(hidden, head, ChosenTokens(targets, equal_weights)).requires_grad
 
 
 def test_a_second_backward_pass_is_refused() -> None:
     """Its gradients were changed in place by the first."""
     hidden, targets, head = inputs()
-    total = sum_losses(hidden, targets, head, equal_weights)
+    total = sum_losses(hidden, head, ChosenTokens(targets, equal_weights))
     total.backward(retain_graph=True)
     with pytest.raises(TypeError):
         total.backward()
@@ -261,16 +261,16 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 def test_the_measured_difference_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, targets, head = inputs()
-    assert compare_gradients(hidden, targets, head, equal_weights) < 1e-5
-    right = forward._loss_in_place
+    assert compare_gradients(hidden, head, ChosenTokens(targets, equal_weights)) < 1e-5
+    right = ChosenTokens.in_place
 
-    def wrong(logits: torch.Tensor, *given: Any, **how: Any) -> torch.Tensor:
-        total = right(logits, *given, **how)
+    def wrong(self: ChosenTokens, logits: torch.Tensor, part: slice, *, trains: bool) -> torch.Tensor:
+        total = right(self, logits, part, trains=trains)
         logits *= 1.01
         return total
 
-    monkeypatch.setattr(forward, "_loss_in_place", wrong)
-    assert compare_gradients(hidden, targets, head, equal_weights) == pytest.approx(0.01, rel=1e-2)
+    monkeypatch.setattr(ChosenTokens, "in_place", wrong)
+    assert compare_gradients(hidden, head, ChosenTokens(targets, equal_weights)) == pytest.approx(0.01, rel=1e-2)
 
 
 @pytest.mark.parametrize("fault", ["gradients", "refused", "renamed", "gone"])
@@ -290,10 +290,11 @@ def test_a_summed_head_that_is_wrong_gives_way_to_that_of_single_tokens(
 
     match fault:
         case "refused":
-            monkeypatch.setattr(forward, "_loss_in_place", refuse)
+            monkeypatch.setattr(ChosenTokens, "in_place", refuse)
         case "gradients":
+            right = ChosenTokens.in_place
             monkeypatch.setattr(
-                forward, "_loss_in_place", lambda logits, *_, **__: forward._by_torch(logits * 1, *_, **__)
+                ChosenTokens, "in_place", lambda self, logits, part, **how: right(self, logits * 1, part, **how)
             )
         case "renamed":  # in another version of TRL
             monkeypatch.delattr(kernels, "_addmm_fp32")
@@ -307,13 +308,13 @@ def test_a_summed_head_that_is_wrong_gives_way_to_that_of_single_tokens(
 
 def test_in_bfloat16_the_loss_and_the_weights_gradient_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: of many chunks, which bfloat16 sums would round at every step."""
-    monkeypatch.setattr(forward, "_compute_dtype", lambda hidden: hidden.dtype)
+    monkeypatch.setattr(forward, "compute_dtype", lambda hidden: hidden.dtype)
     monkeypatch.setattr(forward, "_CPU_CHUNK", 2)
     hidden, targets, head = inputs(bias=False)
     exact = of_step(by_full_logits(hidden, targets, head, "nll"), hidden, head)
     rounded, head16 = hidden.detach().bfloat16().requires_grad_(), nn.Linear(WIDTH, WORDS, bias=False).bfloat16()
     head16.weight.data = head.weight.data.bfloat16()
-    total, _, of_weight = of_step(sum_losses(rounded, targets, head16, equal_weights), rounded, head16)
+    total, _, of_weight = of_step(sum_losses(rounded, head16, ChosenTokens(targets, equal_weights)), rounded, head16)
     assert total.dtype == torch.float32 and total.item() == pytest.approx(exact[0].item(), rel=2e-3)
     assert of_weight.dtype == torch.bfloat16
     assert (of_weight.float() - exact[2]).norm() < 1e-2 * exact[2].norm()

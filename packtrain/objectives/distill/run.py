@@ -42,7 +42,7 @@ from packtrain.objectives.distill.teacher import TEACHER, Teacher, check_tokeniz
 from packtrain.objectives.distill.teacher_cache import FORMAT, TaughtSteps
 from packtrain.objectives.sft.run import SFT, SFTLoss
 from packtrain.objectives.spec import equal_weights
-from packtrain.packing.collate import IGNORE, collate_padded, on_device
+from packtrain.packing.collate import IGNORE, collate_padded, on_device, to_device
 from packtrain.proof.choice import AttentionChoice
 from packtrain.system import holding
 from packtrain.train.loader import MicroBatch, Steps
@@ -84,26 +84,30 @@ class DistillLoss(SFTLoss):
             if getattr(own.config.get_text_config(), "output_router_logits", False):
                 batch["output_router_logits"] = False
             places, parts = places_on(labels, at), list[torch.Tensor]()
+            targets = labels.flatten()[places]
             if head.record is not None and owners is not None and len(owners):
                 head.record.append((owners, parts))
+            # where each token is in the row, even if its attention runs documents one by one
+            tokens = batch.pop("labels", None)
+            seats = places if tokens is None else tokens.flatten()[places]
             whole, plain = head.kind == "full logits", asked != "loss_sum" or not self.taught
-            tokens = TaughtTokens(
+            loss = TaughtTokens(
                 self.divergence,
                 Readout() if whole else readout,
-                labels.flatten()[places],
+                targets,
                 self.words,
-                None if plain else partial(self._teach, labels.flatten()[places]),
+                None if plain else lambda part: self._teach(seats[part], targets[part]),
                 partial(self._note, parts),
             )
             if whole:
                 logits = inner(**batch, use_cache=False).logits.flatten(0, 1)[places]
                 made = logits.detach().clone()
-                total = tokens.in_place(made, slice(0, len(made)), trains=torch.is_grad_enabled())
+                total = loss.in_place(made, slice(0, len(made)), trains=torch.is_grad_enabled())
                 total = total + ((logits - logits.detach()) * made).sum() if torch.is_grad_enabled() else total
             else:
                 hidden = own.base_model(**batch, use_cache=False).last_hidden_state.flatten(0, 1)[places]
                 run = compare_gradients if asked == "head_gradients" else sum_losses
-                total = run(hidden, cast(nn.Linear, own.get_output_embeddings()), tokens)
+                total = run(hidden, cast(nn.Linear, own.get_output_embeddings()), loss)
             if asked != "token_losses":
                 return total
             losses = -torch.cat([*parts, total.new_zeros(0)])
@@ -120,17 +124,22 @@ class DistillLoss(SFTLoss):
 
     def sum_losses(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
         """See SFTLoss; the teacher runs the rows first."""
-        self._records = inputs.get("label_records")
-        if self.taught and self._records is None:
+        ids, self._records = inputs["input_ids"], inputs.get("label_records")
+        tokens = np.arange(ids.numel())
+        if self._records is not None:
+            tokens[inputs["label_places"]] = np.arange(len(self._records))
+        elif self.taught:
             with self.accelerator.autocast():
                 self.teacher.see(inputs)
-        return super().sum_losses(model, inputs)
+        return super().sum_losses(
+            model, inputs | {"labels": to_device(torch.from_numpy(tokens), ids.device).view_as(ids)}
+        )
 
-    def _teach(self, targets: torch.Tensor, part: slice) -> Taught:
-        """Return the teacher's distributions of the micro-batch's `targets` int64 [n] in a slice."""
+    def _teach(self, tokens: torch.Tensor, targets: torch.Tensor) -> Taught:
+        """Return the teacher's distributions after `tokens` int64 [n], of the micro-batch or of its records. `targets` int64 [n] follow them."""
         if self._records is not None:
-            return Taught.coarse(self._records[part])
-        return self._seen(self.teacher.logits(part), targets[part])
+            return Taught.coarse(self._records[tokens])
+        return self._seen(self.teacher.logits(tokens), targets)
 
     def _seen(self, logits: torch.Tensor, targets: torch.Tensor) -> Taught:
         """Return as much of the teacher's distributions as the student sees."""
@@ -142,10 +151,10 @@ class DistillLoss(SFTLoss):
         inputs = batch.inputs_on(self.device)
         with self.accelerator.autocast():
             self.teacher.see(inputs)
-        labels = inputs["shift_labels"]
-        targets = labels.flatten()[places_on(labels, inputs["label_places"])]
-        parts = [slice(start, start + SLICE) for start in range(0, len(targets) + 1, SLICE)]
-        return torch.cat([self.pick(self.teacher.logits(part), targets[part]) for part in parts]).cpu().numpy()
+        places = places_on(inputs["shift_labels"], inputs["label_places"])
+        targets = inputs["shift_labels"].flatten()[places]
+        parts = zip(places.split(SLICE), targets.split(SLICE), strict=True)
+        return torch.cat([self.pick(self.teacher.logits(some), goals) for some, goals in parts]).cpu().numpy()
 
     def of_rows(self, batch: MicroBatch) -> torch.Tensor:
         """See Loss; this one is the mean -log p: a divergence is near 0 where the student equals its teacher."""

@@ -25,7 +25,7 @@ _SEE = "take another teacher"
 class Teacher:
     """A frozen model, on the device or sharded. `rows`: the student's rows of the vocabulary, of which it has at least the tokenizer's.
 
-    Its own head has `words` of them. `see` runs a micro-batch, `logits` then returns those of a part of its labelled places.
+    Both have the first `words` rows. `see` runs a micro-batch; `logits` then returns those after some of its tokens.
     """
 
     def __init__(self, model: PreTrainedModel, head: torch.Tensor | None, rows: int) -> None:
@@ -40,13 +40,12 @@ class Teacher:
         self._seen = torch.empty(0)
         inner = model.forward
 
-        def run(own: PreTrainedModel, asked: str, labels: torch.Tensor, at: Places, _: object, batch: Batch) -> object:
-            places = places_on(labels, at)
-            if not self.by_head:
-                return inner(**batch, use_cache=False).logits.flatten(0, 1)[places, : self.words]
-            return own.base_model(**batch, use_cache=False).last_hidden_state.flatten(0, 1)[places]
+        def run(own: PreTrainedModel, asked: str, labels: object, at: Places, _: object, batch: Batch) -> object:
+            if self.by_head:
+                return own.base_model(**batch, use_cache=False).last_hidden_state
+            return inner(**batch, use_cache=False).logits[..., : self.words]
 
-        add_calls(model, ("label_states",), run)
+        add_calls(model, ("states",), run)
 
     def patch(self, backend: str | None, autocast: torch.dtype | None) -> None:
         """Give it its attention of packed rows, and autocast."""
@@ -56,12 +55,12 @@ class Teacher:
     @torch.no_grad()
     def see(self, inputs: Inputs) -> None:
         """Run a micro-batch."""
-        self._seen = self.called(**inputs, label_states=True)
+        self._seen = self.called(**inputs, states=True).flatten(0, 1)
 
     @torch.no_grad()
-    def logits(self, part: slice) -> torch.Tensor:
-        """Return logits of the labelled places in a slice, float32 [n, words]."""
-        seen = self._seen[part]
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits after some tokens of the flattened micro-batch, int64 [n]: float32 [n, words]."""
+        seen = self._seen[tokens]
         if not self.by_head:
             return seen.float()
         output, dtype = cast(nn.Linear, self.model.get_output_embeddings()), compute_dtype(seen)
@@ -79,7 +78,7 @@ class Teacher:
         with evaluating(self.model, autocast), model_refusals(f"the teacher {name} cannot run a batch", fix=_SEE):
             self.see(batch)
             full = self.called(**plain, use_cache=False).logits.flatten(0, 1)[places, : self.words].float()
-            off = difference(self.logits(slice(0, None)), full)
+            off = difference(self.logits(places), full)
         self.by_head = self.by_head and off <= tolerance_of(autocast or self.model.dtype).outputs
         return "" if self.by_head else f"its head is not a plain one (logits are off by {off:.1g})"
 
