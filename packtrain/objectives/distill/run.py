@@ -265,7 +265,8 @@ class Distill(SFT):
 
         trainer.steps = taught(trainer.steps)
         trainer.evaluation.update({name: taught(steps) for name, steps in trainer.evaluation.items()})
-        loss.accelerator._models.remove(self.teacher.called)
+        models = loss.accelerator._models
+        models[:] = [model for model in models if model is not self.teacher.called]
         del self.teacher, loss.teacher
         gc.collect()
         if loss.device.type == "cuda":
