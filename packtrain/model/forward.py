@@ -66,8 +66,9 @@ class Head:
     weigh: TokenWeights
     kind: HeadKind
     refusal: str = ""
-    otherwise: tuple[HeadKind, ...] = ("by token",)
-    """Kinds to try if this one does not fit, before full logits."""
+    tokens: Callable[[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], object]], TokenLoss] | None = None
+    """Makes the loss of targets, int64 [n], at these tokens of the flattened row. The function takes minus their losses, in parts. None: the
+    loss of `weigh`."""
     record: list[tuple[np.ndarray, list[torch.Tensor]]] | None = None
     """Unless None, each call of `loss_sum` adds the document of each target, int64 [n] (`label_owners`), and minus their losses in parts."""
 
@@ -160,17 +161,22 @@ def add_loss_sum(model: PreTrainedModel, *, weigh: TokenWeights = equal_weights,
         with _embedding_noise(self, neftune_alpha, batch) if neftune_alpha and self.training else nullcontext():
             places = places_on(labels, at)  # a place may occur several times
             parts = list[torch.Tensor]()
-            note = partial(_weigh_and_note, weigh, parts)
+            targets, row = labels.flatten()[places], batch.pop("labels", None)
+            at_tokens = places if row is None else row.flatten()[places]  # of the row, if documents run one by one
+            loss = head.tokens(targets, at_tokens, parts.append) if head.tokens else None
+            loss = loss or ChosenTokens(targets, partial(_weigh_and_note, weigh, parts))
             if head.record is not None and owners is not None and len(owners):
                 head.record.append((owners, parts))
             if head.kind == "full logits":
-                log_probs = _log_probs(inner_forward(**batch, use_cache=False).logits, labels)
+                logits = inner_forward(**batch, use_cache=False).logits
+                if head.tokens and asked == "loss_sum":
+                    return _sum_of_logits(logits.flatten(0, 1)[places], loss)
+                log_probs = _log_probs(logits, labels)
             else:
                 hidden = self.base_model(**batch, use_cache=False).last_hidden_state
                 if head.kind == "summed" and asked != "token_losses":
-                    output, targets = cast(nn.Linear, self.get_output_embeddings()), labels.flatten()[places]
                     run = compare_gradients if asked == "head_gradients" else sum_losses
-                    return run(hidden.flatten(0, 1)[places], output, ChosenTokens(targets, note))
+                    return run(hidden.flatten(0, 1)[places], cast(nn.Linear, self.get_output_embeddings()), loss)
                 once = places_on(labels, None if at is None else np.unique(at))
                 log_probs = cast(torch.Tensor, labelled.run_head(hidden, labels, once).log_probs)
         losses = -weigh(log_probs) * log_probs
@@ -235,11 +241,13 @@ def choose_head(
     name, labels = type(model).__name__, batch["shift_labels"]
     plain = {name: value for name, value in batch.items() if name not in ("shift_labels", "label_places")}
     allowed, difference = tolerance_of(autocast or model.dtype), math.inf
+    kinds: tuple[HeadKind, ...] = ("summed", "by token") if head.kind == "summed" else ("by token",)
+    kinds = kinds if head.tokens is None else (head.kind,)
     with evaluating(model, autocast):
         with model_refusals(f"{name} cannot run a batch", fix="see what model.config sets"):
             log_probs = _log_probs(model(**plain, use_cache=False).logits, labels)
         losses = -head.weigh(log_probs) * log_probs
-        for kind in dict.fromkeys((head.kind, *head.otherwise)):
+        for kind in kinds:
             head.kind = kind
             try:
                 with model_refusals("cannot run", fix=""):
@@ -322,6 +330,13 @@ def compare_gradients(hidden: torch.Tensor, head: nn.Linear, loss: TokenLoss) ->
         pairs = zip(torch.autograd.grad(own, inputs), torch.autograd.grad(definition, inputs), strict=True)
         floats = [(one.float(), other.float()) for one, other in pairs]
         return torch.stack([(one - other).norm() / other.norm().clamp(min=1e-30) for one, other in floats]).max()
+
+
+def _sum_of_logits(logits: torch.Tensor, loss: TokenLoss) -> torch.Tensor:
+    """Sum the losses of tokens with all their logits [n, vocabulary]."""
+    made, trains = logits.detach().clone(), torch.is_grad_enabled()
+    total = loss.in_place(made, slice(0, len(made)), trains=trains)
+    return total + ((logits - logits.detach()) * made).sum() if trains else total  # adds 0, with the gradients `made`
 
 
 class _SummedLoss(torch.autograd.Function):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -18,20 +18,9 @@ from transformers import PreTrainedModel
 
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Peft
-from packtrain.data.dataset import Document
 from packtrain.data.tokens.cache import cache_folder
 from packtrain.errors import CheckFailed
-from packtrain.model.forward import (
-    Batch,
-    Head,
-    Places,
-    add_calls,
-    compare_gradients,
-    name_backbone,
-    patch_forward,
-    places_on,
-    sum_losses,
-)
+from packtrain.model.forward import Head, TokenLoss, places_on
 from packtrain.model.load import base_model
 from packtrain.model.save import gathered
 from packtrain.model.spread import placement_of, spread
@@ -41,8 +30,7 @@ from packtrain.objectives.distill.divergence import SLICE, Divergence, Readout, 
 from packtrain.objectives.distill.teacher import TEACHER, Teacher, check_tokenizer
 from packtrain.objectives.distill.teacher_cache import FORMAT, TaughtSteps
 from packtrain.objectives.sft.run import SFT, SFTLoss
-from packtrain.objectives.spec import equal_weights
-from packtrain.packing.collate import IGNORE, collate_padded, on_device, to_device
+from packtrain.packing.collate import IGNORE, to_device
 from packtrain.proof.choice import AttentionChoice
 from packtrain.system import holding
 from packtrain.train.loader import MicroBatch, Steps
@@ -72,55 +60,22 @@ class DistillLoss(SFTLoss):
         teacher.patch(backend, self.autocast)
 
     def add_head(self, base: PreTrainedModel) -> Head:
-        """See SFTLoss: the head that `_add_divergences` adds."""
-        is_plain = type(base.get_output_embeddings()) is nn.Linear
-        head = Head(equal_weights, "summed" if is_plain else "full logits", otherwise=())
-        name_backbone(base)
-        inner, readout = base.forward, Readout.of(base.config)
+        """See SFTLoss."""
+        head, readout = super().add_head(base), Readout.of(base.config)
+        head.kind = "summed" if type(base.get_output_embeddings()) is nn.Linear else "full logits"
 
-        def lose(
-            own: PreTrainedModel, asked: str, labels: torch.Tensor, at: Places, owners: Places, batch: Batch
-        ) -> object:
-            if getattr(own.config.get_text_config(), "output_router_logits", False):
-                batch["output_router_logits"] = False
-            places, parts = places_on(labels, at), list[torch.Tensor]()
-            targets = labels.flatten()[places]
-            if head.record is not None and owners is not None and len(owners):
-                head.record.append((owners, parts))
-            # where each token is in the row, even if its attention runs documents one by one
-            tokens = batch.pop("labels", None)
-            seats = places if tokens is None else tokens.flatten()[places]
-            whole, plain = head.kind == "full logits", asked != "loss_sum" or not self.taught
-            loss = TaughtTokens(
-                self.divergence,
-                Readout() if whole else readout,
-                targets,
-                self.words,
-                None if plain else lambda part: self._teach(seats[part], targets[part]),
-                partial(self._note, parts),
-            )
-            if whole:
-                logits = inner(**batch, use_cache=False).logits.flatten(0, 1)[places]
-                made = logits.detach().clone()
-                total = loss.in_place(made, slice(0, len(made)), trains=torch.is_grad_enabled())
-                total = total + ((logits - logits.detach()) * made).sum() if torch.is_grad_enabled() else total
-            else:
-                hidden = own.base_model(**batch, use_cache=False).last_hidden_state.flatten(0, 1)[places]
-                run = compare_gradients if asked == "head_gradients" else sum_losses
-                total = run(hidden, cast(nn.Linear, own.get_output_embeddings()), loss)
-            if asked != "token_losses":
-                return total
-            losses = -torch.cat([*parts, total.new_zeros(0)])
-            return losses.new_zeros(labels.numel()).index_put((places,), losses).view(labels.shape)
+        def tokens(targets: torch.Tensor, at: torch.Tensor, note: Callable[[torch.Tensor], object]) -> TokenLoss:
+            def add(losses: torch.Tensor, figures: torch.Tensor | None) -> None:
+                note(-losses)
+                if figures is not None:
+                    self.figures += figures.sum(dim=1)
 
-        add_calls(base, ("loss_sum", "token_losses", "head_gradients"), lose)
-        patch_forward(base, autocast=self.autocast, backend=self.settings.backend)
+            own = Readout() if head.kind == "full logits" else readout
+            teacher = (lambda part: self._teach(at[part], targets[part])) if self.taught else None
+            return TaughtTokens(self.divergence, own, targets, self.words, teacher, add)
+
+        head.tokens = tokens
         return head
-
-    def _note(self, parts: list[torch.Tensor], losses: torch.Tensor, figures: torch.Tensor | None) -> None:
-        parts.append(-losses)
-        if figures is not None:
-            self.figures += figures.sum(dim=1)
 
     def sum_losses(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
         """See SFTLoss; the teacher runs the rows first."""
@@ -131,19 +86,18 @@ class DistillLoss(SFTLoss):
         elif self.taught:
             with self.accelerator.autocast():
                 self.teacher.see(inputs)
-        return super().sum_losses(
-            model, inputs | {"labels": to_device(torch.from_numpy(tokens), ids.device).view_as(ids)}
-        )
+        numbers = to_device(torch.from_numpy(tokens), ids.device).view_as(ids)
+        return super().sum_losses(model, inputs | {"labels": numbers})
 
     def _teach(self, tokens: torch.Tensor, targets: torch.Tensor) -> Taught:
-        """Return the teacher's distributions after `tokens` int64 [n], of the micro-batch or of its records. `targets` int64 [n] follow them."""
+        """Return the teacher's distributions of `targets` int64 [n], after `tokens` int64 [n] of the micro-batch, or as its records number them."""
         if self._records is not None:
             return Taught.coarse(self._records[tokens])
         return self._seen(self.teacher.logits(tokens), targets)
 
     def _seen(self, logits: torch.Tensor, targets: torch.Tensor) -> Taught:
         """Return as much of the teacher's distributions as the student sees."""
-        return Taught.whole(logits) if self.pick is None else Taught.coarse(self.pick(logits, targets))
+        return Taught.coarse(self.pick(logits, targets)) if self.pick else Taught.whole(logits)
 
     @torch.no_grad()
     def record(self, batch: MicroBatch) -> np.ndarray:
@@ -152,9 +106,8 @@ class DistillLoss(SFTLoss):
         with self.accelerator.autocast():
             self.teacher.see(inputs)
         places = places_on(inputs["shift_labels"], inputs["label_places"])
-        targets = inputs["shift_labels"].flatten()[places]
-        parts = zip(places.split(SLICE), targets.split(SLICE), strict=True)
-        return torch.cat([self.pick(self.teacher.logits(some), goals) for some, goals in parts]).cpu().numpy()
+        parts = zip(places.split(SLICE), inputs["shift_labels"].flatten()[places].split(SLICE), strict=True)
+        return torch.cat([self.pick(self.teacher.logits(some), targets) for some, targets in parts]).cpu().numpy()
 
     def of_rows(self, batch: MicroBatch) -> torch.Tensor:
         """See Loss; this one is the mean -log p: a divergence is near 0 where the student equals its teacher."""
@@ -169,20 +122,12 @@ class DistillLoss(SFTLoss):
         with holding(self, taught=False):
             return super().choose_head(steps)
 
-    def definition(self, documents: Sequence[Document]) -> Iterator[Callable[[], torch.Tensor]]:
-        """See Loss: the divergence of full logits of both models on each document alone."""
-        trained = sum(int(document.loss_mask[1:].sum()) for document in documents)
-
-        def part(document: Document) -> torch.Tensor:
-            inputs = on_device(collate_padded([document], 0, self.settings.steps.sight), self.device)
-            labels = inputs.pop("shift_labels")[0]
-            at = labels != IGNORE
-            with torch.no_grad():
-                teacher = self.teacher.called(**inputs, use_cache=False).logits[0, at, : self.words].float()
-            own = self.model(**inputs, use_cache=False).logits[0, at, : self.words].float()
-            return self.divergence.loss(own, self._seen(teacher, labels[at]), labels[at]).sum() / trained
-
-        return (partial(part, document) for document in documents)
+    def losses_of(self, logits: torch.Tensor, labels: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        """See SFTLoss: the divergence of full logits of both models."""
+        at = labels != IGNORE
+        with torch.no_grad():
+            teacher = self.teacher.called(**inputs, use_cache=False).logits[0, at, : self.words].float()
+        return self.divergence.loss(logits[at, : self.words], self._seen(teacher, labels[at]), labels[at])
 
 
 class Distill(SFT):

@@ -124,7 +124,9 @@ class TaughtSteps(Steps):
 
         found = find()
         lacking, free = row_bytes * int(self.data.trained[~found].sum()), shutil.disk_usage(file.parent).free
-        log.fact("cache", f"{size(lacking)} of the teacher's log-probabilities to make, {row_bytes} bytes a target; {where}")
+        log.fact(
+            "cache", f"{size(lacking)} of the teacher's log-probabilities to make, {row_bytes} bytes a target; {where}"
+        )
         if lacking > free:
             what = f"the teacher's log-probabilities take {size(lacking)}, and the disk has {size(free)} left"
             fix = "Free some space, set data.cache_dir, or lower objective.options.teacher_top_k."

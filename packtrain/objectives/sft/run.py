@@ -157,10 +157,14 @@ class SFTLoss(Loss):
             inputs = on_device(collate_padded([document], 0, self.settings.steps.sight), self.device)
             labels = inputs.pop("shift_labels")[0]
             logits = self.model(**inputs, use_cache=False).logits[0].float()
-            losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
-            return (self.head.weigh(-losses) * losses).sum() / trained
+            return self.losses_of(logits, labels, inputs).sum() / trained
 
         return (partial(part, document) for document in documents)
+
+    def losses_of(self, logits: torch.Tensor, labels: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        """Return the losses of a document's tokens, by its logits [tokens, vocabulary]."""
+        losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
+        return self.head.weigh(-losses) * losses
 
     def _run_without_labels(self, batch: MicroBatch) -> None:
         self.model(**on_device(without_labels(batch.inputs), self.device), loss_sum=True)
