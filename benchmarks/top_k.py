@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections import defaultdict
+from typing import cast
 
 import numpy as np
 import torch
@@ -38,9 +39,11 @@ def main() -> None:
     student.model.layers = nn.ModuleList(
         student.model.layers[round(number)] for number in np.linspace(0, len(layers) - 1, options.layers)
     )
-    data = prepare(Data(train=options.data, max_length=1024), AutoTokenizer.from_pretrained(options.model), "sft").train
+    data = prepare(
+        Data(train=options.data, max_length=1024), AutoTokenizer.from_pretrained(options.model), "sft", seed=0
+    ).train
     sums, targets = defaultdict[tuple[int, str], torch.Tensor](lambda: torch.zeros(6, dtype=torch.float64)), 0
-    head = teacher.get_output_embeddings().weight
+    head = cast(nn.Linear, teacher.get_output_embeddings()).weight
     for number in range(min(options.rows, len(data))):
         document = data[number]
         ids = torch.as_tensor(document.input_ids.astype(np.int64))[None]
