@@ -111,8 +111,8 @@ class Spec:
     """Return faults of a config. The set has the keys that are not at their defaults, such as "packing.mode"."""
     reference: bool = False
     """Whether the loss compares the model with a reference (objective.beta, objective.reference)."""
-    frozen: Callable[[RunConfig], Model | None] = lambda config: None
-    """Return another model that the loss needs beside the trained one, without updates: a teacher, or a reference at a path."""
+    frozen: Callable[[RunConfig], tuple[str, Model] | None] = lambda config: None
+    """Return another model that the loss needs without updates, such as a teacher, and the config key of its path."""
     scores: bool = False
     """Whether the model has a head for scores in place of the output head."""
     margins: bool = False

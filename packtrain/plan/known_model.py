@@ -22,6 +22,7 @@ import xxhash
 from huggingface_hub import constants
 
 from packtrain.config.objective import Objective
+from packtrain.config.rules.paths_and_packages import frozen_of
 from packtrain.config.schema import Model, Peft, RunConfig, Strategy
 from packtrain.errors import Json, Problem, UserError, read_json
 from packtrain.plan.model_types import check_type
@@ -190,7 +191,8 @@ def quantised_by(sizes: Sizes, *, gpu: bool) -> str:
 def check_weights(config: RunConfig, *, gpu: bool) -> None:
     """Raise UserError if the run would refuse weights on this machine."""
     check_quantised(config.model, config.peft, gpu=gpu)
-    for path in (config.model.path, config.objective.reference):
+    frozen = frozen_of(config)
+    for path in (config.model.path, config.objective.reference, frozen and frozen[1].path):
         below = replace(config.model, path=path, revision=None)
         if below.init == "pretrained" and path and base_of(path) is not None and (folder := folder_of(below)):
             files = _weight_files(folder)

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from typing import cast
 
 from packtrain.config.rules import check_checkpointing, check_strategy
+from packtrain.config.rules.paths_and_packages import frozen_of
 from packtrain.config.schema import Optim, RunConfig
 from packtrain.config.trainer import Checkpointing
 from packtrain.errors import UserError
@@ -292,7 +293,7 @@ def _count(config: RunConfig, model: ModelSize, spread: tuple[int, int], device:
         "gradients": model.trained * (4 if rounded else trained_width),  # summed in float32
         "optimizer": optimizer_bytes(config.optim, spec, model.trained, trained_width)
         + (4 * model.trained if config.trainer.ema else 0),
-        "reference": _reference(config, model),
+        "reference": _reference(config, model, gpu=device is not None),
     }
     sharded = (*spec.shards, "reference") if spec.shards_weights else spec.shards
     split = {item: math.ceil(size / shards) if item in sharded else size for item, size in parts.items()}
@@ -399,6 +400,8 @@ def _head(config: RunConfig, layers: Layers, batch: FullestBatch, device_bytes: 
     cast = batch.compute if batch.compute != batch.weight else 0  # the head's copies in the compute dtype
     tokens = min(batch.tokens, head_chunk(layers.vocabulary, batch.compute, device_bytes))
     logits = tokens * layers.vocabulary * batch.compute
+    if config.objective.spec.frozen(config):  # its logits of the same tokens, and a few tokens' in float32
+        logits += layers.vocabulary * (tokens * batch.compute + 8 * 4 * min(tokens, 128))
     return batch.tokens * layers.hidden * (batch.weight + batch.compute + cast) + logits + weight * cast + of_weight
 
 
@@ -457,8 +460,11 @@ def _in_float32(config: RunConfig) -> int:
     return 4 * spec.lists_weights + (4 if config.optim.keeps_masters else 4 * (3 + moments))
 
 
-def _reference(config: RunConfig, model: ModelSize) -> int:
-    """Return the bytes of the model or the adapters that are kept for the reference."""
+def _reference(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
+    """Return the bytes of the model or the adapters that are kept for the reference, or of another frozen model."""
+    if frozen := frozen_of(config):
+        other = _measure(replace(config, model=frozen[1]), gpu=gpu)
+        return math.ceil(other.all * other.width - other.linear * (other.width - (other.packed or other.width)))
     if not config.objective.spec.reference:
         return 0
     kind = reference_of(config.model, config.peft, config.objective, config.strategy).kind

@@ -22,7 +22,7 @@ from packtrain.config import Fault, is_list, is_mapping
 from packtrain.config.keys import near, suggest
 from packtrain.config.objective import REFERENCES
 from packtrain.config.rules.table import holds
-from packtrain.config.schema import BUILT_IN, LISTED, Data, DataSource, RunConfig, sources
+from packtrain.config.schema import BUILT_IN, LISTED, Data, DataSource, Model, RunConfig, sources
 from packtrain.errors import Json, UserError
 
 DATA_SUFFIXES = (
@@ -56,6 +56,7 @@ def check_paths(config: RunConfig) -> Iterator[Fault]:
     yield from resume_folder(config.trainer.resume)
     yield from _missing("model.tokenizer", config.model.tokenizer or "", MODEL_SUFFIXES)
     models = {"model.path": config.model.path or ""}
+    models |= {found[0]: found[1].path or "" for found in [config.objective.spec.frozen(config)] if found}
     if "/" in reference or _there(reference):
         models["objective.reference"] = reference
     elif reference not in REFERENCES:
@@ -72,6 +73,13 @@ def check_paths(config: RunConfig) -> Iterator[Fault]:
             yield Fault((key,), f"{folder} is a file", "Name a folder, existing or new.", code="file-not-folder")
 
 
+def frozen_of(config: RunConfig) -> tuple[str, Model] | None:
+    """Return the other model of the objective, without updates, and the key of its path. A run folder stands for its final/."""
+    if (found := config.objective.spec.frozen(config)) is None:
+        return None
+    return found[0], replace(found[1], path=model_of(found[1].path or ""))
+
+
 def check_packages(config: RunConfig) -> Iterator[Fault]:
     """Yield a fault for each package or program that is not installed."""
     optimizer, strategy, asked = config.optim.spec.package, config.strategy.spec.package, config.tracking.report_to
@@ -81,6 +89,10 @@ def check_packages(config: RunConfig) -> Iterator[Fault]:
         *((*word.split("="), *package) for word, package in _PACKAGES.items() if holds(word, config)),
         *(("tracking.report_to", name, _TRACKER_PACKAGES.get(name, name), f"'packtrain[{name}]'") for name in asked),
     ]
+    if (found := config.objective.spec.frozen(config)) and (
+        package := _PACKAGES.get(f"model.quantize={found[1].quantize}")
+    ):
+        needed.append((found[0], found[1].quantize, *package))
     for key, wanted, package, install in dict.fromkeys(needed):
         if package:
             yield from _not_installed(key, wanted, package, install)

@@ -17,7 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from packtrain.config.objective import Objective
-from packtrain.config.schema import Peft
+from packtrain.config.rules.paths_and_packages import frozen_of
+from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.cache import cache_folder
 from packtrain.errors import CheckFailed
 from packtrain.model.forward import Head, TokenLoss, places_on
@@ -27,7 +28,8 @@ from packtrain.model.spread import placement_of, spread
 from packtrain.model.weights import weights_hash
 from packtrain.objectives.answers import Inputs
 from packtrain.objectives.distill.divergence import SLICE, Divergence, Readout, Taught, TaughtTokens, pick
-from packtrain.objectives.distill.teacher import TEACHER, Teacher, check_tokenizer
+from packtrain.objectives.distill.spec import TEACHER
+from packtrain.objectives.distill.teacher import Teacher, check_tokenizer
 from packtrain.objectives.distill.teacher_cache import FORMAT, TaughtSteps
 from packtrain.objectives.sft.run import SFT, SFTLoss
 from packtrain.packing.collate import IGNORE, to_device
@@ -143,8 +145,7 @@ class Distill(SFT):
 
     def take_reference(self, run: Prepared) -> dict[str, str]:
         """See TrainingObjective. Raises UserError for a teacher with another tokenizer."""
-        model = self.objective.spec.frozen(run.config)
-        assert model is not None  # spec.py refuses a config without
+        _, model = cast("tuple[str, Model]", frozen_of(run.config))  # spec.py refuses a config without
         check_tokenizer(run.tokenizer, model)
         loaded = load_frozen(run, model, TEACHER)
         weights, head = weights_hash(loaded), None

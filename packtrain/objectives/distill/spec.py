@@ -12,6 +12,7 @@ from packtrain.objectives.spec import Figure, Spec
 if TYPE_CHECKING:
     from packtrain.config.schema import Model, RunConfig
 
+TEACHER = "objective.options.teacher"
 _QUANTIZED = ("no", "nf4", "int8", "fp8")
 _OPTIONS = {
     "teacher": Option(None, "hub id, or path of a model", lambda value: isinstance(value, str) and bool(value)),
@@ -23,24 +24,23 @@ _OPTIONS = {
 }
 _FIGURES = (
     Figure("kl", "KL from the teacher", headline=True, note="at temperature 1"),
-    Figure("nll", "-log p of a token", "student", headline=True),
-    Figure("teacher_nll", "-log p of a token", "teacher"),
+    Figure("nll", "-log p", "student", headline=True),
+    Figure("teacher_nll", "-log p", "teacher"),
     Figure("agreement", "Same first choice as the teacher", unit="percent", headline=True),
 )
 
 
-def _teacher(config: RunConfig) -> Model | None:
-    objective = config.objective
-    path, quantize = objective.option("teacher"), objective.option("teacher_quantize")
+def _teacher(config: RunConfig) -> tuple[str, Model] | None:
+    path, quantize = map(config.objective.option, ("teacher", "teacher_quantize"))
     own = replace(config.model, path=path, quantize=quantize, init="pretrained", experts="auto", towers="frozen")
-    return replace(own, config={}, tokenizer=None, revision=None) if path else None
+    return (TEACHER, replace(own, config={}, tokenizer=None, revision=None)) if isinstance(path, str) else None
 
 
 def _rules(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     objective = config.objective
     if not objective.option("teacher"):
-        fix = "Name a model with the student's tokenizer: objective.options.teacher=owner/name."
-        yield Fault(("objective.options.teacher",), "distillation needs a teacher", fix, code="no-teacher")
+        fix = f"Name a model with the student's tokenizer: {TEACHER}=owner/name."
+        yield Fault((TEACHER,), "distillation needs a teacher", fix, code="no-teacher")
     if objective.option("teacher_top_k") and (config.data.streaming or config.data.stages):
         keys = ("objective.options.teacher_top_k", "data.streaming" if config.data.streaming else "data.stages")
         what, fix = "it is computed for an epoch before step 1, and these data have none", "Remove one of them."

@@ -15,9 +15,9 @@ from packtrain.errors import UserError, naming
 from packtrain.model.forward import Batch, Places, add_calls, compute_dtype, name_backbone, patch_forward, places_on
 from packtrain.objectives.answers import Inputs
 from packtrain.objectives.distill.divergence import Readout
+from packtrain.objectives.distill.spec import TEACHER
 from packtrain.proof.comparison import difference, evaluating, model_refusals, tolerance_of
 
-TEACHER = "objective.options.teacher"
 _NOT_FOR_MODEL = ("shift_labels", "label_places", "label_owners")
 _SEE = "take another teacher"
 
