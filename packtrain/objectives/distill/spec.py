@@ -62,4 +62,5 @@ SPEC = Spec(
     options=_OPTIONS,
     rules=_rules,
     frozen=_teacher,
+    frees_frozen=lambda config: bool(config.objective.option("teacher_top_k")),
 )

@@ -177,7 +177,7 @@ class SFT(TrainingObjective):
 
     def why_repeated(self, run: Prepared) -> str:
         """See TrainingObjective."""
-        if self.objective.option("neftune_noise_alpha"):
+        if self.objective.options.get("neftune_noise_alpha"):
             return "the noise on embeddings depends on the length of a document"
         return "the loss of routers counts by document" if router_loss(base_model(run.model)) is not None else ""
 
