@@ -1,9 +1,9 @@
 """How far distillation from a teacher's k most likely tokens is from all of its distribution, on real text.
 
-    python benchmarks/top_k.py --model MODEL_FOLDER --data FILE.jsonl [--rows 32] [--layers 24]
+    python benchmarks/top_k.py --model MODEL_FOLDER --data FILE.jsonl [--rows 32] [--targets 32] [--layers 24]
 
-The model is the teacher. The student has some of its layers, evenly chosen, and is not trained. Each k is compared at every trained token: the
-teacher's mass outside of the k tokens, the divergence, and its gradients of the logits and of the states before the output head.
+The model is the teacher. The student has some of its layers, evenly chosen, and is not trained. Each k is compared at some trained tokens of each
+row, evenly spread: the teacher's mass outside of the k tokens, the divergence, and its gradients of the logits and of the states before the output head.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--targets", type=int, default=32)
     parser.add_argument("--layers", type=int, default=24)
     options = parser.parse_args()
     teacher = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
@@ -47,7 +48,8 @@ def main() -> None:
     for number in range(min(options.rows, len(data))):
         document = data[number]
         ids = torch.as_tensor(document.input_ids.astype(np.int64))[None]
-        at = torch.as_tensor(np.flatnonzero(document.loss_mask[1:]))
+        trained = np.flatnonzero(document.loss_mask[1:])
+        at = torch.as_tensor(trained[:: -(-len(trained) // options.targets)])
         own, its = (model(ids, use_cache=False).logits[0, at] for model in (student, teacher))
         chosen, targets = ids[0, at + 1], targets + len(at)
         student_log_probs, whole = own.log_softmax(dim=-1), Taught.whole(its)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -232,11 +233,13 @@ def test_what_cannot_be_kept_is_refused_before_the_teacher_runs(
 
 
 def test_eval_and_verify_see_what_the_student_sees(runs: Runs) -> None:
+    """The teacher then runs beside the student; nothing is kept."""
     run = keeps(runs, "whole-8")
-    done = packtrain("eval", str(run.folder), "--json")
-    import json
-
-    found = json.loads(done.stdout)
-    print(found)
-    config = loaded(runs.folder, runs.config_of("distill", 0), f"{K}8", name="verified")
-    assert verified(config)["verdict"] == "exact"
+    kept = files_of(runs, "cache-whole-8")
+    found = json.loads(packtrain("eval", str(run.folder), "--json").stdout)
+    for name in ("loss", "kl", "nll", "teacher_nll", "agreement"):
+        assert found[f"eval_{name}"] == pytest.approx(run.evals[-1][f"eval_{name}"], rel=1e-5), name
+    assert files_of(runs, "cache-whole-8") == kept
+    config = loaded(runs.folder, runs.config_of("distill", 0), f"{K}8", "data.render=conversation", name="verified")
+    report = verified(config)
+    assert report["verdict"] == "exact" and report["modes"]["packed"]["loss_rel_diff"] < 1e-6
