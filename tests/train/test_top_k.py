@@ -238,7 +238,7 @@ def test_eval_and_verify_see_what_the_student_sees(runs: Runs) -> None:
     kept = files_of(runs, "cache-whole-8")
     found = json.loads(packtrain("eval", str(run.folder), "--json").stdout)
     for name in ("loss", "kl", "nll", "teacher_nll", "agreement"):
-        assert found[f"eval_{name}"] == pytest.approx(run.evals[-1][f"eval_{name}"], rel=1e-5), name
+        assert found["figures"][f"eval_{name}"] == pytest.approx(run.evals[-1][f"eval_{name}"], rel=1e-5), name
     assert files_of(runs, "cache-whole-8") == kept
     config = loaded(runs.folder, runs.config_of("distill", 0), f"{K}8", "data.render=conversation", name="verified")
     report = verified(config)
