@@ -58,7 +58,7 @@ def main() -> None:
             exact = whole.log_probs(student_log_probs, 1)
             value, gradient = divergence.value(student_log_probs, exact), divergence.gradient(student_log_probs, exact)
             for k in KS:
-                coarse = Taught.coarse(pick(its, chosen, k, 1)).log_probs(student_log_probs, 1)
+                coarse = Taught.coarse(pick(its, chosen, k, 1), its.shape[1]).log_probs(student_log_probs, 1)
                 off = divergence.gradient(student_log_probs, coarse) - gradient
                 outside = 1 - exact.topk(k).values.exp().sum(dim=-1)
                 found = [divergence.value(student_log_probs, coarse).sum(), value.sum(), off.square().sum()]

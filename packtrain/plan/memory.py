@@ -404,7 +404,7 @@ def _head(config: RunConfig, layers: Layers, batch: FullestBatch, device_bytes: 
     tokens = min(batch.tokens, head_chunk(layers.vocabulary, batch.compute, device_bytes))
     logits = tokens * layers.vocabulary * batch.compute
     if config.objective.spec.frozen(config):  # its logits of the same tokens, and a few tokens' in float32
-        logits += layers.vocabulary * (tokens * batch.compute + 8 * 4 * min(tokens, 128))
+        logits += layers.vocabulary * (tokens * batch.compute + 8 * 4 * min(tokens, 256))
     return batch.tokens * layers.hidden * (batch.weight + batch.compute + cast) + logits + weight * cast + of_weight
 
 

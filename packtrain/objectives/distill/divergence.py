@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-SLICE = 128  # number of tokens with float32 logits at a time
+SLICE = 256  # number of tokens with float32 logits at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +46,22 @@ class Readout:
 
 @dataclass(frozen=True, slots=True)
 class Taught:
-    """A teacher's distributions of n tokens. `first` int64 [n]: its first choices.
+    """A teacher's distributions of n tokens over `words`. `first` int64 [n]: its first choices.
 
     `log_probs` returns its log-probabilities of all tokens at a temperature, from those of the student there, [n, words].
     """
 
+    words: int
     first: torch.Tensor
     log_probs: Callable[[torch.Tensor, float], torch.Tensor]
 
     @staticmethod
     def whole(logits: torch.Tensor) -> Taught:
         """Take the distributions of `logits` [n, words]."""
-        return Taught(logits.argmax(dim=-1), lambda _, temperature: logits.div(temperature).log_softmax(dim=-1))
+        return Taught(logits.shape[1], logits.argmax(dim=-1), lambda _, heat: logits.div(heat).log_softmax(dim=-1))
 
     @staticmethod
-    def coarse(records: torch.Tensor) -> Taught:
+    def coarse(records: torch.Tensor, words: int) -> Taught:
         """Take the tokens in `records` int32 [n, 2m + 2] of `pick`, with the rest as one more outcome.
 
         Divergences over these outcomes are at most those over all tokens (data processing). They and their gradients are those of a teacher that
@@ -76,7 +77,7 @@ class Taught:
             filled += outcomes[:, m:] - filled.logsumexp(dim=1, keepdim=True)
             return filled.scatter_(1, ids, outcomes[:, :m])
 
-        return Taught(ids[:, 0], log_probs)
+        return Taught(words, ids[:, 0], log_probs)
 
 
 def pick(logits: torch.Tensor, targets: torch.Tensor, k: int, temperature: float) -> torch.Tensor:
@@ -141,14 +142,13 @@ def kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 class TaughtTokens:
     """The loss of `targets` int64 [n] for a student with this `readout`. See model/forward.py::TokenLoss.
 
-    `teacher` returns the teacher's distributions of the tokens in a slice, over the `words` of the vocabulary that both models have. The student's further ones take no part. Without a `teacher` the loss is plain -log p(token). `note` takes the losses [n] and the figures [4, n] of a slice: kl, nll,
+    `teacher` returns the teacher's distributions of the tokens in a slice, over the rows of the vocabulary that both models have. The student's further ones take no part. Without a `teacher` the loss is plain -log p(token). `note` takes the losses [n] and the figures [4, n] of a slice: kl, nll,
     teacher_nll, agreement, at temperature 1.
     """
 
     divergence: Divergence
     readout: Readout
     targets: torch.Tensor
-    words: int
     teacher: Callable[[slice], Taught] | None
     note: Callable[[torch.Tensor, torch.Tensor | None], object] = lambda losses, figures: None
 
@@ -159,7 +159,7 @@ class TaughtTokens:
             rows = logits[start : start + SLICE]
             at = slice(part.start + start, part.start + start + len(rows))
             teacher = None if self.teacher is None else self.teacher(at)
-            own = self.readout.logits(rows if teacher is None else rows[:, : self.words])
+            own = self.readout.logits(rows if teacher is None else rows[:, : teacher.words])
             losses, gradient = self._losses(own, teacher, self.targets[at, None], trains=trains)
             total += losses.sum()
             if gradient is not None:
@@ -173,7 +173,7 @@ class TaughtTokens:
         if self.teacher is None:
             return -own.log_softmax(dim=-1).gather(1, self.targets[:, None]).sum()
         teacher = self.teacher(slice(0, len(own)))
-        return self.divergence.loss(own[:, : self.words], teacher, self.targets).sum()
+        return self.divergence.loss(own[:, : teacher.words], teacher, self.targets).sum()
 
     def _losses(
         self, own: torch.Tensor, teacher: Taught | None, targets: torch.Tensor, *, trains: bool

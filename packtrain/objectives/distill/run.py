@@ -74,7 +74,7 @@ class DistillLoss(SFTLoss):
 
             own = Readout() if head.kind == "full logits" else readout
             teacher = (lambda part: self._teach(at[part], targets[part])) if self.taught else None
-            return TaughtTokens(self.divergence, own, targets, self.words, teacher, add)
+            return TaughtTokens(self.divergence, own, targets, teacher, add)
 
         head.tokens = tokens
         return head
@@ -94,12 +94,12 @@ class DistillLoss(SFTLoss):
     def _teach(self, tokens: torch.Tensor, targets: torch.Tensor) -> Taught:
         """Return the teacher's distributions of `targets` int64 [n], after `tokens` int64 [n] of the micro-batch, or as its records number them."""
         if self._records is not None:
-            return Taught.coarse(self._records[tokens])
+            return Taught.coarse(self._records[tokens], self.words)
         return self._seen(self.teacher.logits(tokens), targets)
 
     def _seen(self, logits: torch.Tensor, targets: torch.Tensor) -> Taught:
         """Return as much of the teacher's distributions as the student sees."""
-        return Taught.coarse(self.pick(logits, targets)) if self.pick else Taught.whole(logits)
+        return Taught.coarse(self.pick(logits, targets), self.words) if self.pick else Taught.whole(logits)
 
     @torch.no_grad()
     def record(self, batch: MicroBatch) -> np.ndarray:

@@ -56,8 +56,8 @@ def test_losses_figures_and_gradients_are_those_of_the_outcomes(logits, kind: st
 
     noted = list[tuple[torch.Tensor, torch.Tensor]]()
     divergence = Divergence(kind, temperature, BETA, SHARE)
-    taught = lambda part: Taught.coarse(records[part])  # noqa: E731
-    tokens = TaughtTokens(divergence, Readout(), targets, WORDS, taught, lambda *values: noted.append(values))
+    taught = lambda part: Taught.coarse(records[part], WORDS)  # noqa: E731
+    tokens = TaughtTokens(divergence, Readout(), targets, taught, lambda *values: noted.append(values))
     made = student.clone()
     total = tokens.in_place(made, slice(0, len(made)), trains=True)
     losses, figures = torch.cat([one for one, _ in noted]), torch.cat([two for _, two in noted], dim=1)
