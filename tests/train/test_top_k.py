@@ -53,11 +53,18 @@ def taught(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 def keeps(
-    runs: Runs, name: str, k: object = 8, cell: Cell = PACKED, *overrides: str, cache: str = "", **how: Any
+    runs: Runs,
+    name: str,
+    k: object = 8,
+    cell: Cell = PACKED,
+    *overrides: str,
+    cache: str = "",
+    begin: Any = None,
+    **how: Any,
 ) -> Run:
     """The run of that name, with a cache of its own."""
     place = f"data.cache_dir={runs.folder / (cache or f'cache-{name}')}"
-    return runs.run(cell, name, f"{K}{k}", place, *cell.of.own, *overrides)
+    return runs.run(cell, name, f"{K}{k}", place, *cell.of.own, *overrides, begin=begin)
 
 
 def files_of(runs: Runs, cache: str) -> list[Path]:
@@ -96,12 +103,30 @@ def test_more_ways_teach_the_same_as_padded_batches(
     assert_same_training(run, padded)
 
 
+def with_freed_teachers(*given: Any) -> None:
+    """The command, in a process that has freed the teacher before the first evaluation."""
+    teachers, own, own_evaluate = list[weakref.ref[Any]](), Distill._keep_records, StepTrainer.evaluate
+
+    def keep(self: Distill, start: Any) -> None:
+        teachers.extend(map(weakref.ref, [self.teacher, *self.teacher.model.parameters()]))
+        own(self, start)
+
+    def evaluate(self: StepTrainer) -> None:
+        teacher, *weights = [one() for one in teachers]
+        assert weights and not (teacher and vars(teacher))
+        assert not any(one is not None and one.ds_tensor.numel() for one in weights)  # DeepSpeed keeps the rest
+        own_evaluate(self)
+
+    Distill._keep_records, StepTrainer.evaluate = keep, evaluate
+    forked.run(*given)
+
+
 @pytest.mark.parametrize("variant", ["plain", "split documents"])
 @pytest.mark.parametrize("world", ["ddp", "fsdp2", "zero3"])
 def test_several_processes_write_and_read_the_same(runs: Runs, world: str, variant: str) -> None:
     cell = Cell("distill", world, variant=variant)
     padded = keeps(runs, "padded", 8, PADDED)
-    written = keeps(runs, f"{cell}-wrote", 8, cell)
+    written = keeps(runs, f"{cell}-wrote", 8, cell, begin=with_freed_teachers)
     assert_same_training(written, padded)
     assert "0 bytes of the teacher's log-probabilities" not in written.log
     read = keeps(runs, f"{cell}-read", 8, PADDED, cache=f"cache-{cell}-wrote")  # by another number of processes
@@ -184,7 +209,7 @@ def test_another_teacher_template_k_temperature_or_data_has_another_cache(runs: 
     assert made("template", f"data.chat_template={template}", "data.loss_on=all") == 27
 
 
-def test_of_two_runs_at_once_one_waits_and_the_teacher_is_freed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_runs_at_once_one_waits(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock of the training data's file is held until the run has waited for it twice."""
     whole = keeps(runs, "whole-8")
     name = files_of(runs, "cache-whole-8")[1].with_suffix(".lock").name
@@ -198,21 +223,9 @@ def test_of_two_runs_at_once_one_waits_and_the_teacher_is_freed(runs: Runs, monk
 
     monkeypatch.setattr(teacher_cache, "_POLL_S", 0.05)
     monkeypatch.setattr(teacher_cache, "progress", progress)
-    teachers, own, own_evaluate = list[weakref.ref[Any]](), Distill._keep_records, StepTrainer.evaluate
-
-    def keep(self: Distill, start: Any) -> None:
-        teachers.append(weakref.ref(self.teacher.model))
-        own(self, start)
-
-    def evaluate(self: StepTrainer) -> None:
-        assert [one() for one in teachers] == [None]
-        own_evaluate(self)
-
-    monkeypatch.setattr(Distill, "_keep_records", keep)
-    monkeypatch.setattr(StepTrainer, "evaluate", evaluate)
     other.acquire()
     run = keeps(runs, "waited", cache="cache-locked")
-    assert run.log.count("another run makes the teacher's log-probabilities") == 2 and teachers
+    assert run.log.count("another run makes the teacher's log-probabilities") == 2
     assert_same_bits(run, whole)
 
 

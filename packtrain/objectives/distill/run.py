@@ -213,6 +213,10 @@ class Distill(SFT):
         trainer.evaluation.update({name: taught(steps) for name, steps in trainer.evaluation.items()})
         models = loss.accelerator._models
         models[:] = [model for model in models if model is not self.teacher.called]
+        for weight in self.teacher.model.parameters():
+            if (part := getattr(weight, "ds_tensor", None)) is not None:  # DeepSpeed keeps a list of models
+                part.data = part.new_empty(0)
+        vars(self.teacher).clear()
         del self.teacher, loss.teacher
         gc.collect()
         if loss.device.type == "cuda":
