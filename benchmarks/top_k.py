@@ -53,6 +53,8 @@ def main() -> None:
         own, its = (model(ids, use_cache=False).logits[0, at] for model in (student, teacher))
         chosen, targets = ids[0, at + 1], targets + len(at)
         student_log_probs, whole = own.log_softmax(dim=-1), Taught.whole(its)
+        for k in KS:
+            sums[k, "outside"] += (1 - its.softmax(dim=-1).topk(k).values.sum(dim=-1)).sum().double()
         for kind in KINDS:
             divergence = Divergence(kind)
             exact = whole.log_probs(student_log_probs, 1)
@@ -60,11 +62,9 @@ def main() -> None:
             for k in KS:
                 coarse = Taught.coarse(pick(its, chosen, k, 1), its.shape[1]).log_probs(student_log_probs, 1)
                 off = divergence.gradient(student_log_probs, coarse) - gradient
-                outside = 1 - exact.topk(k).values.exp().sum(dim=-1)
                 found = [divergence.value(student_log_probs, coarse).sum(), value.sum(), off.square().sum()]
                 found += [gradient.square().sum(), (off @ head).square().sum(), (gradient @ head).square().sum()]
                 sums[k, kind] += torch.stack(found).double()
-                sums[k, "outside"] += outside.sum().double()
     print(f"{targets:,} trained tokens; divergence of all tokens: ", end="")
     print(", ".join(f"{kind} {sums[1, kind][1] / targets:.3f}" for kind in KINDS))
     names = [f"{kind} off | its gradient off, of logits | of states" for kind in KINDS]

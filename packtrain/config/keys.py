@@ -58,6 +58,7 @@ _OTHER_NAMES = {  # names in TRL, transformers and axolotl that are spelt unlike
 OTHER_FACTS: dict[str, Resume] = {
     "model": "fixed",
     "model.weights": "decisive",
+    "model.frozen": "decisive",
     "checkpoint.format": "fixed",
     "data.day": "free",
 }

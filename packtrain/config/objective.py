@@ -55,7 +55,8 @@ class Objective:
     loss: str | list[str] | None = key(
         None,
         "Loss of the kind, by TRL's name: nll or dft (arXiv 2508.05629) of sft, kto or apo_zero_unpaired (arXiv 2408.06266) of "
-        "kto, all others of dpo, a list to add several up; none for nll, sigmoid and kto.",
+        "kto, forward_kl, reverse_kl or jsd of distill, all others of dpo, a list to add several up; none for nll, sigmoid, kto "
+        "and forward_kl.",
         among=losses,
         resume="decisive",
     )

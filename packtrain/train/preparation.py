@@ -232,16 +232,20 @@ def settle_split(run: Prepared) -> str:
         fix = f"Set it to 1, and data.max_length to at most {limit}."
         raise UserError(what, where=SPLIT_KEY, fix=fix, code="split-pictures")
     backend = run.backend.backend.name if run.backend else ""
-    if why := why_not_split(base, backend):
+    models = (base, backend), *run.objective.others
+    if why := next(filter(None, (why_not_split(*one) for one in models)), ""):
         fix = f"set data.max_length to at most {limit}, and {SPLIT_KEY}=1"
         what = f"documents cannot be split over processes: {why}"
         raise UserError(what, where=SPLIT_KEY, fix=fix, code="cannot-split")
     open_group(parts)
     segments = TREE if run.objective.layout == "shared" else DOCUMENTS
-    with outputs_of_tokens(base):
-        reason, proof = prove_backend(
-            backend, base, run.precision.autocast, segments, part=run.ranks.rank % parts, parts=parts
-        )
+    reason, proof = "", None
+    for model, name in models:
+        with outputs_of_tokens(model):
+            why, made = prove_backend(
+                name, model, run.precision.autocast, segments, part=run.ranks.rank % parts, parts=parts
+            )
+        reason, proof = reason or why, proof or made
     if reason:
         what = f"a row split over {parts} processes is not exact: {reason}"
         raise CheckFailed(what, where=SPLIT_KEY, fix="set it to 1", code="split-inexact")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,14 @@ import pytest
 import torch
 from answer_runs import save_model
 from here import loaded, run_here, verified
+from matrix import cut
 from running import LLAMA, config_on, conversations, packtrain, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from packtrain.config.compose import load_config
 from packtrain.config.schema import Model
 from packtrain.errors import UserError
+from packtrain.plan.fit import Memory
 from packtrain.plan.memory import estimate
-from packtrain.serve.evaluation import of_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.3}
@@ -90,3 +89,78 @@ def test_figures_are_those_of_full_logits_whatever_the_architectures(folder: Pat
     assert {"kl", "nll", "teacher_nll", "agreement"} <= run.steps[0].keys()
     evaluated = json.loads(packtrain("eval", str(run.folder), "--json").stdout)["figures"] if teacher == "wider" else {}
     assert all(value == pytest.approx(run.evals[-1][name], rel=1e-5) for name, value in evaluated.items())
+
+
+def test_shared_prefixes_and_routers_and_adapters_change_nothing(folder: Path) -> None:
+    config = config_of(folder)
+    config["data"]["render"] = "turns"
+    plain = run_here(folder, config, "packing.share_prefix=false", name="unshared")
+    shared = run_here(folder, config, "packing.share_prefix=true", name="shared")
+    assert shared.losses == pytest.approx(plain.losses, rel=1e-5)
+    for name in ("eval_kl", "eval_agreement"):
+        assert shared.evals[-1][name] == pytest.approx(plain.evals[-1][name], rel=1e-5)
+
+
+def test_verify_compares_the_modes_with_both_models_alone(folder: Path) -> None:
+    config = loaded(
+        folder, config_of(folder, "gemma2"), "objective.loss=jsd", "objective.options.nll_share=0.5", name="v"
+    )
+    report = verified(config)
+    assert report["verdict"] == "exact" and report["head"] == "fused"
+    assert all(mode["loss_rel_diff"] < 1e-5 and mode["grad_rel_diff"] < 1e-4 for mode in report["modes"].values())
+
+
+def test_a_run_says_who_taught_it_and_does_not_go_on_with_another(folder: Path) -> None:
+    config = config_of(folder)
+    cut(run_here(folder, config, "trainer.checkpoint_every=1", name="taught"), "cut", step=1)
+    weights = folder / "wider/model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-64] + bytes(64))
+    try:
+        with pytest.raises(UserError, match="one of weights with hash"):
+            run_here(folder, config, "trainer.checkpoint_every=1", name="cut")
+        despite = "trainer.resume_despite=[model.frozen]"
+        assert "resuming" in run_here(folder, config, "trainer.checkpoint_every=1", despite, name="cut").log
+    finally:
+        weights.write_bytes(kept)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (["objective.options.teacher=null"], "no-teacher"),
+        (["objective.options.teacher=./nowhere"], "no-such-path"),
+        (["objective.options.jsd_beta=0.4"], "jsd-beta-unused"),
+        (["objective.options.temperature=0"], ""),
+        (["objective.options.nll_share=1"], ""),
+        (["objective.loss=jsd", "objective.options.jsd_beta=1"], ""),
+        (["objective.options.teacher_quantize=int3"], ""),
+        (["objective.loss=nll"], ""),
+    ],
+)
+def test_what_cannot_be_taught_is_refused(folder: Path, change: list[str], code: str) -> None:
+    with pytest.raises(UserError) as refused:
+        loaded(folder, config_of(folder), *change, name="refused")
+    print(refused.value)
+    assert code in [problem.code for problem in refused.value.problems] or not code
+    assert any("objective" in problem.where for problem in refused.value.problems)
+
+
+def test_another_tokenizer_is_refused_with_the_first_token_that_differs(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "student")
+    tokenizer.add_tokens(["<more>"])
+    other = folder / "other"
+    AutoModelForCausalLM.from_pretrained(folder / "wider").save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    with pytest.raises(UserError, match=f"token {len(tokenizer) - 1} is '<more>', and no token of the student"):
+        run_here(folder, config_of(folder, "other"), name="refused")
+
+
+def test_plans_count_the_teacher(folder: Path) -> None:
+    config = loaded(folder, config_of(folder), name="planned")
+    alone = replace(config, objective=replace(config.objective, kind="sft", options={}))
+    with_teacher, without = (estimate(one, 1, None) for one in (config, alone))
+    teacher = AutoModelForCausalLM.from_pretrained(folder / "wider")
+    numbers = sum(weight.numel() for weight in teacher.parameters())
+    assert isinstance(with_teacher, Memory) and isinstance(without, Memory)
+    assert with_teacher.reference - without.reference == 4 * numbers

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -140,52 +141,50 @@ class Distill(SFT):
     teacher: Teacher
     identity: str
     """The teacher in keys of the cache."""
-    backend: str | None = None
-    """The attention backend of the teacher's packed rows."""
+    _run: Prepared
+    _close: Callable[[], None] = staticmethod(lambda: None)
 
     def take_reference(self, run: Prepared) -> dict[str, str]:
         """See TrainingObjective. Raises UserError for a teacher with another tokenizer."""
         _, model = cast("tuple[str, Model]", frozen_of(run.config))  # spec.py refuses a config without
         check_tokenizer(run.tokenizer, model)
-        loaded = load_frozen(run, model, TEACHER)
-        weights, head = weights_hash(loaded), None
-        if run.ranks.sharded:
-            output = cast(nn.Linear, loaded.get_output_embeddings())
-            head = gathered(output.weight).to(run.ranks.device, copy=True)
+        loaded, self._run = load_frozen(run, model, TEACHER), run
+        weights, output = weights_hash(loaded), cast(nn.Linear, loaded.get_output_embeddings())
+        head = gathered(output.weight).to(run.ranks.device, copy=True) if run.ranks.sharded else None
         self.identity = identity_of_reference(loaded, Peft(), weights)
-        self.folder = cache_folder(run.config.data.cache_dir) / "teacher"
         spread(loaded, run.ranks, run.precision.autocast)
         embeddings = cast(nn.Linear, base_model(run.model).get_output_embeddings())
         self.teacher = Teacher(loaded.eval(), head, embeddings.out_features)
-        return {TEACHER: f"one of weights with hash {weights[:12]}"}
+        return {"model.frozen": f"one of weights with hash {weights[:12]}"}
 
     def decide_attention(self, run: Prepared) -> AttentionChoice:
         """See TrainingObjective; the teacher's attention is proved too. Raises CheckFailed if it cannot share what must be shared."""
-        choice, model, ranks = super().decide_attention(run), run.config.model, run.ranks
-        end = placement_of(ranks.spec).open_proofs(self.teacher.model, ranks)
-        shared = self.layout == "shared"
-        own = choose_on_all_ranks(
-            model.attention,
-            self.teacher.model,
-            ranks,
-            run.precision.autocast,
-            prove=True,
-            pairs=shared,
-            must_share=shared,
+        choice = super().decide_attention(run)
+        reason = self._choose(shared=self.layout == "shared").why_not_shared
+        if reason:
+            self.layout, self.why_not_shared = "flat", f"the teacher cannot share them: {reason}"
+        if reason and self.packing.share_prefix:
+            fix = "set it to false"
+            raise CheckFailed(self.why_not_shared, where="packing.share_prefix", fix=fix, code="sharing-inexact")
+        return choice
+
+    def _choose(self, *, shared: bool) -> AttentionChoice:
+        """Choose the attention of the teacher's packed rows by proof."""
+        run, model = self._run, self.teacher.model
+        self._close = placement_of(run.ranks.spec).open_proofs(model, run.ranks)
+        choice = choose_on_all_ranks(
+            "auto", model, run.ranks, run.precision.autocast, prove=True, pairs=shared, must_share=shared
         )
-        end()
-        if shared and own.why_not_shared:
-            self.layout, self.why_not_shared = "flat", f"the teacher cannot share them: {own.why_not_shared}"
-            if self.packing.share_prefix:
-                raise CheckFailed(
-                    self.why_not_shared, where="packing.share_prefix", fix="set it to false", code="sharing-inexact"
-                )
-        self.backend = own.backend.name
+        self.others = ((model, choice.backend.name),)
         return choice
 
     def loss(self, setup: Setup) -> DistillLoss:
-        """See TrainingObjective."""
-        return DistillLoss(setup, self.objective, self.teacher, self.backend)
+        """See TrainingObjective. `packtrain verify` has decided no attention before."""
+        if not self.others:
+            with suppress(CheckFailed):  # padded batches need none
+                self._choose(shared=True)
+        self._close()
+        return DistillLoss(setup, self.objective, self.teacher, self.others[0][1] if self.others else None)
 
     def prove(self, start: Start) -> None:
         """See TrainingObjective; says what the student learns from."""
@@ -202,11 +201,12 @@ class Distill(SFT):
         """Have the teacher's records of all data made, then free it."""
         trainer, loss = start.trainer, cast(DistillLoss, start.trainer.loss)
         k, heat, words = (*map(self.objective.option, ("teacher_top_k", "temperature")), self.teacher.words)
+        folder = cache_folder(self._run.config.data.cache_dir) / "teacher"
         width, formats = 2 * min(k + 1, words) + 2, (start.precision.weights, start.precision.autocast)
 
         def taught(steps: Steps) -> Steps:
             known = repr((FORMAT, self.identity, steps.data.fingerprint, formats, k, heat, words))
-            file = self.folder / f"{hashlib.blake2b(known.encode(), digest_size=16).hexdigest()}.bin"
+            file = folder / f"{hashlib.blake2b(known.encode(), digest_size=16).hexdigest()}.bin"
             return cast(TaughtSteps, steps).with_records(start, file, width, loss.record)
 
         trainer.steps = taught(trainer.steps)
@@ -217,6 +217,7 @@ class Distill(SFT):
             if (part := getattr(weight, "ds_tensor", None)) is not None:  # DeepSpeed keeps a list of models
                 part.data = part.new_empty(0)
         vars(self.teacher).clear()
+        self.others, self._close = (), lambda: None
         del self.teacher, loss.teacher
         gc.collect()
         if loss.device.type == "cuda":

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import disable_dropout_in_model
 
+from packtrain.attention.backends import attention_by
 from packtrain.config.schema import Model
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError, naming
@@ -50,7 +51,9 @@ class Teacher:
     def patch(self, backend: str | None, autocast: torch.dtype | None) -> None:
         """Give it its attention of packed rows, and autocast."""
         disable_dropout_in_model(self.model)
-        patch_forward(self.model, autocast=autocast, backend=backend)
+        patch_forward(self.model, autocast=autocast)
+        if backend:
+            attention_by(backend).install_when_packed(self.model)
 
     @torch.no_grad()
     def see(self, inputs: Inputs) -> None:

@@ -76,6 +76,8 @@ class TrainingObjective:
     """Whether rows share beginnings if packing.share_prefix is not set."""
     ranks_per_row = 1
     """Ranks that split a row, at most (strategy.sequence_parallel)."""
+    others: tuple[tuple[PreTrainedModel, str], ...] = ()
+    """Other models that run the same rows, each with its attention backend."""
 
     def __init__(self, config: RunConfig) -> None:
         self.objective, self.packing, self.batch = config.objective, config.packing, config.batch

