@@ -78,6 +78,7 @@ def test_all_tokens_kept_equal_the_teacher_beside_the_student(runs: Runs) -> Non
     assert "log-probabilities to make" in run.log and "log-probabilities to make" not in beside.log
 
 
+@pytest.mark.exhaustive
 def test_some_tokens_kept_teach_the_same_in_rows_as_in_padded_batches(runs: Runs) -> None:
     run, padded = keeps(runs, "some"), keeps(runs, "padded", 8, PADDED)
     assert_same_training(run, padded)
@@ -93,6 +94,7 @@ def test_some_tokens_kept_teach_the_same_in_rows_as_in_padded_batches(runs: Runs
         ("jsd", ("objective.loss=jsd", "objective.options.temperature=2"), ()),
     ],
 )
+@pytest.mark.exhaustive
 def test_more_ways_teach_the_same_as_padded_batches(
     runs: Runs, name: str, both: tuple[str, ...], own: tuple[str, ...]
 ) -> None:
@@ -123,6 +125,7 @@ def with_freed_teachers(*given: Any) -> None:
 
 @pytest.mark.parametrize("variant", ["plain", "split documents"])
 @pytest.mark.parametrize("world", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.exhaustive
 def test_several_processes_write_and_read_the_same(runs: Runs, world: str, variant: str) -> None:
     cell = Cell("distill", world, variant=variant)
     padded = keeps(runs, "padded", 8, PADDED)
@@ -151,6 +154,7 @@ def killed_while_writing(*given: Any) -> None:
     forked.run(*given)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_goes_on_with_what_is_missing_and_trains_the_same(runs: Runs, taught: list[list[int]]) -> None:
     whole = keeps(runs, "whole-8")
     batches = [*taught]
@@ -182,6 +186,7 @@ def test_damage_is_noticed_and_mended(runs: Runs, taught: list[list[int]]) -> No
         assert before.read_bytes() == after.read_bytes()
 
 
+@pytest.mark.exhaustive
 def test_another_teacher_template_k_temperature_or_data_has_another_cache(runs: Runs, taught: list[list[int]]) -> None:
     keeps(runs, "whole-8")
     shutil.copytree(runs.folder / "cache-whole-8", runs.folder / "cache-keys")
@@ -209,6 +214,7 @@ def test_another_teacher_template_k_temperature_or_data_has_another_cache(runs: 
     assert made("template", f"data.chat_template={template}", "data.loss_on=all") == 27
 
 
+@pytest.mark.exhaustive
 def test_of_two_runs_at_once_one_waits(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock of the training data's file is held until the run has waited for it twice."""
     whole = keeps(runs, "whole-8")
@@ -229,6 +235,7 @@ def test_of_two_runs_at_once_one_waits(runs: Runs, monkeypatch: pytest.MonkeyPat
     assert_same_bits(run, whole)
 
 
+@pytest.mark.exhaustive
 def test_what_cannot_be_kept_is_refused_before_the_teacher_runs(
     runs: Runs, taught: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +252,7 @@ def test_what_cannot_be_kept_is_refused_before_the_teacher_runs(
         assert "top-k-without-epochs" in [one.code for one in refusal.value.problems]
 
 
+@pytest.mark.exhaustive
 def test_eval_and_verify_see_what_the_student_sees(runs: Runs) -> None:
     """The teacher then runs beside the student; nothing is kept."""
     run = keeps(runs, "whole-8")

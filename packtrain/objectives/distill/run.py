@@ -201,6 +201,8 @@ class Distill(SFT):
         """Have the teacher's records of all data made, then free it."""
         trainer, loss = start.trainer, cast(DistillLoss, start.trainer.loss)
         k, heat, words = (*map(self.objective.option, ("teacher_top_k", "temperature")), self.teacher.words)
+        if loss.divergence.kind == "reverse_kl":
+            start.log.warn("reverse_kl learns little from the teacher_top_k tokens alone: see docs/distill.md")
         folder = cache_folder(self._run.config.data.cache_dir) / "teacher"
         width, formats = 2 * min(k + 1, words) + 2, (start.precision.weights, start.precision.autocast)
 
