@@ -51,10 +51,12 @@ def config_of(folder: Path, teacher: str = "wider", student: str = "student", **
     return config
 
 
-def expected_figures(folder: Path, student: Path, teacher: Path) -> dict[str, float]:
-    """Of the held-out rows, each alone through transformers' models in float64."""
+def expected_figures(
+    folder: Path, student: Path, teacher: Path, dtype: torch.dtype = torch.float64
+) -> dict[str, float]:
+    """Of the held-out rows, each alone through transformers' models."""
     tokenizer = AutoTokenizer.from_pretrained(student)
-    models = [AutoModelForCausalLM.from_pretrained(place, dtype=torch.float64) for place in (student, teacher)]
+    models = [AutoModelForCausalLM.from_pretrained(place, dtype=dtype) for place in (student, teacher)]
     rows = [json.loads(line)["messages"] for line in (folder / "eval.jsonl").read_text().splitlines()]
     sums, trained = torch.zeros(4, dtype=torch.float64), 0
     for messages in rows:
@@ -63,7 +65,7 @@ def expected_figures(folder: Path, student: Path, teacher: Path) -> dict[str, fl
         with torch.no_grad():
             logits = [model(ids).logits[0, :-1][mask] for model in models]
         words = min(one.shape[1] for one in logits)
-        own, its = (one[:, :words].log_softmax(dim=-1) for one in logits)
+        own, its = (one[:, :words].double().log_softmax(dim=-1) for one in logits)
         targets = ids[0, 1:][mask][:, None]
         same = own.argmax(dim=-1) == its.argmax(dim=-1)
         values = (its.exp() * (its - own)).sum(dim=-1), -own.gather(1, targets), -its.gather(1, targets), same
@@ -91,7 +93,7 @@ def test_figures_are_those_of_full_logits_whatever_the_architectures(folder: Pat
     assert all(value == pytest.approx(run.evals[-1][name], rel=1e-5) for name, value in evaluated.items())
 
 
-def test_shared_prefixes_and_routers_and_adapters_change_nothing(folder: Path) -> None:
+def test_shared_prefixes_change_nothing(folder: Path) -> None:
     config = config_of(folder)
     config["data"]["render"] = "turns"
     plain = run_here(folder, config, "packing.share_prefix=false", name="unshared")
@@ -164,3 +166,32 @@ def test_plans_count_the_teacher(folder: Path) -> None:
     numbers = sum(weight.numel() for weight in teacher.parameters())
     assert isinstance(with_teacher, Memory) and isinstance(without, Memory)
     assert with_teacher.reference - without.reference == 4 * numbers
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("quantize", ["int8", "nf4"])
+def test_a_quantised_teacher_teaches_what_its_rounded_weights_say(folder: Path, quantize: str) -> None:
+    run = run_here(folder, config_of(folder, teacher_quantize=quantize), name=quantize)
+    whole = expected_figures(folder, folder / "student", folder / "wider")["kl"]
+    assert 1e-5 < abs(run.evals[0]["eval_kl"] - whole) / whole < 0.3
+
+
+@pytest.mark.exhaustive
+def test_the_losses_are_added_to_those_of_routers_and_adapters_learn(folder: Path) -> None:
+    sparse = {
+        **SIZES,
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }
+    sparse |= {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    save_model(Model(init="random", config=sparse, tokenizer="quickstart"), folder / "sparse")
+    run = run_here(folder, config_of(folder, "wider", "sparse"), "peft=lora", name="sparse-run")
+    assert all(line["router_aux_loss"] > 0 and line["kl"] > 0 for line in run.steps)
+    single = torch.float32  # experts in one product take no float64
+    expected = expected_figures(folder, folder / "sparse", folder / "wider", single)
+    assert run.evals[0]["eval_loss"] == pytest.approx(expected["kl"], rel=1e-4)
+    taught = run_here(folder, config_of(folder, "sparse"), name="of-sparse")
+    expected = expected_figures(folder, folder / "student", folder / "sparse", single)
+    assert taught.evals[0]["eval_kl"] == pytest.approx(expected["kl"], rel=1e-4)

@@ -71,7 +71,7 @@ class DistillLoss(SFTLoss):
             def add(losses: torch.Tensor, figures: torch.Tensor | None) -> None:
                 note(-losses)
                 if figures is not None:
-                    self.figures += figures.sum(dim=1)
+                    self.figures[1:] += figures.sum(dim=1)
 
             own = Readout() if head.kind == "full logits" else readout
             teacher = (lambda part: self._teach(at[part], targets[part])) if self.taught else None

@@ -50,9 +50,8 @@ class SFTLoss(Loss):
         base = base_model(self.model)
         self.routers = router_loss(base)
         self.head = self.add_head(base)
-        self.figures = torch.zeros(len(objective.spec.figures), dtype=torch.float64, device=self.device)
-        """Sums of the figures over trained tokens since they were last logged."""
-        self._counted = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.figures = torch.zeros(1 + len(objective.spec.figures), dtype=torch.float64, device=self.device)
+        """Number of trained tokens since figures were last logged, and the figures' sums over them."""
 
     def add_head(self, base: PreTrainedModel) -> Head:
         """Patch the forward of the model, and return its output head."""
@@ -77,7 +76,7 @@ class SFTLoss(Loss):
         self.head.record = [] if self.settings.trainer.ledger and "label_owners" in inputs else None
         with nullcontext([]) if self.routers is None else self.routers.watching(real=batch.examples > 0) as loads:
             loss = self.sum_losses(model, inputs) * scale
-        self._counted += batch.own_counts[0]
+        self.figures[0] += batch.own_counts[0]
         self.by_document = (self.head.losses_of(batch.examples),) if self.head.record else ()
         self.head.record = None
         if self.routers is None:
@@ -88,50 +87,47 @@ class SFTLoss(Loss):
         """The figures by token, and the routers' loss, unweighted."""
         loss = None if self.routers is None else self.routers.value()
         found = {} if loss is None else {"router_aux_loss": loss}
-        if len(self.figures):
+        if len(self.figures) > 1:
             with waiting("the metrics of all ranks"):
-                sums = self.accelerator.reduce(torch.stack([self._counted, *self.figures]), reduction="sum")
-            trained, *sums = cast(torch.Tensor, sums).tolist()
-            found |= self._means(sums, trained) if trained else {}
-            self.figures, self._counted = torch.zeros_like(self.figures), torch.zeros_like(self._counted)
+                sums = cast(torch.Tensor, self.accelerator.reduce(self.figures, reduction="sum")).tolist()
+            found |= self._means(sums) if sums[0] else {}
+        self.figures = torch.zeros_like(self.figures)
         return found
 
-    def _means(self, sums: Sequence[float], trained: float) -> dict[str, float]:
-        names = [figure.name for figure in self.objective.spec.figures]
-        return {name: value / max(trained, 1) for name, value in zip(names, sums, strict=True)}
+    def _means(self, sums: Sequence[float]) -> dict[str, float]:
+        pairs = zip(self.objective.spec.figures, sums[1:], strict=True)
+        return {figure.name: value / max(sums[0], 1) for figure, value in pairs}
 
     def mark_metrics(self) -> Callable[[], None]:
         """See Loss."""
         routers = (lambda: None) if self.routers is None else self.routers.mark()
-        kept = self.figures.clone(), self._counted.clone()
+        kept = self.figures.clone()
 
         def set_back() -> None:
             routers()
-            self.figures, self._counted = (one.clone() for one in kept)
+            self.figures = kept.clone()
 
         return set_back
 
     @contextmanager
     def keeping_metrics(self) -> Iterator[None]:
         """See Loss: the routers are not watched."""
-        kept = self.figures.clone(), self._counted.clone()
-        with holding(self, routers=None):
+        with holding(self, routers=None, figures=self.figures.clone()):
             yield
-        self.figures, self._counted = kept
 
     def evaluate(self, sets: Mapping[str, EvaluationBatches]) -> dict[str, float]:
         """Mean loss and figures per trained token."""
-        sums = torch.zeros(len(sets), 2 + len(self.figures), dtype=torch.float64, device=self.device)
+        sums = torch.zeros(len(sets), 1 + len(self.figures), dtype=torch.float64, device=self.device)
         with self.keeping_metrics():
             for own, batches in zip(sums, sets.values(), strict=True):
-                self.figures = own[2:]
+                self.figures = own[1:]
                 for batch in batches():
                     loss = self.sum_losses(self.model, batch.inputs_on(self.device)).double()
                     own[:2] += torch.stack([loss, torch.full_like(loss, batch.own_counts[0])])
         with waiting("the loss of all ranks"):
             sums = cast(torch.Tensor, self.accelerator.reduce(sums, reduction="sum"))
         found = [sums.sum(dim=0).tolist(), *sums.tolist()]
-        own = [{"loss": loss / max(n, 1), "tokens": int(n), **self._means(rest, n)} for loss, n, *rest in found]
+        own = [{"loss": one[0] / max(one[1], 1), "tokens": int(one[1]), **self._means(one[1:])} for one in found]
         return by_name(sets, own)
 
     def choose_head(self, steps: Steps) -> Head:

@@ -65,6 +65,7 @@ def test_every_shipped_choice_composes_on_the_command_line_and_in_a_defaults_lis
     group, choice = file.parent.name, file.stem
     assert group in groups()
     rest = COMPLETE if group != "batch" else COMPLETE[:2]
+    rest = [*rest, *(["objective.options.teacher=owner/name"] if choice == "distill" else [])]
     listed = write(f"defaults:\n  - {group}: {choice}\n  - _self_\n")
     for path, overrides in ((None, [f"{group}={choice}", *rest]), (listed, rest)):
         try:
