@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packtrain.config.schema import Data
+from packtrain.data.dataset import TokenDataset
 from packtrain.data.prepare import prepare
 from packtrain.objectives.distill.divergence import Divergence, Taught, pick
 
@@ -46,7 +47,7 @@ def main() -> None:
     sums, targets = defaultdict[tuple[int, str], torch.Tensor](lambda: torch.zeros(6, dtype=torch.float64)), 0
     head = cast(nn.Linear, teacher.get_output_embeddings()).weight
     for number in range(min(options.rows, len(data))):
-        document = data[number]
+        document = cast(TokenDataset, data)[number]
         ids = torch.as_tensor(document.input_ids.astype(np.int64))[None]
         trained = np.flatnonzero(document.loss_mask[1:])
         at = torch.as_tensor(trained[:: -(-len(trained) // options.targets)])

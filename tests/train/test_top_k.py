@@ -161,6 +161,7 @@ def test_a_killed_run_goes_on_with_what_is_missing_and_trains_the_same(runs: Run
     assert sorted(number for some in batches for number in some) == sorted([*range(22), *range(5)])
     cache = f"data.cache_dir={runs.folder / 'cache-killed'}"
     train(runs.folder, runs.config_of("distill", 0), f"{K}8", cache, command="distill", name="killed", expect=-9, begin=killed_while_writing)  # fmt: skip
+    shutil.copytree(runs.folder / "cache-killed", runs.folder / "cache-killed-3")
     taught.clear()
     resumed = keeps(runs, "resumed", cache="cache-killed")
     assert taught == batches[1:]
@@ -168,6 +169,8 @@ def test_a_killed_run_goes_on_with_what_is_missing_and_trains_the_same(runs: Run
     taught.clear()
     assert_same_bits(keeps(runs, "again", cache="cache-killed"), whole)
     assert not taught
+    more = runs.run(Cell("distill", "ddp"), "by-three", f"{K}8", f"{cache}-3", processes=3)
+    assert_same_training(more, whole)
 
 
 def test_damage_is_noticed_and_mended(runs: Runs, taught: list[list[int]]) -> None:

@@ -94,8 +94,7 @@ def test_losses_and_gradients_are_those_of_trls_gkd_trainer_on_padded_batches(ki
         GKDTrainer.generalized_jsd_loss(logits, its.detach(), labels, beta=KINDS[kind], temperature=1.7)
     )
     places = trained.nonzero()[:, 0]
-    teacher = both.loss(divergence_of(kind, 1.7)).teacher
-    assert teacher is not None
+    teacher: Any = both.loss(divergence_of(kind, 1.7)).teacher
     loss = TaughtTokens(divergence_of(kind, 1.7), PLAIN, both.targets[places], lambda part: teacher(places[part]))
     assert_near(both.step(sum_losses(both.hidden[places], both.head, loss) / len(places)), expected)
 
