@@ -195,10 +195,8 @@ class Steps(ByStep):
         return self.data.lengths[documents], None if index is None else index.repeated(documents), targets
 
     def first_pass(self, done: np.ndarray | None = None) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-        """Yield this rank's micro-batches of the first pass, with their example numbers. A shorter run yields all of them, too.
-
-        Steps whose examples are all `done`, bool [n], are left out.
-        """
+        """Yield this rank's micro-batches of the first pass, with their example numbers. A shorter run yields all of them, too. Steps whose
+        examples are all `done`, bool [n], are left out."""
         whole = replace(self.schedule, total_steps=self.schedule.steps_per_epoch(0))
         for step in range(whole.total_steps):
             if done is not None and done[whole.documents(step)].all():

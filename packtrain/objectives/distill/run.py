@@ -31,7 +31,7 @@ from packtrain.objectives.answers import Inputs
 from packtrain.objectives.distill.divergence import SLICE, Divergence, Readout, Taught, TaughtTokens, pick
 from packtrain.objectives.distill.spec import TEACHER
 from packtrain.objectives.distill.teacher import Teacher, check_tokenizer
-from packtrain.objectives.distill.teacher_cache import FORMAT, TaughtSteps
+from packtrain.objectives.distill.teacher_cache import TaughtSteps
 from packtrain.objectives.sft.run import SFT, SFTLoss
 from packtrain.packing.collate import IGNORE, to_device
 from packtrain.proof.choice import AttentionChoice
@@ -207,7 +207,8 @@ class Distill(SFT):
         width, formats = 2 * min(k + 1, words) + 2, (start.precision.weights, start.precision.autocast)
 
         def taught(steps: Steps) -> Steps:
-            known = repr((FORMAT, self.identity, steps.data.fingerprint, formats, k, heat, words))
+            # 1 is the version of the records
+            known = repr((1, self.identity, steps.data.fingerprint, formats, k, heat, words))
             file = folder / f"{hashlib.blake2b(known.encode(), digest_size=16).hexdigest()}.bin"
             return cast(TaughtSteps, steps).with_records(start, file, width, loss.record)
 
@@ -222,8 +223,7 @@ class Distill(SFT):
         self.others, self._close = (), lambda: None
         del self.teacher, loss.teacher
         gc.collect()
-        if loss.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 OBJECTIVE = Distill

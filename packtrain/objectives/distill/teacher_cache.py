@@ -24,8 +24,6 @@ from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.objectives.training_objective import Start
 from packtrain.wording import size
 
-FORMAT = 1
-"""Version of the records, a part of KEY."""
 _BLOCK, _POLL_S = 1 << 14, 60.0
 
 
