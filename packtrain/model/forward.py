@@ -125,7 +125,7 @@ def add_calls(model: PreTrainedModel, names: tuple[str, ...], run: Callable[...,
     @functools.wraps(type(model).forward)
     def forward(self: PreTrainedModel, *args: object, **batch: object) -> object:
         asked = [name for name in names if batch.pop(name, False)]
-        places, owners = batch.pop("label_places", None), batch.pop("label_owners", None)
+        places, owners, _ = (batch.pop(f"label_{name}", None) for name in ("places", "owners", "records"))
         if not asked:
             return inner(*args, **batch)
         return run(self, asked[0], batch.pop("shift_labels", None), places, owners, batch)

@@ -127,6 +127,8 @@ class Spec:
     """Whether the loss compares the model with a reference (objective.beta, objective.reference)."""
     frozen: Callable[[RunConfig], tuple[str, Model] | None] = lambda config: None
     """Return another model that the loss needs without updates, such as a teacher, and the config key of its path."""
+    frees_frozen: Callable[[RunConfig], bool] = lambda config: False
+    """Whether that model is needed only before step 1."""
     scores: bool = False
     """Whether the model has a head for scores in place of the output head."""
     margins: bool = False

@@ -146,7 +146,7 @@ def part_of(batch: ModelInputs, part: int, parts: int) -> ModelInputs:
         first, end, _ = here.indices(segments.tokens)
         mine = (places >= first) & (places < end)
         own["label_places"] = places[mine] - first
-        own |= {"label_owners": batch["label_owners"][mine]} if "label_owners" in batch else {}
+        own |= {name: batch[name][mine] for name in ("label_owners", "label_records") if name in batch}
     return {**batch, **own, **row_arguments(segments)}
 
 

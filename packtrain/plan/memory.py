@@ -297,6 +297,9 @@ def _count(config: RunConfig, model: ModelSize, spread: tuple[int, int], device:
     }
     sharded = (*spec.shards, "reference") if spec.shards_weights else spec.shards
     split = {item: math.ceil(size / shards) if item in sharded else size for item, size in parts.items()}
+    if config.objective.spec.frees_frozen(config):  # before there are gradients and, but in DeepSpeed, states
+        other = split["gradients"] + (0 if spec.steps_in_backward else split["optimizer"])
+        split["reference"] = max(0, split["reference"] - other)
     host = model.all * model.width if spec.shards_weights else 0  # each process loads all, then shards
     # each process reads only its slices (model/weights.py)
     if config.model.is_base_for_adapters and not config.peft.options.get("use_dora"):

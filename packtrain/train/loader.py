@@ -194,10 +194,13 @@ class Steps(ByStep):
         targets = int(self.data.trained[documents].sum(dtype=np.int64))
         return self.data.lengths[documents], None if index is None else index.repeated(documents), targets
 
-    def first_pass(self) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-        """Yield this rank's micro-batches of the first pass, with their example numbers. A shorter run yields all of them, too."""
+    def first_pass(self, done: np.ndarray | None = None) -> Iterator[tuple[np.ndarray, MicroBatch]]:
+        """Yield this rank's micro-batches of the first pass, with their example numbers. A shorter run yields all of them, too. Steps whose
+        examples are all `done`, bool [n], are left out."""
         whole = replace(self.schedule, total_steps=self.schedule.steps_per_epoch(0))
         for step in range(whole.total_steps):
+            if done is not None and done[whole.documents(step)].all():
+                continue
             for numbers, is_split in whole.micro_batches(step, self.rank, self.world_size):
                 yield numbers, self.collate_part(numbers, is_split)
 

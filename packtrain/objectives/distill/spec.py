@@ -41,6 +41,10 @@ def _rules(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     if not objective.option("teacher"):
         fix = f"Name a model with the student's tokenizer: {TEACHER}=owner/name."
         yield Fault((TEACHER,), "distillation needs a teacher", fix, code="no-teacher")
+    if objective.option("teacher_top_k") and (config.data.streaming or config.data.stages):
+        keys = ("objective.options.teacher_top_k", "data.streaming" if config.data.streaming else "data.stages")
+        what, fix = "it is computed for an epoch before step 1, and these data have none", "Remove one of them."
+        yield Fault(keys, what, fix, code="top-k-without-epochs")
     if "jsd_beta" in objective.options and objective.losses != ["jsd"]:
         what, fix = f"{objective.losses[0]} has no jsd_beta", "Remove it, or set objective.loss=jsd."
         yield Fault(("objective.options.jsd_beta",), what, fix, code="jsd-beta-unused")
@@ -58,4 +62,5 @@ SPEC = Spec(
     options=_OPTIONS,
     rules=_rules,
     frozen=_teacher,
+    frees_frozen=lambda config: bool(config.objective.option("teacher_top_k")),
 )

@@ -14,7 +14,7 @@ from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
 from packtrain.model import forward
 from packtrain.model.forward import compare_gradients, sum_losses
-from packtrain.objectives.distill.divergence import Divergence, Readout, TaughtTokens
+from packtrain.objectives.distill.divergence import Divergence, Readout, Taught, TaughtTokens
 
 TOKENS, WORDS, WIDTH, WIDER = 75, 211, 16, 24
 KINDS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.3}
@@ -32,9 +32,9 @@ class Both:
         self.targets = torch.randint(0, WORDS, (TOKENS,))
 
     def loss(self, divergence: Divergence, readout: Readout = PLAIN, words: int = WORDS) -> TaughtTokens:
-        def teacher(part: slice) -> torch.Tensor:
+        def teacher(part: Any) -> Taught:
             with torch.no_grad():
-                return readout.logits(self.its_head(self.its[part])[:, :words])
+                return Taught.whole(readout.logits(self.its_head(self.its[part])[:, :words]))
 
         return TaughtTokens(divergence, readout, self.targets, teacher)
 
@@ -94,11 +94,8 @@ def test_losses_and_gradients_are_those_of_trls_gkd_trainer_on_padded_batches(ki
         GKDTrainer.generalized_jsd_loss(logits, its.detach(), labels, beta=KINDS[kind], temperature=1.7)
     )
     places = trained.nonzero()[:, 0]
-    teacher = both.loss(divergence_of(kind, 1.7)).teacher
-    assert teacher is not None
-    loss = TaughtTokens(
-        divergence_of(kind, 1.7), PLAIN, both.targets[places], lambda part: teacher(slice(0, TOKENS))[places[part]]
-    )
+    teacher: Any = both.loss(divergence_of(kind, 1.7)).teacher
+    loss = TaughtTokens(divergence_of(kind, 1.7), PLAIN, both.targets[places], lambda part: teacher(places[part]))
     assert_near(both.step(sum_losses(both.hidden[places], both.head, loss) / len(places)), expected)
 
 
@@ -159,7 +156,7 @@ def test_the_proof_of_the_head_sees_these_losses(readout: Readout) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_tensor_has_the_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(forward, "_CPU_CHUNK", 16)
-    monkeypatch.setattr("packtrain.objectives.distill.divergence._SLICE", 4)
+    monkeypatch.setattr("packtrain.objectives.distill.divergence.SLICE", 4)
     sizes = list[int]()
 
     class Watch(TorchDispatchMode):
