@@ -34,7 +34,8 @@ SPARSE = {**LARGE, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per
 SPARSE |= {"head_dim": 16, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 HYBRID = {**LARGE, "model_type": "lfm2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 HYBRID |= {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
-TEACHER = {**LLAMA, "model_type": "qwen3", "hidden_size": 96, "intermediate_size": 128, "head_dim": 16}
+TEACHER = {**LLAMA, "model_type": "phi", "hidden_size": 96, "intermediate_size": 128, "vocab_size": 960}
+"""Its output head has a bias, and more rows than the student's."""
 MODELS = {"start": LARGE, "sparse": SPARSE, "hybrid": HYBRID, "teacher": TEACHER}
 DOCUMENTS = (conversations(22), conversations(5, seed=1))
 PAIRS = (preferences(22, 0), preferences(5, 1))

@@ -28,6 +28,7 @@ TEACHERS: dict[str, dict[str, Any]] = {
     "gemma2": {**SIZES, "model_type": "gemma2", "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
     "granite": {**SIZES, "model_type": "granite", "logits_scaling": 0.5},
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    "short": {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64},
 }
 Folder = Path
 
@@ -156,6 +157,11 @@ def test_another_tokenizer_is_refused_with_the_first_token_that_differs(folder: 
     tokenizer.save_pretrained(other)
     with pytest.raises(UserError, match=f"token {len(tokenizer) - 1} is '<more>', and no token of the student"):
         run_here(folder, config_of(folder, "other"), name="refused")
+
+
+def test_a_teacher_of_too_few_positions_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"the model of objective\.options\.teacher is made for 64 positions"):
+        run_here(folder, config_of(folder, "short"), name="refused")
 
 
 def test_plans_count_the_teacher(folder: Path) -> None:
