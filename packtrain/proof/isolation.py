@@ -219,11 +219,13 @@ def _routed(model: PreTrainedModel, routing: Routing, *, keep: bool = False) -> 
 
 
 @torch.no_grad()
-def check_causal_and_padding(model: PreTrainedModel, *, padding: bool, autocast: torch.dtype | None = None) -> None:
+def check_causal_and_padding(
+    model: PreTrainedModel, *, padding: bool, autocast: torch.dtype | None = None, key: str = "model.path"
+) -> None:
     """Raise CheckFailed if `model` is not causal, or, with `padding`, if padding changes its outputs.
 
     Without causality a token sees the one it must predict (BERT-like models without is_decoder). If padding changes outputs, training is
-    inexact. Call it with the model's own attention in place. Uses the documents of the proof.
+    inexact. Call it with the model's own attention in place. Uses the documents of the proof. `key` names the model.
     """
     ids, dtype = random_ids(model, DOCUMENTS), autocast or model.dtype
     tolerance, name = tolerance_of(dtype).outputs, type(model).__name__
@@ -235,7 +237,7 @@ def check_causal_and_padding(model: PreTrainedModel, *, padding: bool, autocast:
         if seen > tolerance:
             raise CheckFailed(
                 f"{name} is not causal: a later token changes the outputs of earlier ones by {seen:.2g} (tolerance {tolerance:.1g})",
-                where="model.path",
+                where=key,
                 fix="take a causal language model; models such as BERT need model.config.is_decoder=true",
                 code="not-causal",
             )

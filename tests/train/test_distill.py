@@ -16,7 +16,7 @@ from running import LLAMA, config_on, conversations, packtrain, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packtrain.config.schema import Model
-from packtrain.errors import UserError
+from packtrain.errors import CheckFailed, UserError
 from packtrain.plan.fit import Memory
 from packtrain.plan.memory import estimate
 
@@ -162,6 +162,16 @@ def test_another_tokenizer_is_refused_with_the_first_token_that_differs(folder: 
 def test_a_teacher_of_too_few_positions_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match=r"the model of objective\.options\.teacher is made for 64 positions"):
         run_here(folder, config_of(folder, "short"), name="refused")
+
+
+def test_a_teacher_that_sees_later_tokens_is_refused(folder: Path) -> None:
+    config = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    save_model(
+        Model(init="random", config={**config, "initializer_range": 0.3}, tokenizer="quickstart"), folder / "bert"
+    )
+    with pytest.raises(CheckFailed, match="is not causal") as refused:
+        run_here(folder, config_of(folder, "bert"), name="refused")
+    assert refused.value.problems[0].where == "objective.options.teacher"
 
 
 def test_plans_count_the_teacher(folder: Path) -> None:

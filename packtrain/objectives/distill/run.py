@@ -35,6 +35,7 @@ from packtrain.objectives.distill.teacher_cache import TaughtSteps
 from packtrain.objectives.sft.run import SFT, SFTLoss
 from packtrain.packing.collate import IGNORE, to_device
 from packtrain.proof.choice import AttentionChoice
+from packtrain.proof.isolation import check_causal_and_padding
 from packtrain.system import holding
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.objectives.loss import Setup
@@ -186,6 +187,9 @@ class Distill(SFT):
         if not self.others:
             with suppress(CheckFailed):  # padded batches need none
                 self._choose(shared=True)
+        run, padding = self._run, self.packing.mode == "padding"
+        if run.config.verify.preflight:
+            check_causal_and_padding(self.teacher.model, padding=padding, autocast=run.precision.autocast, key=TEACHER)
         self._close()
         return DistillLoss(setup, self.objective, self.teacher, self.others[0][1] if self.others else None)
 
