@@ -247,6 +247,10 @@ def test_what_cannot_be_kept_is_refused_before_the_teacher_runs(
     with pytest.raises(UserError) as refusal:
         keeps(runs, "small disk")
     assert refusal.value.problems[0].code == "teacher-cache-space" and not taught
+    (place := runs.folder / "cache-no-folder").mkdir()
+    (place / "teacher").touch()
+    with pytest.raises(UserError, match="the teacher's log-probabilities cannot be written"):
+        keeps(runs, "no folder", cache=place.name)
     config = runs.config_of("distill", 0)
     stream = ("data.streaming=true", f"data.eval={config['data']['eval']}")
     for options in (stream, ("data.stages=[{weights: {distill: 1}}]",)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from filelock import FileLock, Timeout
 
-from packtrain.errors import CheckFailed, UserError
+from packtrain.errors import CheckFailed, UserError, boundary
 from packtrain.monitor.heartbeat import progress, waiting
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.objectives.training_objective import Start
@@ -103,9 +103,13 @@ class TaughtSteps(Steps):
         cache = TeacherCache(file, width, np.append(0, np.cumsum(self.data.trained, dtype=np.int64)))
         row_bytes, where = 4 * (width + 1), f"data.cache_dir ({file.parent})"
 
+        def writing() -> AbstractContextManager[None]:
+            what, fix = "the teacher's log-probabilities cannot be written", "Free some space, or set data.cache_dir."
+            return boundary(what, where, fix, code="teacher-cache-unwritable")
+
         def try_to_find() -> np.ndarray | None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(Timeout):
+            with writing(), suppress(Timeout):
+                file.parent.mkdir(parents=True, exist_ok=True)
                 lock.acquire(timeout=_POLL_S)
                 with file.open("ab") as opened:
                     opened.truncate(row_bytes * int(cache.borders[-1]))
@@ -132,7 +136,9 @@ class TaughtSteps(Steps):
         for numbers, batch in replace(self, records=cache.number).first_pass(found):
             start.trainer.clock.enter("proof")
             if not found[numbers].all() or ranks.sharded:  # sharded, every rank makes the same number of calls
-                cache.write(batch.inputs["label_records"][:, 0].numpy(), teach(batch))
+                made = teach(batch)
+                with writing():
+                    cache.write(batch.inputs["label_records"][:, 0].numpy(), made)
         with waiting("all ranks to write the teacher's log-probabilities"):
             gather_object([None])
         if lacking and not find().all():
