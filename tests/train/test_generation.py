@@ -10,7 +10,7 @@ import pytest
 import torch
 from here import ALONE as ONE_RANK
 from tiny_models import longrope_model, tiny_model
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from packtrain.data.tokens.cache import Document
 from packtrain.model.spread import Ranks
@@ -106,11 +106,12 @@ def test_rotary_embeddings_by_length_run_prompts_one_at_a_time() -> None:
     assert ours.answers(asked, 4) == alone(ours.model, asked, 4) and ours.way == ALONE
 
 
-def test_a_penalty_on_repetitions_does_not_count_the_padding() -> None:
+def test_answers_are_greedy_whatever_the_generation_config_of_the_model_says() -> None:
     model, asked = tiny_model("llama"), prompts()
     plain = alone(model, asked, 6)
-    model.generation_config.repetition_penalty = 1.5  # type: ignore[union-attr]
-    assert generator(model).answers(asked, 6) == alone(model, asked, 6) != plain
+    for says in ({"repetition_penalty": 1.5}, {"num_beams": 3, "num_return_sequences": 2}, {"max_time": 0.0}):
+        settings = model.generation_config = GenerationConfig(eos_token_id=2, **says)
+        assert generator(model).answers(asked, 6) == plain and model.generation_config is settings
 
 
 def test_nothing_is_returned_when_the_time_is_over_and_the_answer_ends_at_once() -> None:
