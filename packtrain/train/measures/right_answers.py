@@ -83,7 +83,7 @@ def held_out_rows(sets: Mapping[str, Any], tokenizer: Any, most: int | None, whe
 
 
 class RightAnswers:
-    """Share of right answers to all held-out rows (`answers`), and to each named set (`NAME_answers`)."""
+    """Share of right answers to all held-out rows (`right`), and to each named set (`NAME_right`)."""
 
     def __init__(
         self, trainer: Trainer, sets: Mapping[str, Any], generator: Generator, say: Callable[[str], None]
@@ -110,9 +110,9 @@ class RightAnswers:
         with waiting("the scores of all ranks"):
             gathered = gather_object([(failure, scores)])
         if failures := [failure for failure, _ in gathered if failure]:
-            self._say(f"eval_answers is left out: {failures[0]}")
+            self._say(f"eval_right is left out: {failures[0]}")
             return {}
         values = {number: score for _, part in gathered for number, score in part.items()}
-        names = {"": "answers"} | {row.set_name: f"{row.set_name}_answers" for row in self._rows if row.set_name}
+        names = {"": "right"} | {row.set_name: f"{row.set_name}_right" for row in self._rows if row.set_name}
         of_set = {name: [n for n, row in enumerate(self._rows) if name in ("", row.set_name)] for name in names}
         return {names[name]: sum(values[n] for n in own) / len(own) for name, own in of_set.items()}
