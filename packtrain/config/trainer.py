@@ -41,7 +41,7 @@ class Trainer:
     best_by: str = advanced(
         "lowest eval_loss",
         "Figure that early_stop_patience and the best checkpoint go by: lowest or highest, and a name in metrics.jsonl, such as "
-        "highest eval_answers (docs/report.md).",
+        "highest eval_right (docs/report.md).",
     )
     tasks: list[str] = advanced(
         [], "Tasks of lm_eval (pip install lm-eval) to measure with evaluations, such as gsm8k."

@@ -62,7 +62,7 @@ class Figure:
         return f"{self.words} {'' if self.unit == 'percent' else f'{self.written(first)} → '}{self.written(last)}{note}"
 
 
-RIGHT_ANSWERS = Figure("answers", "right answers", unit="percent", headline=True)
+RIGHT_ANSWERS = Figure("right", "right answers", unit="percent", headline=True)
 """The figure of trainer.answers, in evaluations of any objective."""
 
 

@@ -567,7 +567,7 @@ def _measures_of(run: Run) -> Measures:
     trainer, warn, generator = run.config.trainer, run.log.warn, _generator_of(run, run.ranks)
     answers = [RightAnswers(trainer, run.prepared.data.sets, generator, warn)] if trainer.answers else []
     tasks = [HarnessTasks(run.tasks, trainer.measured_rows, generator, run.ranks)] if run.tasks else []
-    return Measures(trainer, run.ranks.device, warn, [*answers, *tasks])
+    return Measures(trainer, run.ranks.device, run.stop, warn, [*answers, *tasks])
 
 
 def _write_summary(run: Run, summary: dict) -> None:

@@ -118,9 +118,6 @@ TABLE = r"""
     a reward model scores answers, and writes none → Remove the key.
 [reward-writes-none] trainer.tasks (objective.spec.scores) | a reward model writes nothing → Remove the key.
 [nothing-to-evaluate] trainer.tasks because (data.eval=null) | tasks are measured with evaluations → Set data.eval.
-[answers-of-labels] trainer.answers (objective.spec.examples=answers)
-    its figure eval_answers is the number of held-out answers here
-    → Remove the key, and measure afterwards: packtrain eval RUN --generate 20.
 [nothing-to-evaluate] trainer.answers because (data.eval=null)
     there is nothing to evaluate on → Set data.eval to a source, or to a fraction such as 0.05.
 [measured-without-evaluations] trainer.measure_every because (trainer.eval_every=null)

@@ -411,6 +411,7 @@ class EarlyStop(Listener):
         value, best = figures.get(self._figure), state.best_value
         if state.step == 0 and value is None:
             what, fix = f"the first evaluation has no {self._figure}", suggest(self._figure, figures, str([*figures]))
+            fix = f"{fix} Or its time was over: see trainer.measure_timeout."
             raise UserError(what, where="trainer.best_by", fix=fix, code="no-such-figure")
         if state.step == 0 or value is None:
             return

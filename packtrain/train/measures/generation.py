@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from packtrain.attention.backends import attention_of
@@ -26,6 +26,7 @@ from packtrain.packing.pictures import Sight
 from packtrain.packing.segments import Segments
 from packtrain.proof.comparison import difference, evaluating, has_routers, tolerance_of
 from packtrain.proof.isolation import random_ids
+from packtrain.system import holding
 from packtrain.train.measures.due import Deadline
 
 SHARED, BATCHED, ALONE = range(3)
@@ -38,7 +39,7 @@ _MEASURED = 4
 
 @dataclass(slots=True)
 class Generator:
-    """Greedy answers of a model. `attention`: its original implementation. `most`: token slots of a batch.
+    """Greedy answers of a model, which end at its EOS tokens. `attention`: its original implementation. `most`: token slots of a batch.
 
     `sight`: for prompts with pictures. `way`: SHARED, BATCHED or ALONE; None until it is measured.
     """
@@ -57,7 +58,9 @@ class Generator:
     ) -> dict[int, str] | None:
         """Return this rank's answers, of at most `tokens` tokens, by number of the prompt. None on all ranks if the time is over."""
         rank, world, made = self.ranks.rank, self.ranks.world_size, dict[int, str]()
+        ends = cast(GenerationConfig, self.model.generation_config).eos_token_id
         with (
+            holding(self.model, generation_config=GenerationConfig(eos_token_id=ends)),  # no beams, no penalties
             torch.no_grad(),
             evaluating(self.model, self.autocast),
             attention_of(self.model, self.attention),
