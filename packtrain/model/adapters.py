@@ -31,7 +31,7 @@ from packtrain.errors import Problem, UserError, boundary
 from packtrain.model.expert_adapters import choose_tensors, expert_tensors, forward_in_products
 from packtrain.model.towers import towers_of
 from packtrain.model.weights import WeightFiles, let_copy, source_of
-from packtrain.plan.known_model import BASE, check_base, is_adapted, is_at, sampled_hash
+from packtrain.plan.known_model import BASE, check_base, has_experts, is_adapted, is_at, sampled_hash
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -178,11 +178,12 @@ def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores
             return adapted.merge_and_unload().requires_grad_(True)
     theirs, ours = cast("LoraConfig", adapted.peft_config["default"]), _lora_config(fitted, None)
     for one in (theirs, ours):
-        vars(one)["experts"] = any(not name.endswith(".weight") for name in one.target_parameters or ())
+        vars(one)["experts"] = has_experts(one.target_parameters)
     names = {"experts": "experts", "r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
     names |= {f"options.{name}": name for name in PEFT_OPTIONS if name != "init_lora_weights"}
     for key, name in names.items():
-        if (value := getattr(theirs, name)) != (asked := getattr(ours, name)):
+        value, asked = getattr(theirs, name), getattr(ours, name)
+        if value != asked and (value or asked):  # nothing excluded is None, or an empty set
             what = f"the adapters of {folder} have {name} {value}, not {asked}"
             fix = f"set peft.{key}={json.dumps(value, default=list)}, or peft=none to merge them and train the whole model"
             raise UserError(what, where=f"peft.{key}", fix=fix, code="adapter-settings-differ")

@@ -278,6 +278,11 @@ def is_chosen(layer: str, peft: Peft, tensor: str = "") -> bool:
     return numbers is None or any(int(item[1]) in numbers for item in found if item)
 
 
+def has_experts(tensors: Iterable[str] | None) -> bool:
+    """Return whether PEFT's target_parameters name experts. Weights of layers can be among them too."""
+    return any(not name.endswith(".weight") for name in tensors or ())
+
+
 def is_at(pattern: str, layer: str) -> bool:
     """Return whether a key of rank_pattern or alpha_pattern matches this layer name, by peft's rule."""
     return re.match(rf"(.*\.)?({pattern})$", layer) is not None
