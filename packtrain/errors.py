@@ -140,15 +140,17 @@ def error_from_json(content: Json) -> PacktrainError:
 
 
 @contextmanager
-def boundary(what: str, where: str = "", fix: Fix = "", code: str = "") -> Iterator[None]:
+def boundary(
+    what: str, where: str = "", fix: Fix = "", code: str = "", through: type[Exception] = PacktrainError
+) -> Iterator[None]:
     """Turn any exception of the block, even SystemExit, into a UserError.
 
-    Its text is `what` and the first line of the exception. Only PacktrainError, Ctrl-C and bugs of packtrain pass through unchanged. `fix`
-    may depend on the error.
+    Its text is `what` and the first line of the exception. `fix` may depend on the error. Only PacktrainError, Ctrl-C, bugs of packtrain and
+    errors of the type `through` stay as they are: RuntimeError keeps lost ranks and a lack of memory for `explained`.
     """
     try:
         yield
-    except (PacktrainError, KeyboardInterrupt):
+    except (PacktrainError, KeyboardInterrupt, through):
         raise
     except BaseException as error:
         if is_ours(error):

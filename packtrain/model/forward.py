@@ -283,11 +283,9 @@ class TokenLoss(Protocol):
 
     def in_place(self, logits: torch.Tensor, part: slice, *, trains: bool) -> torch.Tensor:
         """Sum the losses of the tokens in a slice, a float32 scalar. If it `trains`, `logits` become the gradients of that sum."""
-        ...
 
     def definition(self, logits: torch.Tensor) -> torch.Tensor:
         """Sum the losses of all tokens, for autograd."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

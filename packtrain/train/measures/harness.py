@@ -5,7 +5,7 @@ Each rank takes its rows of every task. With sharded weights, or fewer rows than
 
 from __future__ import annotations
 
-import os
+import io
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -28,7 +28,6 @@ from packtrain.proof.comparison import evaluating
 from packtrain.system import holding
 from packtrain.train.measures.due import Deadline
 from packtrain.train.measures.generation import Generator
-from packtrain.wording import first_line
 
 _LIST = "lm-eval ls tasks shows those that there are."
 
@@ -52,7 +51,7 @@ def load_tasks(names: Sequence[str], where: str) -> Json:
 
 
 def ask(model: Any, tokenizer: Any, batch: int | str) -> Any:
-    """Return lm_eval's HFLM of `model`, which it would tie weights of, and a copy of the tokenizer: it may add a padding token."""
+    """Wrap `model` for lm_eval, which must not tie its weights. The tokenizer is copied: lm_eval may add a padding token."""
     from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
 
     with holding(model, tie_weights=lambda *_, **__: None):
@@ -79,13 +78,13 @@ def figures_of(found: Json) -> dict[str, float]:
     return figures
 
 
-class _TimeIsOver(Exception):
+class _TimeIsOver(RuntimeError):
     pass
 
 
 @dataclass(slots=True)
 class HarnessTasks:
-    """The tasks of a run: `loaded`, the first `rows` of each. `own` has the model, and how it computes."""
+    """The first `rows` of each `loaded` task, asked of the model of `own` in its number format and attention."""
 
     loaded: Json
     rows: int | None
@@ -111,8 +110,8 @@ class HarnessTasks:
 
         try:
             with (
-                open(os.devnull, "w") as nowhere,
-                redirect_stderr(nowhere),
+                boundary("lm_eval failed", "trainer.tasks", code="lm-eval-failed", through=RuntimeError),
+                redirect_stderr(io.StringIO()),  # progress bars
                 evaluating(model, own.autocast),
                 attention_of(model, own.attention),
                 torch.compiler.set_stance("force_eager"),
@@ -129,11 +128,6 @@ class HarnessTasks:
                 figures = figures_of(run_tasks(self.loaded, lm, self.rows, bootstrap_iters=0))
         except _TimeIsOver:
             return None
-        except RuntimeError:  # of torch: memory, or lost ranks
-            raise
-        except Exception as error:
-            what = f"lm_eval failed: {first_line(error)}"
-            raise UserError(what, where="trainer.tasks", code="lm-eval-failed") from error
         with waiting("rank 0's results of tasks"):
             return cast(list, broadcast_object_list([figures]))[0]
 
