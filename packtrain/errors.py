@@ -145,8 +145,8 @@ def boundary(
 ) -> Iterator[None]:
     """Turn any exception of the block, even SystemExit, into a UserError.
 
-    Its text is `what` and the first line of the exception. `fix` may depend on the error. Only PacktrainError, Ctrl-C, bugs of packtrain and
-    errors of the type `through` stay as they are: RuntimeError keeps lost ranks and a lack of memory for `explained`.
+    Its text is `what` and the first line of the exception. `fix` may depend on the error. PacktrainError, Ctrl-C, bugs of packtrain and errors
+    of the type `through` pass unchanged. With RuntimeError as `through`, lost ranks and a lack of memory keep their own messages.
     """
     try:
         yield

@@ -389,7 +389,10 @@ def _kernels() -> ModuleType:
 
 
 def compute_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """Return the format of products with an output head: float32 on a CPU, elsewhere autocast's or that of `hidden`."""
+    """Return the format of products with an output head.
+
+    It is float32 on a CPU, elsewhere autocast's format, or without autocast the format of `hidden`.
+    """
     kind = hidden.device.type
     if kind == "cpu":
         return torch.float32

@@ -1,4 +1,4 @@
-"""trainer.answers: the share of right answers in every evaluation, the same on any ranks; it changes no weight and ends no run."""
+"""trainer.answers: the share of right answers, equal on any number of ranks. The training stays the same."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tires(answer, expected, prompt):
 
 
 def config_of(folder: Path, **trainer: Any) -> dict[str, Any]:
-    """Six steps of a tiny model; held out are two named sets of 3 and 5 rows."""
+    """Six steps of a tiny model, and two named held-out sets."""
     if not (folder / "base").exists():
         save_model(folder / "base")
     (folder / "answer_scores.py").write_text(SCORES)

@@ -188,8 +188,12 @@ def _samples(config: RunConfig) -> Iterator[Fault]:
 def _best(config: RunConfig) -> Iterator[Fault]:
     """Yield a fault if no evaluation has the figure in trainer.best_by. Figures of tasks are known at the first one."""
     trainer, named = config.trainer, config.trainer.best_by.partition(" ")[2]
-    names = ["loss", *(figure.name for figure in config.objective.spec.figures), *["answers"][: bool(trainer.answers)]]
-    sets = ["", *(f"{name}_" for name in (config.data.eval if is_mapping(config.data.eval) else ()))]
+    names = [
+        "loss",
+        *(figure.name for figure in config.objective.spec.figures),
+        *(["answers"] if trainer.answers else []),
+    ]
+    sets = ["", *(f"{name}_" for name in config.data.eval)] if is_mapping(config.data.eval) else [""]
     known = [f"eval_{part}{name}" for part in sets for name in names]
     if named and named not in known and not (trainer.tasks and re.match("eval_.+/.", named)):
         what, fix = f"evaluations have no figure {named!r}", suggest(named, known, f"They have {', '.join(known)}.")

@@ -2,7 +2,7 @@
 
 Prompts are padded on the left. The beginning that all prompts of a batch have in common runs once. Its keys and values are copied to its
 columns in each padded row, so distances between tokens stay. Before the first batch a measurement chooses the fastest way (SHARED,
-BATCHED, ALONE) that gives random prompts the scores of prompts alone.
+BATCHED, ALONE) whose scores of random prompts equal single runs.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Generator:
         return cache
 
     def _measure_way(self) -> int:
-        """Return the first way with the scores of prompts alone, in short answers to random prompts. All ranks get the same."""
+        """Return the fastest way that is exact for short answers to random prompts. All ranks get the same."""
         ids, other = random_ids(self.model, Segments((32,)))
         rows = [np.concatenate([ids[:12], tail]) for tail in (ids[12:], other[:3], other[3:20])]
         dtype, routed = self.autocast or self.model.dtype, has_routers(self.model)

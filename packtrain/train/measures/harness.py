@@ -68,7 +68,7 @@ def run_tasks(loaded: Json, lm: Any, rows: int | None = None, bootstrap_iters: i
 
 
 def figures_of(found: Json) -> dict[str, float]:
-    """Return the figures TASK/METRIC. Of a metric's filters the first counts, and a group's mean stands for its tasks."""
+    """Return the figures TASK/METRIC. The first filter of a metric counts. A group's mean stands for its tasks."""
     inside = {task for group in found.get("groups", ()) for task in found["group_subtasks"][group]}
     figures = dict[str, float]()
     for task in (task for task in found["results"] if task not in inside):
@@ -84,7 +84,7 @@ class _TimeIsOver(RuntimeError):
 
 @dataclass(slots=True)
 class HarnessTasks:
-    """The first `rows` of each `loaded` task, asked of the model of `own` in its number format and attention."""
+    """The first `rows` of each `loaded` task, asked of the model of `own`."""
 
     loaded: Json
     rows: int | None
