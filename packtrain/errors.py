@@ -161,12 +161,10 @@ def boundary(
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Name another place in a UserError of the block; "" changes nothing."""
+    """Name another place in a UserError of the block."""
     try:
         yield
     except UserError as error:
-        if not where:
-            raise
         raise UserError([replace(problem, where=where) for problem in error.problems]) from error
 
 
