@@ -565,7 +565,7 @@ def _measures_of(run: Run) -> Measures:
     """Make the measures of trainer.answers and trainer.tasks. Raises UserError for a score that fails."""
     trainer, warn, generator = run.config.trainer, run.log.warn, _generator_of(run, run.ranks)
     answers = [RightAnswers(trainer, run.prepared.data.sets, generator, warn)] if trainer.answers else []
-    tasks = [HarnessTasks(run.tasks, trainer.measured_rows, generator, run.ranks)] if run.tasks else []
+    tasks = [HarnessTasks(run.tasks, trainer.measured_rows, generator)] if run.tasks else []
     return Measures(trainer, run.ranks.device, warn, [*answers, *tasks])
 
 

@@ -49,7 +49,7 @@ class Generator:
     sight: Sight | None
     autocast: torch.dtype | None
     ranks: Ranks
-    most: int = 0
+    most: int
     way: int | None = None
 
     def answers(

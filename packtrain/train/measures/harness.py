@@ -22,7 +22,6 @@ from accelerate.utils import broadcast_object_list, gather
 from packtrain.attention.backends import attention_of
 from packtrain.config.keys import suggest
 from packtrain.errors import Json, UserError, boundary
-from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import progress, waiting
 from packtrain.proof.comparison import evaluating
 from packtrain.system import holding
@@ -89,13 +88,12 @@ class HarnessTasks:
     loaded: Json
     rows: int | None
     own: Generator
-    ranks: Ranks
 
     def __call__(self, deadline: Deadline) -> dict[str, float] | None:
         """Return the figures. See Measures."""
-        own, model, world = self.own, self.own.model, self.ranks.world_size
+        own, model, ranks = self.own, self.own.model, self.own.ranks
         fewest = min(len(task.eval_docs) for task in self.loaded["tasks"].values())
-        spread = not self.ranks.sharded and 1 < world <= min(fewest, self.rows or fewest)
+        spread = not ranks.sharded and 1 < ranks.world_size <= min(fewest, self.rows or fewest)
 
         def check(*_: object, together: bool = not spread) -> None:
             progress()
@@ -121,7 +119,7 @@ class HarnessTasks:
                 lm = ask(model, own.tokenizer, max(own.most // 2048, 1))
                 lm.mixed_precision_dtype = own.autocast
                 if spread:
-                    lm._rank, lm._world_size = self.ranks.rank, world
+                    lm._rank, lm._world_size = ranks.rank, ranks.world_size
                     lm.all_gather, lm.barrier = gather, partial(check, together=True)
                     for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
                         setattr(lm, kind, partial(answer, getattr(lm, kind)))
