@@ -1,6 +1,6 @@
 """LoRA on experts: `peft.experts=true` adapts tensors that hold all experts of a layer.
 
-PEFT (`target_parameters`) adds A·B to a tensor W. That keeps a copy of W, and a gradient of its size. Here a product adds (x·A)·B to x·W.
+PEFT (`target_parameters`) adds A·B to a tensor W, and keeps a copy and a gradient of the size of W. Here a product adds (x·A)·B to x·W.
 While an experts' module runs, an AdaptedTensor takes the place of W (`forward_in_products`).
 """
 
