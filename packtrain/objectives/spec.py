@@ -67,7 +67,7 @@ RIGHT_ANSWERS = Figure("right", "right answers", unit="percent", headline=True)
 
 
 def task_figures(keys: Iterable[str], known: Iterable[Figure]) -> list[Figure]:
-    """Return the figures TASK/METRIC of trainer.tasks among `keys` of metrics.jsonl, beside `known` ones of an objective."""
+    """Return the figures TASK/METRIC of tasks among `keys` of metrics.jsonl, without `known` ones."""
     others, shares = tuple(figure.name for figure in known), re.compile("/(acc|exact_match|pass@)")
     names = [key[5:] for key in keys if re.match("eval_.+/", key) and not key.endswith(others)]
     figures = [Figure(name, name.replace("/", " "), headline=True) for name in names]

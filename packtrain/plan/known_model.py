@@ -272,7 +272,7 @@ def adapter_shapes(shapes: Shapes, peft: Peft) -> list[tuple[int, ...]]:
 
 
 def is_chosen(layer: str, peft: Peft, tensor: str = "") -> bool:
-    """Return whether `peft` gives the linear layer of this name an adapter, or the `tensor` of experts that has it."""
+    """Return whether `peft` adapts the linear layer, or the `tensor` of experts that contains it."""
     excluded, numbers = peft.options.get("exclude_modules", ""), peft.options.get("layers_to_transform")
     joint = tensor and (peft.experts or peft.target_modules == "all-linear")
     leaves_out = any(is_adapted(name, excluded) for name in (tensor or layer, tensor.rpartition(".")[0] or layer))

@@ -1,4 +1,4 @@
-"""Adapters on experts compute what PEFT's do without adding them to the experts, and are counted, continued and merged."""
+"""Adapters on experts equal PEFT's without sums, and are counted, continued and merged."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def trained(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def by_definition(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients in float64 where every adapter is added to its weight by its formula, expert by expert."""
+    """Loss and gradients in float64, with each adapter added to its expert by its formula."""
     base, wanted = model.double().get_base_model(), dict[str, torch.Tensor]()
     plain = type(base)(base.config).double().eval()
     names = {name.replace(".base_layer", ""): one for name, one in base.state_dict().items()}
@@ -142,7 +142,7 @@ def test_in_bfloat16_what_adapters_change_is_nearer_to_float64_than_by_sums(fami
     hidden = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
 
     def change(layer: Any, dtype: torch.dtype, autocast: Any = None) -> torch.Tensor:
-        """What the adapters change of the outputs."""
+        """The part of the outputs that the adapters add."""
         chosen, weights = torch.arange(1024).view(512, 2) % 4, torch.full((512, 2), 0.5, dtype=dtype)
         given = hidden.to(dtype), chosen, weights
         with torch.autocast("cpu", autocast, enabled=autocast is not None):

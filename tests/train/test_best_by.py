@@ -1,4 +1,4 @@
-"""The best evaluation by any figure (trainer.best_by): which weights are kept, and when a run stops."""
+"""trainer.best_by: any figure decides which weights are kept, and when a run stops."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_patience_and_weights_go_by_the_figure(
     evals = {line["step"]: line for line in run.evals}
     assert summary["eval_loss"] == evals[best or steps]["eval_loss"]
     assert summary["best_eval_loss"] == min(line["eval_loss"] for step, line in evals.items() if step)
-    said = f"the weights are those of step {best}, with the highest eval_right"
+    said = f"the weights are from step {best}, with the highest eval_right"
     assert (said in run.log) == (best is not None)
     state = json.loads((run.folder / "checkpoints" / kept(run)[-1] / "trainer_state.json").read_text())
     assert (state["best_global_step"], state["best_metric"]) == (best, best and planned[best])

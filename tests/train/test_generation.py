@@ -1,4 +1,4 @@
-"""Generation in batches gives every prompt the answer that it gets alone, by the fastest way that a model's own measurement allows."""
+"""Batches give every prompt its own answer, in the fastest exact way."""
 
 from __future__ import annotations
 

@@ -1,16 +1,20 @@
-"""trainer.answers: the share of right answers in every evaluation, the same on any ranks; it changes no weight and ends no run."""
+"""trainer.answers: the share of right answers, equal on any number of ranks. The training stays the same."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from here import loaded, run_here
 from running import Run, assert_same_bits, base_config, conversations, train, write_jsonl
 from tiny_models import save_model
 
+from packtrain.config.schema import Trainer
+from packtrain.data.tokens.cache import Document
 from packtrain.errors import UserError
 from packtrain.inspect.rendering import percent
 from packtrain.report.figures import figures_of, tiles
@@ -18,7 +22,8 @@ from packtrain.report.run_record import read_run
 from packtrain.run_folder import RunFolder
 from packtrain.serve.evaluation import answer_held_out
 from packtrain.serve.trained import find_trained, load_trained
-from packtrain.train.measures.right_answers import score_of
+from packtrain.train.measures.due import Deadline
+from packtrain.train.measures.right_answers import RightAnswers, score_of
 
 SCORES = """
 import torch
@@ -44,7 +49,7 @@ def tires(answer, expected, prompt):
 
 
 def config_of(folder: Path, **trainer: Any) -> dict[str, Any]:
-    """Six steps of a tiny model; held out are two named sets of 3 and 5 rows."""
+    """Six steps of a tiny model, and two named held-out sets."""
     if not (folder / "base").exists():
         save_model(folder / "base", attention_dropout=0.1)
     (folder / "answer_scores.py").write_text(SCORES)
@@ -154,6 +159,19 @@ def test_a_score_that_fails_later_leaves_its_figures_out(folder: Path, tmp_path:
     run = run_here(tmp_path, config_of(folder, answers=f"{folder}/answer_scores.py:tires", measured_rows=3))
     assert [bool(figures) for _, figures in answers_of(run)] == [True, False, False, False]
     assert run.log.count("eval_right is left out") == 3 and run.summary["status"] == "done"
+
+
+@pytest.mark.parametrize(("error", "code"), [(IndexError("too long"), "answer-failed"), (RuntimeError("lost"), "")])
+def test_lost_ranks_and_a_lack_of_memory_keep_their_own_errors(error: Exception, code: str) -> None:
+    def answers(*_: object) -> None:
+        raise error
+
+    document = Document(np.arange(9, dtype=np.int32), np.arange(9) > 5)
+    generator: Any = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids, **_: str(ids)), answers=answers)
+    measure = RightAnswers(Trainer(answers="exact"), {"": [document]}, generator, print)
+    with pytest.raises(UserError if code else RuntimeError) as caught:
+        measure(Deadline(torch.device("cpu")))
+    assert not code or caught.value.problems[0].code == code  # type: ignore[union-attr]
 
 
 def test_only_rows_with_prompts_are_asked_and_one_is_needed(folder: Path, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Greedy generation in batches, spread over the ranks of a run.
 
-Prompts are padded on the left. The beginning that all prompts of a batch have in common runs once; its keys and values are copied to the
-columns where the padded rows have them, so that all distances between tokens stay. Before the first batch a measurement decides whether
-this model gives such rows the scores of prompts alone. Else it answers them one at a time.
+Prompts are padded on the left. The beginning that all prompts of a batch have in common runs once. Its keys and values are copied to its
+columns in each padded row, so distances between tokens stay. Before the first batch a measurement chooses the fastest way (SHARED,
+BATCHED, ALONE) whose scores of random prompts equal single runs.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _MEASURED = 4
 
 @dataclass(slots=True)
 class Generator:
-    """Greedy answers of a model, which end at its EOS tokens. `attention`: its original implementation. `most`: token slots of a batch.
+    """Greedy answers of a model, computed in `autocast` by `attention`, its original implementation. They end at its EOS tokens.
 
-    `sight`: for prompts with pictures. `way`: SHARED, BATCHED or ALONE; None until it is measured.
+    `most`: token slots of a batch. `sight`: for prompts with pictures. `way`: SHARED, BATCHED or ALONE; None until it is measured.
     """
 
     model: PreTrainedModel
@@ -50,7 +50,7 @@ class Generator:
     sight: Sight | None
     autocast: torch.dtype | None
     ranks: Ranks
-    most: int = 0
+    most: int
     way: int | None = None
 
     def answers(
@@ -79,7 +79,10 @@ class Generator:
         return made
 
     def _batches(self, prompts: Sequence[Document], tokens: int) -> list[list[int]]:
-        """Return the numbers of the prompts, longest first. Pictures run alone, and every rank gets some prompts."""
+        """Return the numbers of the prompts of each batch, longest first. Pictures run alone, and every rank gets some prompts.
+
+        `slots`: tokens of a row in the batch that may still grow, 0 if none may.
+        """
         batches, slots, share = list[list[int]](), 0, -(-len(prompts) // self.ranks.world_size)
         for number in sorted(range(len(prompts)), key=lambda number: -len(prompts[number].input_ids)):
             alone = self.way == ALONE or bool(prompts[number].pictures)
@@ -140,14 +143,12 @@ class Generator:
         return cache
 
     def _measure_way(self) -> int:
-        """Return the first way with the scores of prompts alone, in short answers to random prompts. All ranks get the same."""
+        """Return the fastest way that is exact for short answers to random prompts. All ranks get the same."""
         ids, other = random_ids(self.model, Segments((32,)))
         rows = [np.concatenate([ids[:12], tail]) for tail in (ids[12:], other[:3], other[3:20])]
         dtype, routed = self.autocast or self.model.dtype, has_routers(self.model)
-        tolerance, statistic = (
-            tolerance_of(dtype, routed=routed).outputs,
-            torch.mean if dtype.itemsize < 4 else torch.max,
-        )
+        tolerance = tolerance_of(dtype, routed=routed).outputs
+        statistic = torch.mean if dtype.itemsize < 4 else torch.max
 
         def is_exact(way: int) -> bool:
             try:

@@ -72,9 +72,7 @@ def held_out_rows(sets: Mapping[str, Any], tokenizer: Any, most: int | None, whe
         asked = (documents[index] for index in range(len(documents)) if labels is None or labels[index])
         found = (split for split in map(split_example, asked) if split and len(split[0].input_ids) > 1)  # else a text
         for prompt, answer in islice(found, most):
-            text, expected = (
-                str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt.input_ids, answer)
-            )
+            text, expected = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt.input_ids, answer))
             rows.append(Question(text, prompt, expected, name))
     if not rows:
         what = "no document of data.eval has a prompt"
@@ -83,7 +81,7 @@ def held_out_rows(sets: Mapping[str, Any], tokenizer: Any, most: int | None, whe
 
 
 class RightAnswers:
-    """Share of right answers to all held-out rows (`right`), and to each named set (`NAME_right`)."""
+    """Shares of right answers: of all held-out rows (`right`) and of each named set (`NAME_right`)."""
 
     def __init__(
         self, trainer: Trainer, sets: Mapping[str, Any], generator: Generator, say: Callable[[str], None]
@@ -97,7 +95,8 @@ class RightAnswers:
 
     def __call__(self, deadline: Deadline) -> dict[str, float] | None:
         """Return the figures; {} with a warning if the score fails. See Measures."""
-        with boundary("the model cannot answer", _KEY, "Lower trainer.answer_tokens.", code="answer-failed"):
+        fix = "Lower trainer.answer_tokens."
+        with boundary("the model cannot answer", _KEY, fix, code="answer-failed", through=RuntimeError):
             made = self._generator.answers([row.document for row in self._rows], self._tokens, deadline)
         if made is None:
             return None
