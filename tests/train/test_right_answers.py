@@ -11,7 +11,7 @@ import pytest
 import torch
 from here import loaded, run_here
 from running import Run, assert_same_bits, base_config, conversations, train, write_jsonl
-from tiny_models import save_model
+from tiny_models import save_model, tiny_model
 
 from packtrain.config.schema import Trainer
 from packtrain.data.tokens.cache import Document
@@ -167,7 +167,8 @@ def test_lost_ranks_and_a_lack_of_memory_keep_their_own_errors(error: Exception,
         raise error
 
     document = Document(np.arange(9, dtype=np.int32), np.arange(9) > 5)
-    generator: Any = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids, **_: str(ids)), answers=answers)
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
+    generator: Any = SimpleNamespace(model=tiny_model("llama"), tokenizer=tokenizer, answers=answers)
     measure = RightAnswers(Trainer(answers="exact"), {"": [document]}, generator, print)
     with pytest.raises(UserError if code else RuntimeError) as caught:
         measure(Deadline(torch.device("cpu")))
