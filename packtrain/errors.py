@@ -140,15 +140,17 @@ def error_from_json(content: Json) -> PacktrainError:
 
 
 @contextmanager
-def boundary(what: str, where: str = "", fix: Fix = "", code: str = "") -> Iterator[None]:
+def boundary(
+    what: str, where: str = "", fix: Fix = "", code: str = "", through: type[Exception] = PacktrainError
+) -> Iterator[None]:
     """Turn any exception of the block, even SystemExit, into a UserError.
 
-    Its text is `what` and the first line of the exception. Only PacktrainError, Ctrl-C and bugs of packtrain pass through unchanged. `fix`
-    may depend on the error.
+    Its text is `what` and the first line of the exception. `fix` may depend on the error. PacktrainError, Ctrl-C, bugs of packtrain and errors
+    of the type `through` pass unchanged. With RuntimeError as `through`, lost ranks and a lack of memory keep their own messages.
     """
     try:
         yield
-    except (PacktrainError, KeyboardInterrupt):
+    except (PacktrainError, KeyboardInterrupt, through):
         raise
     except BaseException as error:
         if is_ours(error):
@@ -159,12 +161,10 @@ def boundary(what: str, where: str = "", fix: Fix = "", code: str = "") -> Itera
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Name another place in a UserError of the block; "" changes nothing."""
+    """Name another place in a UserError of the block."""
     try:
         yield
     except UserError as error:
-        if not where:
-            raise
         raise UserError([replace(problem, where=where) for problem in error.problems]) from error
 
 

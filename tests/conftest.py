@@ -18,7 +18,7 @@ from tests.train import forked
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
 WAITING = ("test_image", "test_cluster", "test_env", "test_rendezvous", "test_cache", "test_sync")
-"""Files besides those of tests/cluster that mostly wait, for processes or for limits of time."""
+"""Files that mostly wait for processes or time limits, as all of tests/cluster do."""
 gc.disable()  # until all tests are imported, which halves the time of that in each worker
 
 

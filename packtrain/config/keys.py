@@ -208,7 +208,8 @@ def check_resume_despite(names: list[str]) -> Iterator[Fault]:
 def _key(item: Field[object], kind: Kind, path: str) -> Key:
     default = item.default_factory() if item.default_factory is not MISSING else item.default
     declared = dict(item.metadata)
-    of, among, doc = declared.pop("of"), declared.pop("among"), declared.pop("doc")()
+    of, among, doc = declared.pop("of"), declared.pop("among"), declared.pop("doc")
+    doc = str(doc() if callable(doc) else doc)
     objectives = tuple(name for name, spec in OBJECTIVES.all().items() if of(spec)) if of else ()
     doc = f"{', '.join(objectives)}: {doc}" if objectives else doc
     return Key(path, _narrowed(kind, tuple(among())) if among else kind, default, doc, objectives, **declared)

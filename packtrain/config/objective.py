@@ -31,14 +31,7 @@ def key(
     Only objectives that `of` accepts use it (None: all). Text has to be one of `among`. Bounds are minimum, above, below and maximum, as in
     config/keys.py::Key.
     """
-    metadata = {
-        "doc": doc if callable(doc) else lambda: doc,
-        "resume": resume,
-        "advanced": advanced,
-        "of": of,
-        "among": among,
-        **bounds,
-    }
+    metadata = {"doc": doc, "resume": resume, "advanced": advanced, "of": of, "among": among, **bounds}
     if type(default) in (list, dict):
         return field(default_factory=partial(copy, default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -41,7 +41,7 @@ class Trainer:
     best_by: str = advanced(
         "lowest eval_loss",
         "Figure that early_stop_patience and the best checkpoint go by: lowest or highest, and a name in metrics.jsonl, such as "
-        "highest eval_answers (docs/report.md).",
+        "highest eval_right (docs/report.md).",
     )
     tasks: list[str] = advanced(
         [], "Tasks of lm_eval (pip install lm-eval) to measure with evaluations, such as gsm8k."
@@ -111,7 +111,7 @@ class Trainer:
 
     def bare(self) -> Trainer:
         """Return these settings without checkpoints, measurements and samples."""
-        plain: dict[str, Any] = dict.fromkeys(("mirror", "checkpoint_every", "eval_every", "early_stop_patience"))
-        measures = ("tasks", "answers", "answer_tokens", "measured_rows", "measure_every", "measure_timeout")
-        plain |= {name: getattr(Trainer(), name) for name in ("best_by", "samples", *measures)}
+        saved = ("mirror", "checkpoint_every", "early_stop_patience", "best_by", "samples", "tasks", "answers")
+        measured = ("eval_every", "answer_tokens", "measured_rows", "measure_every", "measure_timeout")
+        plain: dict[str, Any] = {name: getattr(Trainer(), name) for name in (*saved, *measured)}
         return replace(self, resume="never", **plain)

@@ -31,7 +31,7 @@ from packtrain.errors import Problem, UserError, boundary
 from packtrain.model.expert_adapters import choose_tensors, expert_tensors, forward_in_products
 from packtrain.model.towers import towers_of
 from packtrain.model.weights import WeightFiles, let_copy, source_of
-from packtrain.plan.known_model import BASE, check_base, is_adapted, is_at, sampled_hash
+from packtrain.plan.known_model import BASE, check_base, has_experts, is_adapted, is_at, sampled_hash
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _TASKS = {False: "CAUSAL_LM", True: "SEQ_CLS"}
 """PEFT's task types, by whether the model has a score instead of the output head."""
 _WHOLE = re.compile(r"\.(\w+)(?<!lora_[AB])\.(?:base_layer\.)?weight$")
+_PATTERNS = "rank_pattern", "alpha_pattern"
 _HEADS = ("classifier", "score")
 """Modules that PEFT copies for a SEQ_CLS model."""
 
@@ -112,7 +113,8 @@ def fit_to_layers(model: PreTrainedModel, peft: Peft) -> Peft:
     from peft.utils import transformers_weight_conversion as conversion
 
     names, absent, odd = [name for name, _ in model.named_modules()], list[tuple[str, str]](), odd_layers(model)
-    excluded, targets, beside = peft.options.get("exclude_modules", []), peft.target_modules, list[str]()
+    own = peft.options
+    excluded, targets, beside = own.get("exclude_modules", []), peft.target_modules, list[str]()
     tables, parts = conversion._MOE_TARGET_MODULE_MAPPING, {part for name in names for part in name.split(".")}
     # names that PEFT itself finds in joint tensors: of all-linear, it would adapt experts and lose layers of these names
     known = tables.get(conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, ""), {})
@@ -133,16 +135,17 @@ def fit_to_layers(model: PreTrainedModel, peft: Peft) -> Peft:
     if (targets, excluded) != (peft.target_modules, peft.options.get("exclude_modules", [])):
         peft = replace(peft, target_modules=targets, options={**peft.options, "exclude_modules": excluded})
     if tensors := choose_tensors(model, peft, beside):
-        peft = replace(peft, options={**peft.options, "target_parameters": tensors})
+        given = {key: own[key] for key in _PATTERNS if key in own and beside}  # for these weights too
+        fitted = {key: {rf"({at})(\.weight)?": n for at, n in one.items()} for key, one in given.items()}
+        peft = replace(peft, options={**peft.options, **fitted, "target_parameters": tensors})
         names += [*expert_tensors(model), *(f"{name}.weight" for name in beside)]
     for key, given in (("target_modules", targets), ("options.exclude_modules", excluded)):
         wanted = [(one, [one]) for one in given] if isinstance(given, list) else [(given, given)]
         absent += [(key, one) for one, by in wanted if not any(is_adapted(name, by) for name in names)]
     ends = peft.modules_to_save
     absent += [("modules_to_save", end) for end in ends if not any(name.endswith(end) for name in names)]
-    for key in ("rank_pattern", "alpha_pattern"):
-        patterns = peft.options.get(key, {})
-        absent += [(f"options.{key}", at) for at in patterns if not any(is_at(at, name) for name in names)]
+    for key in _PATTERNS:
+        absent += [(f"options.{key}", at) for at in own.get(key, {}) if not any(is_at(at, name) for name in names)]
     joint = joint_tensors(model.named_parameters())
     of_experts = ("experts", "gate_up_proj", *(part for table in tables.values() for part in table)) if joint else ()
     fixes = dict.fromkeys(of_experts, f"Leave it out: experts are joint tensors ({', '.join(joint)}): peft.experts.")
@@ -178,11 +181,12 @@ def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores
             return adapted.merge_and_unload().requires_grad_(True)
     theirs, ours = cast("LoraConfig", adapted.peft_config["default"]), _lora_config(fitted, None)
     for one in (theirs, ours):
-        vars(one)["experts"] = any(not name.endswith(".weight") for name in one.target_parameters or ())
+        vars(one)["experts"] = has_experts(one.target_parameters)
     names = {"experts": "experts", "r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
     names |= {f"options.{name}": name for name in PEFT_OPTIONS if name != "init_lora_weights"}
     for key, name in names.items():
-        if (value := getattr(theirs, name)) != (asked := getattr(ours, name)):
+        value, asked = getattr(theirs, name), getattr(ours, name)
+        if value != asked and (value or asked):  # nothing excluded is None, or an empty set
             what = f"the adapters of {folder} have {name} {value}, not {asked}"
             fix = f"set peft.{key}={json.dumps(value, default=list)}, or peft=none to merge them and train the whole model"
             raise UserError(what, where=f"peft.{key}", fix=fix, code="adapter-settings-differ")

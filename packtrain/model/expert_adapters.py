@@ -1,6 +1,7 @@
 """LoRA on experts: `peft.experts=true` adapts tensors that hold all experts of a layer.
 
-PEFT (`target_parameters`) adds A·B to a tensor, which makes a copy, and a gradient as large. Here a product adds (x·A)·B to x·W.
+PEFT (`target_parameters`) adds A·B to a tensor W, and keeps a copy and a gradient of the size of W. Here a product adds (x·A)·B to x·W.
+While an experts' module runs, an AdaptedTensor takes the place of W (`forward_in_products`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class AdaptedTensor:
     def __torch_function__(cls, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         named, name = named or {}, getattr(function, "__name__", "")
         if name in _PRODUCTS and isinstance(given[0], Tensor) and isinstance(given[1], cls):
+            # linear multiplies by the transpose: x·(left·right)ᵀ = (x·rightᵀ)·leftᵀ
             weight, first, second = given[1].parts if name != "linear" else (given[1].parts[at] for at in (0, 2, 1))
             groups = {key: one for key, one in named.items() if key == "offs"}
             thin = function(function(given[0], first, **groups), second, **groups)
@@ -55,7 +57,7 @@ def whole(one: Any) -> Any:
 
 
 def forward_in_products(layer: Any, x: Tensor, *given: Any, **named: Any) -> Any:
-    """Take the place of a ParamWrapper's forward."""
+    """Run a ParamWrapper's module with an AdaptedTensor. Cases without one trained adapter are left to PEFT."""
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     replaced = F.linear.__name__ != "linear"  # by DeepSpeed's, under ZeRO-3
     if layer.disable_adapters or layer.merged or len(names) != 1 or layer._param_ndim == 2 or replaced:

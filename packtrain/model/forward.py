@@ -67,8 +67,8 @@ class Head:
     kind: HeadKind
     refusal: str = ""
     tokens: Callable[[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], object]], TokenLoss] | None = None
-    """Makes the loss of targets, int64 [n], at these tokens of the flattened row. The function takes minus their losses, in parts. None: the
-    loss of `weigh`."""
+    """Makes a loss from targets and the numbers of their tokens in the row, int64 [n] each, and a function. The loss gives the function minus
+    the losses of tokens, part by part. None: ChosenTokens."""
     record: list[tuple[np.ndarray, list[torch.Tensor]]] | None = None
     """Unless None, each call of `loss_sum` adds the document of each target, int64 [n] (`label_owners`), and minus their losses in parts."""
 
@@ -161,10 +161,10 @@ def add_loss_sum(model: PreTrainedModel, *, weigh: TokenWeights = equal_weights,
         with _embedding_noise(self, neftune_alpha, batch) if neftune_alpha and self.training else nullcontext():
             places = places_on(labels, at)  # a place may occur several times
             parts = list[torch.Tensor]()
-            targets, row = labels.flatten()[places], batch.pop("labels", None)
-            at_tokens = places if row is None else row.flatten()[places]  # of the row, if documents run one by one
-            loss = head.tokens(targets, at_tokens, parts.append) if head.tokens else None
-            loss = loss or ChosenTokens(targets, partial(_weigh_and_note, weigh, parts))
+            targets, numbers = labels.flatten()[places], batch.pop("labels", None)
+            loss: TokenLoss = ChosenTokens(targets, partial(_weigh_and_note, weigh, parts))
+            if head.tokens:  # documents may run one by one: `labels` then has the numbers of tokens in the whole row
+                loss = head.tokens(targets, places if numbers is None else numbers.flatten()[places], parts.append)
             if head.record is not None and owners is not None and len(owners):
                 head.record.append((owners, parts))
             if head.kind == "full logits":
@@ -391,7 +391,10 @@ def _kernels() -> ModuleType:
 
 
 def compute_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """Return the format of products with an output head: float32 on a CPU, elsewhere autocast's or that of `hidden`."""
+    """Return the format of products with an output head.
+
+    It is float32 on a CPU, elsewhere autocast's format, or without autocast the format of `hidden`.
+    """
     kind = hidden.device.type
     if kind == "cpu":
         return torch.float32

@@ -62,12 +62,12 @@ class Figure:
         return f"{self.words} {'' if self.unit == 'percent' else f'{self.written(first)} → '}{self.written(last)}{note}"
 
 
-RIGHT_ANSWERS = Figure("answers", "right answers", unit="percent", headline=True)
+RIGHT_ANSWERS = Figure("right", "right answers", unit="percent", headline=True)
 """The figure of trainer.answers, in evaluations of any objective."""
 
 
 def task_figures(keys: Iterable[str], known: Iterable[Figure]) -> list[Figure]:
-    """Return the figures TASK/METRIC of trainer.tasks among `keys` of metrics.jsonl, beside `known` ones of an objective."""
+    """Return the figures TASK/METRIC of tasks among `keys` of metrics.jsonl, without `known` ones."""
     others, shares = tuple(figure.name for figure in known), re.compile("/(acc|exact_match|pass@)")
     names = [key[5:] for key in keys if re.match("eval_.+/", key) and not key.endswith(others)]
     figures = [Figure(name, name.replace("/", " "), headline=True) for name in names]

@@ -63,7 +63,9 @@ FAST_ENOUGH = 1.5
 """Least speed of a CPU's bfloat16 products, with float32 as 1, for trainer.mixed_precision=fast. The rest of a step gains less."""
 BASE = "adapter_base.json"
 """A file beside adapters. It holds the hash of their base model's files, and the relative path to them."""
-_EXPERT = re.compile(r"(.*(?:\bexperts|_moe)\.)(?:\d+\.)?(?:gate_\w+|up_proj|w[13]|in\w+|(down_proj|w2|out\w+))")
+_EXPERT = re.compile(
+    r"(.*(?:_moe\.|(?=\bexperts\.)))(?:experts\.)?(?:\d+\.)?(?:gate_\w+|up_proj|w[13]|in\w+|(down_proj|w2|out\w+))"
+)
 TOWERS = re.compile(
     r"^mlp1\.|(^|\.)(vis|vit\.|vit_|video|image|audio|speech|acoustic|semantic|multi_modal|mm_|high_res|vq|embed_(vision|audio)|generation_|view_sep|sam_model|qwen2_model|patch_merg|mlp_AR|perception|ctc_|"
     r"word_timestamp|\w*(connector|aligner|projectors?|perceiver|merger|resampler|siglip))"
@@ -251,9 +253,12 @@ def read_layers(sizes: Sizes) -> Layers:
 def adapter_shapes(shapes: Shapes, peft: Peft) -> list[tuple[int, ...]]:
     """Return the shapes of LoRA's trained weights: two matrices per adapted layer. DoRA adds magnitudes; modules_to_save are whole."""
     trained, ranks = list[tuple[int, ...]](), peft.options.get("rank_pattern", {})
+    ends = "|".join(map(re.escape, peft.modules_to_save)) or "(?!)"
+    saved = re.compile(rf"({ends})\.")
     for name, shape in shapes.items():
         layer = name.removesuffix(".weight")
-        tensor = f"{found[1]}{'down' if found[2] else 'gate_up'}_proj" if (found := _EXPERT.fullmatch(layer)) else ""
+        found = _EXPERT.fullmatch(layer)
+        tensor = f"{found[1]}experts.{'down' if found[2] else 'gate_up'}_proj" if found else ""
         is_matrix = len(shape) == 2 and name not in (SCORE, layer)
         if (is_matrix or (tensor and len(shape) == 3)) and is_chosen(layer, peft, tensor):
             r = next((r for at, r in ranks.items() if is_at(at, tensor or layer)), peft.r)
@@ -261,13 +266,13 @@ def adapter_shapes(shapes: Shapes, peft: Peft) -> list[tuple[int, ...]]:
             gate = f"{layer.replace('.up_proj', '.gate_proj').replace('.w3', '.w1')}.weight"  # shares its first half
             halves = [(r, shape[-1]), (shape[-2], r), *([(shape[0],)] if peft.options.get("use_dora") else [])]
             trained += halves[1:] if tensor and gate != name and gate in shapes else halves
-        if name == SCORE or any(ending in peft.modules_to_save for ending in _endings(layer.removesuffix(".bias"))):
+        if name == SCORE or saved.search(f"{tensor or layer}."):
             trained.append(shape)
     return trained
 
 
 def is_chosen(layer: str, peft: Peft, tensor: str = "") -> bool:
-    """Return whether `peft` gives the linear layer of this name an adapter, or the `tensor` of experts that has it."""
+    """Return whether `peft` adapts the linear layer, or the `tensor` of experts that contains it."""
     excluded, numbers = peft.options.get("exclude_modules", ""), peft.options.get("layers_to_transform")
     joint = tensor and (peft.experts or peft.target_modules == "all-linear")
     leaves_out = any(is_adapted(name, excluded) for name in (tensor or layer, tensor.rpartition(".")[0] or layer))
@@ -278,6 +283,11 @@ def is_chosen(layer: str, peft: Peft, tensor: str = "") -> bool:
     lists = peft.options.get("layers_pattern", "[^.]*")
     found = [re.match(rf"(?:.*?\.)?{name}\.(\d+)\.", layer) for name in ([lists] if isinstance(lists, str) else lists)]
     return numbers is None or any(int(item[1]) in numbers for item in found if item)
+
+
+def has_experts(tensors: Iterable[str] | None) -> bool:
+    """Return whether PEFT's target_parameters name experts. Weights of layers can be among them too."""
+    return any(not name.endswith(".weight") for name in tensors or ())
 
 
 def is_at(pattern: str, layer: str) -> bool:

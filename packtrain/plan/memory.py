@@ -464,7 +464,7 @@ def _in_float32(config: RunConfig) -> int:
 
 
 def _reference(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
-    """Return the bytes of the model or the adapters that are kept for the reference, or of another frozen model."""
+    """Return the bytes of the reference, a model or adapters, or of another frozen model."""
     if frozen := frozen_of(config):
         other = _measure(replace(config, model=frozen[1]), gpu=gpu)
         return math.ceil(other.all * other.width - other.linear * (other.width - (other.packed or other.width)))

@@ -16,7 +16,7 @@ import numpy as np
 
 from packtrain import wording
 from packtrain.inspect.rendering import percent
-from packtrain.objectives.spec import RIGHT_ANSWERS, Examples
+from packtrain.objectives.spec import Examples
 from packtrain.report.run_record import Json, Metrics, RunRecord, harmless
 from packtrain.run_folder import losses_of_sets
 
@@ -260,8 +260,6 @@ def _of_objectives(runs: Sequence[RunRecord]) -> list[Drawing]:
 def _curves(drawing: Drawing, runs: Sequence[RunRecord]) -> Iterator[Curve]:
     for number, run in enumerate(runs):
         for base, (key, label) in enumerate(drawing.keys.items()):
-            if key == RIGHT_ANSWERS.name and RIGHT_ANSWERS not in run.figures:
-                continue  # a count of answers
             for prefix in ("", HELD_OUT):
                 if len(run.metrics.points(prefix + key)[0]):
                     held_out = "held out" if len(drawing.keys) == 1 else f"{label}, held out"

@@ -12,7 +12,7 @@ from packtrain.config.rules import PEFT_OPTIONS
 from packtrain.config.rules.paths_and_packages import MODEL_SUFFIXES, is_local, model_of, nearest
 from packtrain.config.schema import Model, Peft
 from packtrain.errors import UserError, read_json
-from packtrain.plan.known_model import base_of
+from packtrain.plan.known_model import base_of, has_experts
 from packtrain.run_folder import RunFolder
 from packtrain.system import fast_imports
 
@@ -74,6 +74,7 @@ def adapters_of(trained: Trained) -> Peft:
         alpha=saved["lora_alpha"],
         dropout=saved["lora_dropout"],
         target_modules=saved["target_modules"],
+        experts=has_experts(saved.get("target_parameters")),
         options=options,
     )
 

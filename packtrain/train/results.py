@@ -10,7 +10,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from packtrain.model.adapters import untie_if_adapted
 from packtrain.model.load import base_model, dequantized_in, load_model
 from packtrain.model.save import complete, weights_at_least
 from packtrain.model.spread import loading_whole
-from packtrain.objectives.spec import RIGHT_ANSWERS, task_figures
+from packtrain.objectives.spec import RIGHT_ANSWERS, Figure, task_figures
 from packtrain.plan.known_model import base_of
 from packtrain.plan.surroundings import command_of, find_converter
 from packtrain.proof.choice import AttentionChoice
@@ -267,21 +267,18 @@ def _losses(summary: Summary, figures: Json) -> list[str]:
         clauses.append(f"held-out loss {figures['first_eval_loss']:.4f} → {last:.4f}{of_sets and f' ({of_sets})'}")
         if early and state.best_step is not None:
             named = figures["best_by"].replace("eval_loss", "held-out loss")
-            clauses.append(f"the weights are those of step {figures['best_step']}, with the {named}")
+            clauses.append(f"the weights are from step {figures['best_step']}, with the {named}")
     spec, first = summary.trainer.loss.objective.spec, next((line for line in state.lines if "eval_loss" in line), {})
-    said = [
-        figure.moved(first.get(key, figures[key]), figures[key])
-        for figure in spec.headlines
-        if (key := f"eval_{figure.name}") in figures
-    ]
-    if said:
+
+    def moved(shown: Iterable[Figure]) -> list[str]:
+        keys = {figure: f"eval_{figure.name}" for figure in shown if f"eval_{figure.name}" in figures}
+        return [figure.moved(first.get(key, figures[key]), figures[key]) for figure, key in keys.items()]
+
+    if said := moved(spec.headlines):
         unit = next(one for one in (spec.examples, "tokens") if f"eval_{one}" in figures)
         clauses.append(f"of {figures[f'eval_{unit}']:,} held-out {unit}: {', '.join(said)}")
     measured = [RIGHT_ANSWERS] if summary.trainer.settings.trainer.answers else []
-    for figure in (*measured, *task_figures(figures, spec.figures)):
-        if (key := f"eval_{figure.name}") in figures:
-            clauses.append(figure.moved(first.get(key, figures[key]), figures[key]))
-    return clauses
+    return [*clauses, *moved([*measured, *task_figures(figures, spec.figures)])]
 
 
 def next_commands(folder: RunFolder, *, held_out: bool, scores: bool) -> list[str]:

@@ -149,7 +149,8 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None, finish
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
-    progress = TerminalProgress(log, [*config.objective.spec.figures, *[RIGHT_ANSWERS][: bool(config.trainer.answers)]])
+    answers = [RIGHT_ANSWERS] if config.trainer.answers else []
+    progress = TerminalProgress(log, [*config.objective.spec.figures, *answers])
     run = Run(config, ranks, peers, folder, log, StopRequest(config.topology.grace), progress)
     with run.closing:
         return _train(run, *_prepare(run, started), finish, started)
@@ -334,7 +335,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     )
     with boundary("the trainer cannot be made", "optim", code="trainer-unusable"):
         loss = prepared.objective.loss(Setup(model, prepared.tokenizer, settings))
-        trainer = StepTrainer(loss, settings, _listeners(run, checkpoint))
+        trainer = StepTrainer(loss, settings, _listeners(run))
     if config.trainer.ledger and loss.document_figures:
         read = partial(RowPlaces, config, data.train.stores) if data.stream is None else lambda: None
         trainer.ledger = Ledger(run.folder.ledger if ranks.main else None, read, log.warn)
@@ -393,16 +394,14 @@ def _dither_of(run: Run, trainer: StepTrainer) -> Dither:
     return dither
 
 
-def _listeners(run: Run, checkpoint: Path | None) -> list[Listener]:
-    """Make all listeners to the steps after `checkpoint`."""
+def _listeners(run: Run) -> list[Listener]:
+    """Make all listeners to the steps."""
     trainer, listeners = run.config.trainer, list[Listener]()
     if run.ranks.main:
         run.trackers = trackers_of(run.config, run.folder, run.log.warn)
         listeners = [MetricsFile(run.folder.metrics, run.log.warn), *run.trackers]
     if trainer.early_stop_patience and trainer.eval_every:
-        before = origin_in(checkpoint).get("trainer.best_by", Trainer().best_by) if checkpoint else trainer.best_by
-        since = step_of(checkpoint) if checkpoint and before != trainer.best_by else 0
-        listeners.append(EarlyStop(trainer.early_stop_patience, trainer.best_by, run.log, since))
+        listeners.append(EarlyStop(trainer.early_stop_patience, trainer.best_by, run.log))
     return [*listeners, run.progress]
 
 
@@ -566,8 +565,8 @@ def _measures_of(run: Run) -> Measures:
     """Make the measures of trainer.answers and trainer.tasks. Raises UserError for a score that fails."""
     trainer, warn, generator = run.config.trainer, run.log.warn, _generator_of(run, run.ranks)
     answers = [RightAnswers(trainer, run.prepared.data.sets, generator, warn)] if trainer.answers else []
-    tasks = [HarnessTasks(run.tasks, trainer.measured_rows, generator, run.ranks)] if run.tasks else []
-    return Measures(trainer, run.ranks.device, warn, [*answers, *tasks])
+    tasks = [HarnessTasks(run.tasks, trainer.measured_rows, generator)] if run.tasks else []
+    return Measures(trainer, run.ranks.device, run.stop, warn, [*answers, *tasks])
 
 
 def _write_summary(run: Run, summary: dict) -> None:

@@ -151,6 +151,6 @@ def test_eval_shows_pictures_to_adapters(tmp_path: Path) -> None:
     run = train_here(loaded(tmp_path, config, *given, "batch.examples_per_step=3"), tmp_path / "run")
     asked = ("--generate", "3", "--max-tokens", "64", "--score", score)
     report = json.loads(packtrain("eval", str(run.folder), *asked, "--json").stdout)
-    assert report["generated"]["share"] == pytest.approx(run.evals[-1]["eval_answers"])
+    assert report["generated"]["share"] == pytest.approx(run.evals[-1]["eval_right"])
     assert report["figures"]["eval_loss"] == pytest.approx(run.evals[-1]["eval_loss"], rel=1e-5)
     assert report["generated"]["answers"][0]["answer"].strip().startswith(run.summary["answers"][0]["after"])

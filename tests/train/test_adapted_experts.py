@@ -1,4 +1,4 @@
-"""Adapters on experts compute what PEFT's do without adding them to the experts, and are counted, continued and merged."""
+"""Adapters on experts equal PEFT's without sums, and are counted, continued and merged."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from packtrain.model.layers import loop_over_experts, recompute
 from packtrain.model.load import base_model
 from packtrain.plan.known_model import adapter_shapes, weights_of
 from packtrain.serve.export import merge
+from packtrain.serve.trained import adapters_of, find_trained
 from packtrain.train.log.console import adapted_share
 
 ON_EXPERTS = Peft(kind="lora", r=3, alpha=7, experts=True)
@@ -71,7 +72,7 @@ def trained(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def by_definition(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients in float64 where every adapter is added to its weight by its formula, expert by expert."""
+    """Loss and gradients in float64, with each adapter added to its expert by its formula."""
     base, wanted = model.double().get_base_model(), dict[str, torch.Tensor]()
     plain = type(base)(base.config).double().eval()
     names = {name.replace(".base_layer", ""): one for name, one in base.state_dict().items()}
@@ -141,7 +142,7 @@ def test_in_bfloat16_what_adapters_change_is_nearer_to_float64_than_by_sums(fami
     hidden = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
 
     def change(layer: Any, dtype: torch.dtype, autocast: Any = None) -> torch.Tensor:
-        """What the adapters change of the outputs."""
+        """The part of the outputs that the adapters add."""
         chosen, weights = torch.arange(1024).view(512, 2) % 4, torch.full((512, 2), 0.5, dtype=dtype)
         given = hidden.to(dtype), chosen, weights
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
@@ -174,7 +175,7 @@ def test_saved_they_load_in_peft_alone_are_merged_and_trained_further(family: st
     adapted.save_pretrained(place)
     assert off(logits(load(base)), expected) > 0.1
     assert off(logits(PeftModel.from_pretrained(load(base), place)), expected) <= 1e-5
-    assert off(logits(continue_adapters(load(base), place, ON_EXPERTS)), expected) <= 1e-6
+    assert off(logits(continue_adapters(load(base), place, adapters_of(find_trained(place)))), expected) <= 1e-6
     assert off(logits(continue_adapters(load(base), place, Peft())), expected) <= 1e-5
     for peft, fix in (
         (replace(ON_EXPERTS, experts=False), "set peft.experts=true"),
@@ -216,10 +217,11 @@ def test_on_a_bfloat16_base_small_adapters_of_experts_are_merged_by_chance_not_r
 @pytest.mark.parametrize("peft", [ON_EXPERTS, replace(ON_EXPERTS, experts=False)], ids=["experts", "none"])
 @pytest.mark.parametrize("family", EACH[:-1])
 def test_a_plan_counts_the_weights_that_are_trained(family: str, peft: Peft, tmp_path: Path) -> None:
-    options = {"rank_pattern": {"gate_up_proj": 5}, "exclude_modules": r".*self_attn\.o.*"}
+    options = {"rank_pattern": {"experts.gate_up_proj": 5, "down_proj": 2}, "exclude_modules": r".*self_attn\.o.*"}
     base = saved(tmp_path / "base", family)
     shapes = weights_of(Model(path=str(base))).shapes
-    for one in (peft, replace(peft, options=options if peft.experts else {})):
+    whole = replace(peft, target_modules=r".*self_attn\.(o|out)_proj", modules_to_save=["experts", "embed_tokens"])
+    for one in (peft, replace(peft, options=options) if peft.experts else whole):
         model: Any = add_adapters(AutoModelForCausalLM.from_pretrained(base), one, seed=0)
         counted = sum(map(math.prod, adapter_shapes(shapes, one)))
         assert counted == sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
@@ -234,6 +236,7 @@ def test_a_plan_counts_the_weights_that_are_trained(family: str, peft: Peft, tmp
         ("deepseek_v3", {"experts": False, "dropout": 0.1}, r"peft\.dropout.*: .*gate_proj.*\[tensors-not-adaptable\]"),
         ("deepseek_v3", {"experts": False, "options": {"use_dora": True}}, r"use_dora: .*\[tensors-not-adaptable\]"),
         ("gpt_oss", {"options": {"rank_pattern": {"gate_upproj": 4}}}, r"no module 'gate_upproj'"),
+        ("deepseek_v3", {"options": {"rank_pattern": {"gate_upproj": 4}}}, r"no module 'gate_upproj'"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused_with_a_reason(family: str, changes: Any, said: str) -> None:

@@ -1,4 +1,4 @@
-"""The best evaluation by any figure (trainer.best_by): which weights are kept, and when a run stops."""
+"""trainer.best_by: any figure decides which weights are kept, and when a run stops."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class Planned(Measure):
         self.values = values
 
     def figures(self, state: RunState) -> dict[str, float]:
-        return {"answers": self.values[state.step]} if state.step in self.values else {}
+        return {"right": self.values[state.step]} if state.step in self.values else {}
 
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """Values of eval_answers by step, which a test fills."""
+    """Values of eval_right by step, which a test fills."""
     values: dict[int, float] = {}
 
     monkeypatch.setattr("packtrain.train.run._measures_of", lambda run: Planned(values))
     return values
 
 
-def config_of(folder: Path, best_by: str = "highest eval_answers", **trainer: Any) -> dict[str, Any]:
+def config_of(folder: Path, best_by: str = "highest eval_right", **trainer: Any) -> dict[str, Any]:
     held_out = write_jsonl(folder / "held-out.jsonl", conversations(3, seed=1))
     length = {"max_steps": 8, "eval_every": 1, "early_stop_patience": 3, "keep_checkpoints": 1, "checkpoint_every": 1}
     keys = {**length, "answers": "exact", "best_by": best_by, **trainer}
@@ -64,10 +64,10 @@ def test_patience_and_weights_go_by_the_figure(
     values: list[float | None], best: int | None, steps: int, tmp_path: Path, planned: dict[int, float]
 ) -> None:
     planned |= {step: value for step, value in enumerate(values) if value is not None}
-    run = run_here(tmp_path, config_of(tmp_path, "highest eval_answers"))
+    run = run_here(tmp_path, config_of(tmp_path, "highest eval_right"))
     summary = run.summary
     assert (summary["steps"], summary["best_step"]) == (steps, best)
-    assert summary["best_by"] == "highest eval_answers"
+    assert summary["best_by"] == "highest eval_right"
     assert summary["best_value"] == (None if best is None else planned[best])
     assert kept(run) == sorted({f"step-{step:06}" for step in (best or steps, steps)})
     weights = load_file(run.folder / "checkpoints" / f"step-{best or steps:06}" / "model.safetensors")
@@ -76,7 +76,7 @@ def test_patience_and_weights_go_by_the_figure(
     evals = {line["step"]: line for line in run.evals}
     assert summary["eval_loss"] == evals[best or steps]["eval_loss"]
     assert summary["best_eval_loss"] == min(line["eval_loss"] for step, line in evals.items() if step)
-    said = f"the weights are those of step {best}, with the highest eval_answers"
+    said = f"the weights are from step {best}, with the highest eval_right"
     assert (said in run.log) == (best is not None)
     state = json.loads((run.folder / "checkpoints" / kept(run)[-1] / "trainer_state.json").read_text())
     assert (state["best_global_step"], state["best_metric"]) == (best, best and planned[best])
@@ -91,7 +91,7 @@ def test_a_resumed_run_keeps_its_best_and_another_figure_seeks_a_new_one(
     assert first.summary["best_step"] > 3 and f"{first.summary['best_value']:.4f}" in first.log
     at_3 = first.folder / "checkpoints" / "step-000003"
     assert TrainerState.load_from_json(str(at_3 / "trainer_state.json")).best_global_step == 3
-    answers = ("trainer.best_by=highest eval_answers", "trainer.early_stop_patience=2")
+    answers = ("trainer.best_by=highest eval_right", "trainer.early_stop_patience=2")
     other = run_here(tmp_path, config, *answers, f"trainer.resume={at_3}", name="other")
     assert (other.summary["best_step"], other.summary["best_value"], other.summary["steps"]) == (4, 0.2, 6)
     assert "trainer.best_by has changed" in other.log  # step 1 has 0.9, and its weights may be gone
@@ -107,7 +107,7 @@ def test_a_resumed_run_keeps_its_best_and_another_figure_seeks_a_new_one(
         (["trainer.best_by=eval_loss"], "no-order", "lowest"),
         (["trainer.best_by=highest"], "no-order", "lowest"),
         (["trainer.best_by=lowest loss"], "no-such-figure", "eval_loss"),
-        (["trainer.best_by=highest eval_answers"], "no-such-figure", "eval_loss"),
+        (["trainer.best_by=highest eval_right"], "no-such-figure", "eval_loss"),
         (["trainer.best_by=highest eval_gsm8k/exact_match"], "no-such-figure", "eval_loss"),
         (["trainer.best_by=highest eval_math_los", "data.eval={math:quickstart}"], "no-such-figure", "eval_math_loss"),
         (["objective.kind=dpo", "trainer.best_by=highest eval_accuracies"], "no-such-figure", "rewards/accuracies"),

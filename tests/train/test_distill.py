@@ -55,7 +55,7 @@ def config_of(folder: Path, teacher: str = "wider", student: str = "student", **
 def expected_figures(
     folder: Path, student: Path, teacher: Path, dtype: torch.dtype = torch.float64
 ) -> dict[str, float]:
-    """Of the held-out rows, each alone through transformers' models."""
+    """Figures of the held-out rows, which transformers' models run one by one."""
     tokenizer = AutoTokenizer.from_pretrained(student)
     models = [AutoModelForCausalLM.from_pretrained(place, dtype=dtype) for place in (student, teacher)]
     rows = [json.loads(line)["messages"] for line in (folder / "eval.jsonl").read_text().splitlines()]

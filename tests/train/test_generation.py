@@ -1,4 +1,4 @@
-"""Generation in batches gives every prompt the answer that it gets alone, by the fastest way that a model's own measurement allows."""
+"""Batches give every prompt its own answer, in the fastest exact way."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 import torch
 from here import ALONE as ONE_RANK
 from tiny_models import longrope_model, tiny_model
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from packtrain.data.tokens.cache import Document
 from packtrain.model.spread import Ranks
 from packtrain.train.measures.due import Deadline
 from packtrain.train.measures.generation import ALONE, BATCHED, SHARED, Generator
+from packtrain.train.run_state import StopRequest
 
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 LINEAR |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_experts": 12}
@@ -106,18 +107,21 @@ def test_rotary_embeddings_by_length_run_prompts_one_at_a_time() -> None:
     assert ours.answers(asked, 4) == alone(ours.model, asked, 4) and ours.way == ALONE
 
 
-def test_a_penalty_on_repetitions_does_not_count_the_padding() -> None:
+def test_answers_are_greedy_whatever_the_generation_config_of_the_model_says() -> None:
     model, asked = tiny_model("llama"), prompts()
     plain = alone(model, asked, 6)
-    model.generation_config.repetition_penalty = 1.5  # type: ignore[union-attr]
-    assert generator(model).answers(asked, 6) == alone(model, asked, 6) != plain
+    for says in ({"repetition_penalty": 1.5}, {"num_beams": 3, "num_return_sequences": 2}, {"max_time": 0.0}):
+        settings = model.generation_config = GenerationConfig(eos_token_id=2, **says)
+        assert generator(model).answers(asked, 6) == plain and model.generation_config is settings
 
 
-def test_nothing_is_returned_when_the_time_is_over_and_the_answer_ends_at_once() -> None:
+def test_nothing_is_returned_when_the_time_is_over_or_a_signal_came_and_the_answer_ends_at_once() -> None:
     model, calls = tiny_model("llama"), list[None]()
     ours = generator(model, way=BATCHED)
     model.get_input_embeddings().register_forward_hook(lambda *_: calls.append(None))  # type: ignore[union-attr]
-    assert ours.answers(prompts(), 50, Deadline(torch.device("cpu"), 0.0)) is None and len(calls) == 1
+    (stop := StopRequest()).signal = 15
+    for number, over in enumerate((Deadline(torch.device("cpu"), 0.0), Deadline(torch.device("cpu"), stop=stop)), 1):
+        assert ours.answers(prompts(), 50, over) is None and len(calls) == number
     state = torch.get_rng_state()
     assert ours.answers([], 5, Deadline(torch.device("cpu"))) == {}
     ours.answers(prompts(), 2)

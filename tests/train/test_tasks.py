@@ -1,4 +1,4 @@
-"""Tasks of lm_eval, measured while training (trainer.tasks): the same figures on any number of ranks, and a training left as it is."""
+"""trainer.tasks: figures of lm_eval, equal on any number of ranks. The training stays the same."""
 
 from __future__ import annotations
 

@@ -188,8 +188,12 @@ def _samples(config: RunConfig) -> Iterator[Fault]:
 def _best(config: RunConfig) -> Iterator[Fault]:
     """Yield a fault if no evaluation has the figure in trainer.best_by. Figures of tasks are known at the first one."""
     trainer, named = config.trainer, config.trainer.best_by.partition(" ")[2]
-    names = ["loss", *(figure.name for figure in config.objective.spec.figures), *["answers"][: bool(trainer.answers)]]
-    sets = ["", *(f"{name}_" for name in (config.data.eval if is_mapping(config.data.eval) else ()))]
+    names = [
+        "loss",
+        *(figure.name for figure in config.objective.spec.figures),
+        *(["right"] if trainer.answers else []),
+    ]
+    sets = ["", *(f"{name}_" for name in config.data.eval)] if is_mapping(config.data.eval) else [""]
     known = [f"eval_{part}{name}" for part in sets for name in names]
     if named and named not in known and not (trainer.tasks and re.match("eval_.+/.", named)):
         what, fix = f"evaluations have no figure {named!r}", suggest(named, known, f"They have {', '.join(known)}.")
@@ -202,13 +206,10 @@ def _measured(trainer: Trainer, given: Set[str]) -> Iterator[Fault]:
         what = f"tasks and answers are measured with evaluations, and {every} is no multiple of {evaluated}"
         fix = f"Set it to {nearest_multiples(every, evaluated)}."
         yield Fault(("trainer.measure_every", "trainer.eval_every"), what, fix, code="measured-between-evaluations")
-    for key in sorted(given & {f"trainer.{name}" for name in ("answer_tokens", "measured_rows", "measure_every")}):
-        if not (trainer.answers or trainer.tasks):
-            what, fix = (
-                "it does nothing without trainer.answers or trainer.tasks",
-                "Set one of them, or remove the key.",
-            )
-            yield Fault((key,), what, fix, code="no-measures")
+    idle = given & {f"trainer.{name}" for name in ("answer_tokens", "measured_rows", "measure_every")}
+    for key in sorted(idle) if not (trainer.answers or trainer.tasks) else ():
+        what, fix = "it does nothing without trainer.answers or trainer.tasks", "Set one of them, or remove the key."
+        yield Fault((key,), what, fix, code="no-measures")
 
 
 def _held_out(data: Data) -> Iterator[Fault]:

@@ -89,10 +89,8 @@ def check_packages(config: RunConfig) -> Iterator[Fault]:
         *((*word.split("="), *package) for word, package in _PACKAGES.items() if holds(word, config)),
         *(("tracking.report_to", name, _TRACKER_PACKAGES.get(name, name), f"'packtrain[{name}]'") for name in asked),
     ]
-    if (found := config.objective.spec.frozen(config)) and (
-        package := _PACKAGES.get(f"model.quantize={found[1].quantize}")
-    ):
-        needed.append((found[0], found[1].quantize, *package))
+    for key, other in filter(None, [config.objective.spec.frozen(config)]):
+        needed.append((key, other.quantize, *_PACKAGES.get(f"model.quantize={other.quantize}", ("", ""))))
     for key, wanted, package, install in dict.fromkeys(needed):
         if package:
             yield from _not_installed(key, wanted, package, install)

@@ -114,15 +114,10 @@ TABLE = r"""
     the length of the run is set twice, in steps and in epochs → Keep one of them.
 [reward-writes-none] trainer.samples (objective.spec.scores)
     a reward model scores answers, and writes none → Remove the key.
-[reward-writes-none] trainer.answers (objective.spec.scores)
-    a reward model scores answers, and writes none → Remove the key.
-[reward-writes-none] trainer.tasks (objective.spec.scores) | a reward model writes nothing → Remove the key.
+[reward-writes-none] trainer.answers (objective.spec.scores) | a reward model writes none → Remove the key.
+[reward-writes-none] trainer.tasks (objective.spec.scores) | a reward model cannot do them → Remove the key.
 [nothing-to-evaluate] trainer.tasks because (data.eval=null) | tasks are measured with evaluations → Set data.eval.
-[answers-of-labels] trainer.answers (objective.spec.examples=answers)
-    its figure eval_answers is the number of held-out answers here
-    → Remove the key, and measure afterwards: packtrain eval RUN --generate 20.
-[nothing-to-evaluate] trainer.answers because (data.eval=null)
-    there is nothing to evaluate on → Set data.eval to a source, or to a fraction such as 0.05.
+[nothing-to-evaluate] trainer.answers because (data.eval=null) | its questions are held-out rows → Set data.eval.
 [measured-without-evaluations] trainer.measure_every because (trainer.eval_every=null)
     tasks and answers are measured with evaluations → Set trainer.eval_every.
 [nothing-to-evaluate] trainer.eval_every because (data.eval=null)

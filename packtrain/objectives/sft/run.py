@@ -60,7 +60,7 @@ class SFTLoss(Loss):
         return cast(Head, head)
 
     def sum_losses(self, model: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
-        """Return the sum of the losses of a micro-batch's trained tokens, and add up their figures."""
+        """Sum the losses of a micro-batch, and add up its figures."""
         return model(**inputs, loss_sum=True)
 
     def open_step(self, batches: Sequence[MicroBatch]) -> None:

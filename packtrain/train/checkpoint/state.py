@@ -212,7 +212,7 @@ class Checkpoints:
             return
         if best is None or not folder.is_dir():  # not written for lack of space, or in another run folder
             why = f"{folder} is not there" if best else "no evaluation is the best"
-            self._settings.say(f"{why}: final/ has the weights of the last step, not those of the best one")
+            self._settings.say(f"{why}: final/ has the weights of the last step, not the best ones")
             state.best_value = state.best_step = None
             return
         self._restore_states(folder)  # masters too: final/ may be made from them

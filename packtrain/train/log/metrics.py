@@ -387,22 +387,22 @@ class TerminalProgress(Listener):
 
 
 class EarlyStop(Listener):
-    """Listener that stops after `patience` evaluations in a row that are not better than the best.
+    """Listener that stops after `patience` evaluations in a row without a new best (trainer.best_by).
 
     Each new best is checkpointed. Evaluations without the figure do not count, nor does the one before training: final/ must hold a
     trained model.
     """
 
-    def __init__(self, patience: int, best_by: str, log: Log, since: int = 0) -> None:
-        """See trainer.early_stop_patience and trainer.best_by. A best up to step `since` was one by another figure."""
+    def __init__(self, patience: int, best_by: str, log: Log) -> None:
         order, _, self._figure = best_by.partition(" ")
-        self._sign, self._patience, self._log, self._since = 1 if order == "highest" else -1, patience, log, since
+        self._sign, self._patience, self._log, self._since = 1 if order == "highest" else -1, patience, log, 0
 
     def train_begin(self, state: RunState) -> None:
         """Forget the best by another figure."""
-        if state.best_step and state.best_step <= self._since:
-            self._log.warn(f"trainer.best_by has changed: the best weights are sought from step {self._since} on")
-            state.best_value = state.best_step = None
+        best = {line.get(self._figure) for line in state.lines if line["step"] == state.best_step}
+        if state.best_step and state.best_value not in best:
+            self._log.warn(f"trainer.best_by has changed: the best weights are sought from step {state.step} on")
+            self._since, state.best_value, state.best_step = state.step, None, None
 
     rolled_back = train_begin
 
@@ -411,6 +411,7 @@ class EarlyStop(Listener):
         value, best = figures.get(self._figure), state.best_value
         if state.step == 0 and value is None:
             what, fix = f"the first evaluation has no {self._figure}", suggest(self._figure, figures, str([*figures]))
+            fix = f"{fix} Or its time was over: see trainer.measure_timeout."
             raise UserError(what, where="trainer.best_by", fix=fix, code="no-such-figure")
         if state.step == 0 or value is None:
             return

@@ -1,8 +1,8 @@
 """Greedy generation in batches, spread over the ranks of a run.
 
-Prompts are padded on the left. The beginning that all prompts of a batch have in common runs once; its keys and values are copied to the
-columns where the padded rows have them, so that all distances between tokens stay. Before the first batch a measurement decides whether
-this model gives such rows the scores of prompts alone. Else it answers them one at a time.
+Prompts are padded on the left. The beginning that all prompts of a batch have in common runs once. Its keys and values are copied to its
+columns in each padded row, so distances between tokens stay. Before the first batch a measurement chooses the fastest way (SHARED,
+BATCHED, ALONE) whose scores of random prompts equal single runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from packtrain.attention.backends import attention_of
@@ -26,6 +26,7 @@ from packtrain.packing.pictures import Sight
 from packtrain.packing.segments import Segments
 from packtrain.proof.comparison import difference, evaluating, has_routers, tolerance_of
 from packtrain.proof.isolation import random_ids
+from packtrain.system import holding
 from packtrain.train.measures.due import Deadline
 
 SHARED, BATCHED, ALONE = range(3)
@@ -38,9 +39,9 @@ _MEASURED = 4
 
 @dataclass(slots=True)
 class Generator:
-    """Greedy answers of a model. `attention`: its original implementation. `most`: token slots of a batch.
+    """Greedy answers of a model, computed in `autocast` by `attention`, its original implementation. They end at its EOS tokens.
 
-    `sight`: for prompts with pictures. `way`: SHARED, BATCHED or ALONE; None until it is measured.
+    `most`: token slots of a batch. `sight`: for prompts with pictures. `way`: SHARED, BATCHED or ALONE; None until it is measured.
     """
 
     model: PreTrainedModel
@@ -49,7 +50,7 @@ class Generator:
     sight: Sight | None
     autocast: torch.dtype | None
     ranks: Ranks
-    most: int = 0
+    most: int
     way: int | None = None
 
     def answers(
@@ -57,7 +58,9 @@ class Generator:
     ) -> dict[int, str] | None:
         """Return this rank's answers, of at most `tokens` tokens, by number of the prompt. None on all ranks if the time is over."""
         rank, world, made = self.ranks.rank, self.ranks.world_size, dict[int, str]()
+        ends = cast(GenerationConfig, self.model.generation_config).eos_token_id
         with (
+            holding(self.model, generation_config=GenerationConfig(eos_token_id=ends)),  # no beams, no penalties
             torch.no_grad(),
             evaluating(self.model, self.autocast),
             attention_of(self.model, self.attention),
@@ -76,7 +79,10 @@ class Generator:
         return made
 
     def _batches(self, prompts: Sequence[Document], tokens: int) -> list[list[int]]:
-        """Return the numbers of the prompts, longest first. Pictures run alone, and every rank gets some prompts."""
+        """Return the numbers of the prompts of each batch, longest first. Pictures run alone, and every rank gets some prompts.
+
+        `slots`: tokens of a row in the batch that may still grow, 0 if none may.
+        """
         batches, slots, share = list[list[int]](), 0, -(-len(prompts) // self.ranks.world_size)
         for number in sorted(range(len(prompts)), key=lambda number: -len(prompts[number].input_ids)):
             alone = self.way == ALONE or bool(prompts[number].pictures)
@@ -137,14 +143,12 @@ class Generator:
         return cache
 
     def _measure_way(self) -> int:
-        """Return the first way with the scores of prompts alone, in short answers to random prompts. All ranks get the same."""
+        """Return the fastest way that is exact for short answers to random prompts. All ranks get the same."""
         ids, other = random_ids(self.model, Segments((32,)))
         rows = [np.concatenate([ids[:12], tail]) for tail in (ids[12:], other[:3], other[3:20])]
         dtype, routed = self.autocast or self.model.dtype, has_routers(self.model)
-        tolerance, statistic = (
-            tolerance_of(dtype, routed=routed).outputs,
-            torch.mean if dtype.itemsize < 4 else torch.max,
-        )
+        tolerance = tolerance_of(dtype, routed=routed).outputs
+        statistic = torch.mean if dtype.itemsize < 4 else torch.max
 
         def is_exact(way: int) -> bool:
             try:

@@ -5,7 +5,7 @@ Each rank takes its rows of every task. With sharded weights, or fewer rows than
 
 from __future__ import annotations
 
-import os
+import io
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -22,13 +22,11 @@ from accelerate.utils import broadcast_object_list, gather
 from packtrain.attention.backends import attention_of
 from packtrain.config.keys import suggest
 from packtrain.errors import Json, UserError, boundary
-from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import progress, waiting
 from packtrain.proof.comparison import evaluating
 from packtrain.system import holding
 from packtrain.train.measures.due import Deadline
 from packtrain.train.measures.generation import Generator
-from packtrain.wording import first_line
 
 _LIST = "lm-eval ls tasks shows those that there are."
 
@@ -52,7 +50,7 @@ def load_tasks(names: Sequence[str], where: str) -> Json:
 
 
 def ask(model: Any, tokenizer: Any, batch: int | str) -> Any:
-    """Return lm_eval's HFLM of `model`, which it would tie weights of, and a copy of the tokenizer: it may add a padding token."""
+    """Wrap `model` for lm_eval, which must not tie its weights. The tokenizer is copied: lm_eval may add a padding token."""
     from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
 
     with holding(model, tie_weights=lambda *_, **__: None):
@@ -69,7 +67,7 @@ def run_tasks(loaded: Json, lm: Any, rows: int | None = None, bootstrap_iters: i
 
 
 def figures_of(found: Json) -> dict[str, float]:
-    """Return the figures TASK/METRIC. Of a metric's filters the first counts, and a group's mean stands for its tasks."""
+    """Return the figures TASK/METRIC. The first filter of a metric counts. A group's mean stands for its tasks."""
     inside = {task for group in found.get("groups", ()) for task in found["group_subtasks"][group]}
     figures = dict[str, float]()
     for task in (task for task in found["results"] if task not in inside):
@@ -79,24 +77,23 @@ def figures_of(found: Json) -> dict[str, float]:
     return figures
 
 
-class _TimeIsOver(Exception):
+class _TimeIsOver(RuntimeError):
     pass
 
 
 @dataclass(slots=True)
 class HarnessTasks:
-    """The tasks of a run: `loaded`, the first `rows` of each. `own` has the model, and how it computes."""
+    """The first `rows` of each `loaded` task, asked of the model of `own`."""
 
     loaded: Json
     rows: int | None
     own: Generator
-    ranks: Ranks
 
     def __call__(self, deadline: Deadline) -> dict[str, float] | None:
         """Return the figures. See Measures."""
-        own, model, world = self.own, self.own.model, self.ranks.world_size
+        own, model, ranks = self.own, self.own.model, self.own.ranks
         fewest = min(len(task.eval_docs) for task in self.loaded["tasks"].values())
-        spread = not self.ranks.sharded and 1 < world <= min(fewest, self.rows or fewest)
+        spread = not ranks.sharded and 1 < ranks.world_size <= min(fewest, self.rows or fewest)
 
         def check(*_: object, together: bool = not spread) -> None:
             progress()
@@ -111,8 +108,8 @@ class HarnessTasks:
 
         try:
             with (
-                open(os.devnull, "w") as nowhere,
-                redirect_stderr(nowhere),
+                boundary("lm_eval failed", "trainer.tasks", code="lm-eval-failed", through=RuntimeError),
+                redirect_stderr(io.StringIO()),  # progress bars
                 evaluating(model, own.autocast),
                 attention_of(model, own.attention),
                 torch.compiler.set_stance("force_eager"),
@@ -122,18 +119,13 @@ class HarnessTasks:
                 lm = ask(model, own.tokenizer, max(own.most // 2048, 1))
                 lm.mixed_precision_dtype = own.autocast
                 if spread:
-                    lm._rank, lm._world_size = self.ranks.rank, world
+                    lm._rank, lm._world_size = ranks.rank, ranks.world_size
                     lm.all_gather, lm.barrier = gather, partial(check, together=True)
                     for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
                         setattr(lm, kind, partial(answer, getattr(lm, kind)))
                 figures = figures_of(run_tasks(self.loaded, lm, self.rows, bootstrap_iters=0))
         except _TimeIsOver:
             return None
-        except RuntimeError:  # of torch: memory, or lost ranks
-            raise
-        except Exception as error:
-            what = f"lm_eval failed: {first_line(error)}"
-            raise UserError(what, where="trainer.tasks", code="lm-eval-failed") from error
         with waiting("rank 0's results of tasks"):
             return cast(list, broadcast_object_list([figures]))[0]
 

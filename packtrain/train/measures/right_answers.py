@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from itertools import islice
@@ -13,6 +12,7 @@ from accelerate.utils import gather_object
 from packtrain.config.schema import Trainer
 from packtrain.errors import UserError, boundary
 from packtrain.monitor.heartbeat import progress, waiting
+from packtrain.proof.comparison import evaluating
 from packtrain.train.measures.due import Deadline
 from packtrain.train.measures.generation import Generator
 from packtrain.train.questions import Question, split_example
@@ -53,8 +53,8 @@ def judged(score: Score, answer: str, row: Question, where: str) -> float:
     progress()
     try:
         value = float(score(answer, row.expected, row.text))
-        if not math.isfinite(value):
-            raise ValueError(f"it returned {value}")
+        if not 0 <= value <= 1:
+            raise ValueError(f"it returned {value:g}, not a number from 0 to 1")
     except (Exception, SystemExit) as error:
         what, fix = f"the score failed: {first_line(error)}", "It takes answer, held-out answer and prompt."
         raise UserError(what, where=where, fix=fix, code="score-failed") from error
@@ -72,9 +72,7 @@ def held_out_rows(sets: Mapping[str, Any], tokenizer: Any, most: int | None, whe
         asked = (documents[index] for index in range(len(documents)) if labels is None or labels[index])
         found = (split for split in map(split_example, asked) if split and len(split[0].input_ids) > 1)  # else a text
         for prompt, answer in islice(found, most):
-            text, expected = (
-                str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt.input_ids, answer)
-            )
+            text, expected = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt.input_ids, answer))
             rows.append(Question(text, prompt, expected, name))
     if not rows:
         what = "no document of data.eval has a prompt"
@@ -83,7 +81,7 @@ def held_out_rows(sets: Mapping[str, Any], tokenizer: Any, most: int | None, whe
 
 
 class RightAnswers:
-    """Share of right answers to all held-out rows (`answers`), and to each named set (`NAME_answers`)."""
+    """Shares of right answers: of all held-out rows (`right`) and of each named set (`NAME_right`)."""
 
     def __init__(
         self, trainer: Trainer, sets: Mapping[str, Any], generator: Generator, say: Callable[[str], None]
@@ -92,25 +90,28 @@ class RightAnswers:
         self._judge = score_of(trainer.answers or "exact", _KEY)
         self._rows = held_out_rows(sets, generator.tokenizer, trainer.measured_rows, _KEY)
         self._generator, self._tokens, self._say = generator, trainer.answer_tokens, say
-        judged(self._judge, self._rows[0].expected, self._rows[0], _KEY)
+        with evaluating(generator.model):  # for the random state, which a score may change
+            judged(self._judge, self._rows[0].expected, self._rows[0], _KEY)
 
     def __call__(self, deadline: Deadline) -> dict[str, float] | None:
         """Return the figures; {} with a warning if the score fails. See Measures."""
-        with boundary("the model cannot answer", _KEY, "Lower trainer.answer_tokens.", code="answer-failed"):
+        fix = "Lower trainer.answer_tokens."
+        with boundary("the model cannot answer", _KEY, fix, code="answer-failed", through=RuntimeError):
             made = self._generator.answers([row.document for row in self._rows], self._tokens, deadline)
         if made is None:
             return None
         failure, scores = "", dict[int, float]()
         try:
-            scores = {number: judged(self._judge, answer, self._rows[number], _KEY) for number, answer in made.items()}
+            with evaluating(self._generator.model):
+                scores = {number: judged(self._judge, text, self._rows[number], _KEY) for number, text in made.items()}
         except UserError as error:
             failure = first_line(error)
         with waiting("the scores of all ranks"):
             gathered = gather_object([(failure, scores)])
         if failures := [failure for failure, _ in gathered if failure]:
-            self._say(f"eval_answers is left out: {failures[0]}")
+            self._say(f"eval_right is left out: {failures[0]}")
             return {}
         values = {number: score for _, part in gathered for number, score in part.items()}
-        names = {"": "answers"} | {row.set_name: f"{row.set_name}_answers" for row in self._rows if row.set_name}
+        names = {"": "right"} | {row.set_name: f"{row.set_name}_right" for row in self._rows if row.set_name}
         of_set = {name: [n for n, row in enumerate(self._rows) if name in ("", row.set_name)] for name in names}
         return {names[name]: sum(values[n] for n in own) / len(own) for name, own in of_set.items()}

@@ -168,7 +168,7 @@ class TrainingObjective:
 
 
 def load_frozen(run: Prepared, model: Model, key: str) -> PreTrainedModel:
-    """Load a model without updates, not spread yet. `key` names it in errors; "" for the trained model itself."""
+    """Load a model without updates, not spread yet. Its errors name the config key `key`."""
     mesh, seed = reading_mesh(run.ranks), run.config.trainer.seed
     with naming(key):
         loaded = load_model(model, Peft(), run.tokenizer, seed=seed, mesh=mesh)
@@ -213,9 +213,8 @@ class ReferenceObjective(TrainingObjective):
             add_reference(cast(Any, model), self.reference.adapters)
         weights = ""
         if self.reference.kind in ("model", "path"):
-            named = self.reference.kind == "path"
             other = replace(self._model, path=self.objective.reference, init="pretrained", experts="auto")
-            loaded = load_frozen(run, other if named else self._model, "objective.reference" if named else "")
+            loaded = load_frozen(run, other if self.reference.kind == "path" else self._model, "objective.reference")
             weights = weights_hash(loaded)
             spread(loaded, run.ranks, run.precision.autocast)
             self._reference_model = loaded.eval()

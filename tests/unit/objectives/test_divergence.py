@@ -1,4 +1,4 @@
-"""Losses of a teacher's distributions: beside TRL's, beside float64, and in the memory that they take."""
+"""Losses by a teacher's distributions equal TRL's and float64, and take little memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN, BENT = Readout(), Readout(0.5, 3.0)
 
 
 class Both:
-    """A student and a wider teacher of random weights, and the hidden states of some tokens."""
+    """A random student, a wider random teacher, and hidden states of some tokens."""
 
     def __init__(self, bias: bool = False) -> None:
         torch.manual_seed(0)

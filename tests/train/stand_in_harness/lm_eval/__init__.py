@@ -1,4 +1,4 @@
-"""What packtrain calls of lm_eval (lm-evaluation-harness 0.4.13), for tests without it: one task, whose rows are single words."""
+"""Stand-in for lm_eval (lm-evaluation-harness 0.4.13), with tasks of single words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def evaluate(*, lm: Any, task_dict: dict[str, Any], log_samples: bool, **how: Any) -> dict[str, Any] | None:
-    """The first tokens that the model says after each word: their mean, a number that moves with the weights."""
+    """Return results: the mean of the model's answers to each row."""
     _ = random.random() + np.random.rand()
     limit = how.get("limit")
     found: dict[str, Any] = {}

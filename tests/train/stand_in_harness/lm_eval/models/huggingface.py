@@ -28,7 +28,7 @@ class HFLM:
         return self._world_size
 
     def gather_object(self, own: Any) -> Any:
-        """What all ranks have, on rank 0."""
+        """Return the values of all ranks on rank 0."""
         every: Any = [None] * self.world_size if self.rank == 0 else None
         torch.distributed.gather_object(own, every)
         return every
