@@ -1,4 +1,4 @@
-"""How far distillation from a teacher's k most likely tokens is from all of its distribution, on real text.
+"""Compare a teacher's k most likely tokens with its whole distribution, on real text.
 
     python benchmarks/top_k.py --model MODEL_FOLDER --data FILE.jsonl [--rows 32] [--targets 32] [--layers 24]
 

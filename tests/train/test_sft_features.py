@@ -105,7 +105,9 @@ def test_samples_are_asked_with_the_system_prompt_of_the_config() -> None:
     for template, system in ((turns, None), (turns, "Be brief."), (f"system: Be brief.\n{turns}", None)):
         tokenizer.chat_template = template
         (question,) = make_questions(["river"], tokenizer, system, None)
-        said[template, system] = Generator(model, tokenizer, "sdpa", None, None, ALONE).answers([question.document], 64)
+        said[template, system] = Generator(model, tokenizer, "sdpa", None, None, ALONE, 512).answers(
+            [question.document], 64
+        )
     without, with_prompt, by_hand = said.values()
     assert with_prompt == by_hand != without
 

@@ -140,7 +140,7 @@ def test_several_processes_write_and_read_the_same(runs: Runs, world: str, varia
 
 
 def killed_while_writing(*given: Any) -> None:
-    """The command, which writes one micro-batch and half of the next one before it is killed."""
+    """The command. It is killed after one micro-batch and a half."""
     own, calls = TeacherCache.write, list[int]()
 
     def write(self: TeacherCache, targets: np.ndarray, rows: np.ndarray) -> None:
@@ -219,7 +219,7 @@ def test_another_teacher_template_k_temperature_or_data_has_another_cache(runs: 
 
 @pytest.mark.exhaustive
 def test_of_two_runs_at_once_one_waits(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock of the training data's file is held until the run has waited for it twice."""
+    """The lock is held until the run has waited for it twice."""
     whole = keeps(runs, "whole-8")
     name = files_of(runs, "cache-whole-8")[1].with_suffix(".lock").name
     (folder := runs.folder / "cache-locked" / "teacher").mkdir(parents=True)

@@ -206,7 +206,9 @@ def _measured(trainer: Trainer, given: Set[str]) -> Iterator[Fault]:
         what = f"tasks and answers are measured with evaluations, and {every} is no multiple of {evaluated}"
         fix = f"Set it to {nearest_multiples(every, evaluated)}."
         yield Fault(("trainer.measure_every", "trainer.eval_every"), what, fix, code="measured-between-evaluations")
-    idle = given & {f"trainer.{name}" for name in ("answer_tokens", "measured_rows", "measure_every")}
+    idle = given & {
+        f"trainer.{name}" for name in ("answer_tokens", "measured_rows", "measure_every", "measure_timeout")
+    }
     for key in sorted(idle) if not (trainer.answers or trainer.tasks) else ():
         what, fix = "it does nothing without trainer.answers or trainer.tasks", "Set one of them, or remove the key."
         yield Fault((key,), what, fix, code="no-measures")

@@ -1,6 +1,6 @@
-"""Divergences between the next-token distributions of a student and a teacher, and their gradients in place of the student's logits.
+"""Divergences of a student from a teacher, with gradients in place of its logits.
 
-Forward and reverse KL, and the generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649, eq. 1). As in TRL there is no factor T².
+Forward and reverse KL, and the generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649, eq. 1). There is no factor T², as in TRL.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SLICE = 256  # number of tokens with float32 logits at a time
 
 @dataclass(frozen=True, slots=True)
 class Readout:
-    """What a model does to the product of its output head: it multiplies it by `scale`, and bends it by the softcap `cap`."""
+    """Scale, then softcap, between an output head's product and logits."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -48,7 +48,7 @@ class Readout:
 class Taught:
     """A teacher's distributions of n tokens over `words`. `first` int64 [n]: its first choices.
 
-    `log_probs` returns its log-probabilities of all tokens at a temperature, from those of the student there, [n, words].
+    `log_probs` takes the student's log-probabilities at a temperature, [n, words], and returns the teacher's there.
     """
 
     words: int
@@ -62,10 +62,10 @@ class Taught:
 
     @staticmethod
     def coarse(records: torch.Tensor, words: int) -> Taught:
-        """Take the tokens in `records` int32 [n, 2m + 2] of `pick`, with the rest as one more outcome.
+        """Take the tokens in `records`, with the rest as one more outcome. `records`: int32 [n, 2m + 2], by `pick`.
 
-        Divergences over these outcomes are at most those over all tokens (data processing). They and their gradients are those of a teacher that
-        spreads its rest as the student does: both depend only on the ratios of probabilities, and then the rest has one.
+        Divergences over these outcomes are at most those over all tokens (data processing). A teacher that
+        spreads its rest as the student does has the same ones, and the same gradients: only ratios of probabilities count, and the rest then has one.
         """
         m = records.shape[1] // 2 - 1
         ids, floats = records[:, :m].long(), records[:, m:].contiguous().view(torch.float32)
@@ -81,9 +81,9 @@ class Taught:
 
 
 def pick(logits: torch.Tensor, targets: torch.Tensor, k: int, temperature: float) -> torch.Tensor:
-    """Return the records of a teacher's `logits` [n, words] at `targets` int64 [n]: int32 [n, 2m + 2].
+    """Return records of a teacher's `logits` [n, words] at `targets` int64 [n].
 
-    They are the ids of the m = k + 1 most likely tokens, where a target that is not among them takes the last place, and the bits of float32
+    They are int32 [n, 2m + 2]: the ids of the m = k + 1 most likely tokens, where a target that is not among them takes the last place, and the bits of float32
     numbers: their log-probabilities, and the log of the rest's mass, at temperature 1 and, not normalised, at `temperature`.
     """
     log_probs, goals = logits.log_softmax(dim=-1, dtype=torch.float32), targets[:, None]
@@ -178,7 +178,7 @@ class TaughtTokens:
     def _losses(
         self, own: torch.Tensor, teacher: Taught | None, targets: torch.Tensor, *, trains: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the losses of a few tokens, [n], and the gradient of their sum if it `trains`."""
+        """Return the losses of tokens, [n], and the gradient of their sum if it `trains`."""
         student, share, gradient = own.log_softmax(dim=-1), 1.0, None
         losses = -student.gather(1, targets)[:, 0]
         figures = None

@@ -94,7 +94,10 @@ class DistillLoss(SFTLoss):
         return super().sum_losses(model, inputs | {"labels": numbers})
 
     def _teach(self, tokens: torch.Tensor, targets: torch.Tensor) -> Taught:
-        """Return the teacher's distributions of `targets` int64 [n], after `tokens` int64 [n] of the micro-batch, or as its records number them."""
+        """Return the teacher's distributions of `targets` int64 [n].
+
+        `tokens` int64 [n]: the numbers of the tokens before them in the micro-batch, or of their records.
+        """
         if self._records is not None:
             return Taught.coarse(self._records[tokens], self.words)
         return self._seen(self.teacher.logits(tokens), targets)
@@ -114,7 +117,7 @@ class DistillLoss(SFTLoss):
         return torch.cat([self.pick(self.teacher.logits(some), targets) for some, targets in parts]).cpu().numpy()
 
     def of_rows(self, batch: MicroBatch) -> torch.Tensor:
-        """See Loss; this one is the mean -log p: a divergence is near 0 where the student equals its teacher."""
+        """See Loss; this one is the mean -log p. The divergence of a student that equals its teacher is 0."""
         with holding(self, taught=False):
             return super().of_rows(batch)
 

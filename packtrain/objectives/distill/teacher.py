@@ -25,15 +25,15 @@ _SEE = "take another teacher"
 
 
 class Teacher:
-    """A frozen model, on the device or sharded. `rows`: the student's rows of the vocabulary, of which it has at least the tokenizer's.
+    """A frozen model, on the device or sharded.
 
-    Both have the first `words` rows. `see` runs a micro-batch; `logits` then returns those after some of its tokens.
+    Student and teacher both have the first `words` rows of the vocabulary. `see` runs a micro-batch; `logits` then returns logits after some of its tokens.
     """
 
     def __init__(
         self, model: PreTrainedModel, head: tuple[torch.Tensor, torch.Tensor | None] | None, rows: int
     ) -> None:
-        """`head`: the first `rows` of a sharded output head's weight and bias."""
+        """`rows`: the student's rows of the vocabulary. `head`: the first `rows` of a sharded output head's weight and bias."""
         name_backbone(model)
         self.model, self.readout, self._head = model, Readout.of(model.config), head
         self.called: nn.Module = model

@@ -29,7 +29,7 @@ _BLOCK, _POLL_S = 1 << 14, 60.0
 
 @dataclass(frozen=True)
 class TeacherCache:
-    """Rows of int32 [width] for the targets of documents, whose first targets are `borders` int64 [documents + 1]."""
+    """Rows of int32 [width], one for each target. `borders` int64 [documents + 1]: the first target of each document."""
 
     file: Path
     width: int
@@ -95,7 +95,7 @@ class TaughtSteps(Steps):
     def with_records(
         self, start: Start, file: Path, width: int, teach: Callable[[MicroBatch], np.ndarray]
     ) -> TaughtSteps:
-        """Return these steps with the records of all documents. `teach` makes those of a micro-batch: int32 [n, width].
+        """Return these steps with the records of all documents. `teach` makes the records of a micro-batch: int32 [n, width].
 
         One of several runs makes those that `file` lacks, and the others wait. Raises UserError if the disk has no space for them.
         """

@@ -76,7 +76,8 @@ class SFTLoss(Loss):
         self.head.record = [] if self.settings.trainer.ledger and "label_owners" in inputs else None
         with nullcontext([]) if self.routers is None else self.routers.watching(real=batch.examples > 0) as loads:
             loss = self.sum_losses(model, inputs) * scale
-        self.figures[0] += batch.own_counts[0]
+        if len(self.figures) > 1:
+            self.figures[0] += batch.own_counts[0]
         self.by_document = (self.head.losses_of(batch.examples),) if self.head.record else ()
         self.head.record = None
         if self.routers is None:
@@ -101,6 +102,8 @@ class SFTLoss(Loss):
     def mark_metrics(self) -> Callable[[], None]:
         """See Loss."""
         routers = (lambda: None) if self.routers is None else self.routers.mark()
+        if len(self.figures) == 1:
+            return routers
         kept = self.figures.clone()
 
         def set_back() -> None:

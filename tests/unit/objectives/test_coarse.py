@@ -1,4 +1,4 @@
-"""What a teacher's most likely tokens teach: the definition over outcomes, in float64."""
+"""A teacher's most likely tokens beside the definition over outcomes, in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def outcomes(probabilities: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def logits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of a student with 7 words more and of a teacher, and tokens; the first is the teacher's choice, others hardly ever are."""
+    """Logits of a student with 7 more words and of a teacher, and tokens.
+
+    The first token is the teacher's choice, others hardly ever are.
+    """
     torch.manual_seed(0)
     student, teacher = 2 * torch.randn(200, WORDS + 7), 3 * torch.randn(200, WORDS)
     targets = torch.randint(WORDS, (200,))

@@ -1,4 +1,4 @@
-"""The teacher's records on disk: written in any order by any processes, read by document, damage noticed."""
+"""The teacher's records on disk are read by document, and damage is noticed."""
 
 from __future__ import annotations
 
