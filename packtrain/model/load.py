@@ -211,7 +211,7 @@ def check_positions(model: PreTrainedModel, longest: int, *, padded: bool, key: 
         name = "max_position_embeddings" if hasattr(config, "max_position_embeddings") else "max_seq_len"
         what = f"the longest document has {longest} tokens, {named} is made for {positions} positions"
         name = name if config is model.config else f"text_config.{name}"
-        fix = f"set it to {positions}" + ("" if key else f", or model.config.{name} to what you want it to learn")
+        fix = f"set it to {positions}" + ("" if key else f", or model.config.{name} to the length that it should learn")
         raise UserError(what, where="data.max_length", fix=fix, code="too-few-positions")
 
 

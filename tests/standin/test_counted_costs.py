@@ -76,7 +76,7 @@ def test_sums_in_ligers_norms_save_a_launch_each_way_and_six_bytes_a_number(shap
 @pytest.mark.exhaustive
 @needs_liger
 def test_fused_experts_move_and_keep_less_than_grouped_ones() -> None:
-    """As docs/speed.md says: bytes beside products, launches, bytes of the products, bytes kept."""
+    """docs/speed.md has these figures: bytes beside products, launches, bytes of the products, bytes kept."""
     (grouped, fused), (products, kept) = by_liger("experts 30B", "fused")
     for own, most in ((grouped, (1_231_700, 103)), (fused, (374_700, 80))):
         assert own[0] + own[2] <= most[0] and own[1] + own[3] <= most[1]

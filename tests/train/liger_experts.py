@@ -1,5 +1,8 @@
-"""Liger's fused experts in Triton's interpreter on tiny models, in a process of its own, since Triton decides as it is imported: their errors
-beside the loop in float32, both beside float64 in bfloat16, and the proof in bfloat16, as JSON."""
+"""Print errors of Liger's fused experts on tiny models, as JSON.
+
+Triton chooses its interpreter when it is imported, so this runs in a new process. The errors are beside the loop in float32, and of both beside
+float64 in bfloat16; the proof runs in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ def adapted() -> Any:
 
 
 def nearer(device: str = "cpu") -> dict[str, list[float]]:
-    """The errors of the loop and of the product in bfloat16, over six tiles of the intermediate width, beside float64."""
+    """Return errors of the loop and the product in bfloat16, beside float64.
+
+    The intermediate width has six tiles.
+    """
     model: Any = tiny_model(
         "qwen3_moe", **{**MIXTURES["qwen3_moe"], "moe_intermediate_size": 768, "num_hidden_layers": 1}
     )

@@ -144,7 +144,7 @@ class Run:
 
     @property
     def ledger_by_names(self) -> list[dict]:
-        """The ledger with file names in place of paths: runs may have data in folders of their own."""
+        """The ledger with file names in place of paths."""
         return [{**line, "row": line["row"] and Path(line["row"]).name} for line in self.ledger]
 
     @property
@@ -184,7 +184,7 @@ def after(do: Callable[..., object], own: Callable[..., Any]) -> Callable[..., A
 
 
 def assert_same_bits(run: Run, expected: Run, file: str = "final/model.safetensors", *, after: int = 0) -> None:
-    """Losses (from step `after` on) of steps and documents, and the weights in `file`, are equal bit for bit."""
+    """Losses after step `after`, and the weights in `file`, are equal bit for bit."""
     assert run.losses == expected.losses[after:]
     own, ledger = run.ledger_by_names, expected.ledger_by_names
     assert own == ledger[-len(own) :] and (after or len(own) == len(ledger))

@@ -1,4 +1,4 @@
-"""Experts in Liger's fused product: where it can be taken, how it is called, and that it trains as the loop does."""
+"""Liger's fused product of experts trains as the loop does."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ON_EXPERTS = LoraConfig(
 
 
 class Product(torch.autograd.Function):
-    """What Liger's function computes, by torch. `formats` are those of its calls; `by` multiplies its gradient of the weights."""
+    """Liger's function in torch. `formats` lists the formats of its calls; `by` multiplies the gradient of the weights."""
 
     formats, by = list[tuple[torch.dtype, ...]](), 1.0
 
@@ -120,7 +120,7 @@ def test_losses_and_gradients_are_those_of_the_loop(family: str, policy: str, ad
 
 @pytest.mark.usefixtures("kernel")
 def test_weights_and_tokens_are_in_one_format() -> None:
-    """Over float32 weights in that of autocast; without autocast in that of the weights, or in float32 where a proof computes in it."""
+    """Autocast decides the format, else the weights do. A proof in float32 gets float32."""
     model = tiny_model("qwen3_moe", **EXPERTS).train()
     exact, _ = loss_and_gradients(model, ROW)
     fuse_experts(model)
