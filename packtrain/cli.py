@@ -23,9 +23,10 @@ from typer.core import TyperCommand
 
 from packtrain import __version__
 from packtrain.errors import UserError, exit_code_of, report_error
+from packtrain.launch.arguments import check_folder, check_verb, load_and_plan, load_job, note, split_arguments
 from packtrain.objectives.spec import OBJECTIVES
 from packtrain.system import fast_imports, open_streams, outlive_terminal
-from packtrain.wording import CleanStream, clean, learn
+from packtrain.wording import CleanStream, learn
 
 try:
     _objectives = OBJECTIVES.all()
@@ -33,7 +34,6 @@ except UserError as error:  # another package's objective
     sys.exit(report_error(error))
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
-    from packtrain.launch.jobs import Job
     from packtrain.plan.launch_plan import LaunchPlan
     from packtrain.run_folder import RunFolder
 
@@ -134,12 +134,12 @@ _config_verb = partial(app.command, cls=ConfigVerb, context_settings=_VERB_SETTI
 def _add_training_verb(verb: str, about: str) -> None:
     @_config_verb(verb, help=about)
     def train(arguments: Arguments = None, dry_run: DryRun = False) -> int:
-        run, launch = _config_and_plan(arguments, verb)
+        run, launch = load_and_plan(arguments, verb)
         if dry_run:
             from packtrain.plan.known_model import check_weights
             from packtrain.plan.screen import print_plan
 
-            _check_attempt(run, arguments)
+            check_folder(run, arguments)
             check_weights(run, gpu=launch.gpu_memory is not None)
             print_plan(run, launch, verb, arguments or [])
             return 0
@@ -166,12 +166,12 @@ def plan(
     from packtrain.plan.known_model import check_weights
     from packtrain.plan.screen import plan_json, print_plan
 
-    run, launch = _config_and_plan(arguments, packages=False)
+    run, launch = load_and_plan(arguments, packages=False)
     needed = [*check_packages(run)]
     for_gpus = launch.gpus == 0 and any(fault.keys[0] in FOR_GPUS for fault in needed)
     if needed and not (for_gpus or gpu_memory is not None or launch.nodes > 1 or launch.obstacles):
-        _config_and_plan(arguments)  # it would start here: raises the run's own errors
-    _check_attempt(run, arguments)
+        load_and_plan(arguments)  # it would start here: raises the run's own errors
+    check_folder(run, arguments)
     if gpu_memory is not None:
         launch = replace(launch, gpu_memory=int(gpu_memory * GIB))
     check_weights(run, gpu=launch.gpu_memory is not None)
@@ -217,7 +217,7 @@ def inspect(
     for name in (name for name, value in (with_ledger if ledger is None else without).items() if value is not None):
         what = "it goes only with --ledger RUN_DIR" if ledger is None else "it does not go with --ledger"
         raise UserError(what, where=name, fix="Leave one of them out, or add the other.", code="ledger-options")
-    run, launch = _config_and_plan(arguments)
+    run, launch = load_and_plan(arguments)
     if ledger is not None:
         return show_by_ledger(ledger, training_sources(run), sort, top, above, write, as_json=as_json)
     title = split_arguments(arguments)[0] or "data"
@@ -245,7 +245,7 @@ def verify(
         name = "--attach" if attached else "--attention"
         what = "it says how the model of --collator runs"
         raise UserError(what, where=name, fix="Give --collator, too.", code="no-collator")
-    run, _ = _config_and_plan(arguments)
+    run, _ = load_and_plan(arguments)
     if collator is None:
         return run_verification(run, partial(_execute, "verify"), as_json=as_json)
     return run_on_collator(run, collator, attention=attention, attached=attached, as_json=as_json)
@@ -265,7 +265,7 @@ def bench(
     """Measure which packing mode and sizes train this config fastest here; nothing is kept."""
     from packtrain.bench.launches import run_bench
 
-    run, _ = _config_and_plan(arguments)
+    run, _ = load_and_plan(arguments)
     return run_bench(run, _measure, seconds=seconds, as_json=as_json, given=arguments or [])
 
 
@@ -280,7 +280,7 @@ def env(
     def load() -> RunConfig | None:
         from packtrain.config.compose import load_config
 
-        return load_config(*split_arguments(arguments), _note) if arguments else None
+        return load_config(*split_arguments(arguments), note) if arguments else None
 
     if cluster:
         from packtrain.diagnose.cluster import show_cluster
@@ -304,7 +304,7 @@ def sbatch(
     """Write a Slurm script for a run or a sweep of runs, or submit it."""
     from packtrain.launch.jobs import submit_or_write
 
-    job = _job(verb, arguments, sweep)
+    job = load_job(verb, arguments, sweep)
     return submit_or_write(job, submit=submit, file=output, as_json=as_json)
 
 
@@ -328,7 +328,7 @@ def deploy(
 
     said = [word for name, value in (("--image", image), ("--gpu", gpu)) if value for word in (name, value)]
     said = ["packtrain", "deploy", "--on", on, *said, *(["--spot"] if spot else []), verb, *(arguments or [])]
-    job = replace(_job(verb, arguments, False, packages=False), invoked_as=tuple(said))
+    job = replace(load_job(verb, arguments, False, packages=False), invoked_as=tuple(said))
     return deploy_or_write(on, job, Machines(image, gpu, spot), submit=submit, file=output)
 
 
@@ -393,8 +393,8 @@ def evaluate(
     """Measure any model (model.path=…) on data.eval as a training would, on answers to it, or on tasks of lm_eval."""
     from packtrain.serve.evaluation import evaluate, load_evaluated
 
-    given, run = load_evaluated(*split_arguments(arguments), _note)
-    _check_verb(run, run.objective.kind)
+    given, run = load_evaluated(*split_arguments(arguments), note)
+    check_verb(run, run.objective.kind)
     names, execute = tasks.split(",") if tasks else [], partial(_execute, "eval")
     return evaluate(given, run, execute, rows=generate, score=score, tokens=max_tokens, tasks=names, as_json=as_json)
 
@@ -498,77 +498,3 @@ def main() -> None:
         app()
     except Exception as error:  # raised outside any verb
         sys.exit(report_error(error))
-
-
-def _check_attempt(run: RunConfig, arguments: list[str] | None) -> None:
-    """Raise UserError if the run's folder would refuse the run."""
-    from packtrain.launch.attempt import check_attempt
-    from packtrain.run_folder import RunFolder
-
-    check_attempt(run, split_arguments(arguments)[0], RunFolder.of(run.trainer), run.trainer.resume)
-
-
-def _config_and_plan(
-    arguments: list[str] | None, verb: str | None = None, *, packages: bool = True
-) -> tuple[RunConfig, LaunchPlan]:
-    """Return the config that the arguments name, and its plan. `verb` is the verb to plan for, else the config's own."""
-    from packtrain.config.compose import load_config
-    from packtrain.plan.launch_plan import plan_launch
-    from packtrain.plan.surroundings import detect_surroundings
-
-    path, changes = split_arguments(arguments)
-    run = load_config(path, [*_implied_by(verb), *changes], _note, packages=packages)
-    _check_verb(run, verb or run.objective.kind)
-    return run, plan_launch(run, detect_surroundings(), run.objective.kind, arguments or [])
-
-
-def _job(verb: str, arguments: list[str] | None, sweep: bool, *, packages: bool = True) -> Job:
-    """Return the run, or the runs of a sweep, as a Slurm job. It starts in this folder."""
-    from packtrain.config.compose import Point, load_config, load_points
-    from packtrain.launch.jobs import Job
-    from packtrain.plan.surroundings import command_of
-
-    path, changes = split_arguments(arguments)
-    if sweep:
-        points, shared = load_points(path, changes, _implied_by(verb), _note)
-    else:
-        points, shared = [Point(load_config(path, [*_implied_by(verb), *changes], _note, packages=packages))], changes
-    for point in points:
-        _check_verb(point.config, verb)
-    called = ("packtrain", "sbatch", verb, *(arguments or []), *(["-m"] if sweep else []))
-    named = (*([path] if path else []), *shared)
-    return Job(verb, called, named, tuple(points), Path.cwd(), tuple(command_of("packtrain", absolute=True)))
-
-
-def _note(line: str) -> None:
-    """Print on stderr how the config was interpreted. If another launcher started several processes, only rank 0 prints."""
-    if os.environ.get("RANK", "0") == "0":
-        print(clean(line), file=sys.stderr)
-
-
-def _implied_by(verb: str | None) -> list[str]:
-    """Return the overrides that a verb implies: under `packtrain dpo` objective.kind need not be written."""
-    from packtrain.config.objective import Objective
-
-    return [] if verb in (None, Objective().kind) else [f"objective.kind={verb}"]
-
-
-def _check_verb(run: RunConfig, verb: str) -> None:
-    """Raise UserError if the config is for another verb, or describes an impossible model."""
-    from packtrain.plan.known_model import check_model_config
-
-    if verb != run.objective.kind:
-        what = f"this config is for packtrain {run.objective.kind}, not {verb}"
-        raise UserError(what, where="objective.kind", fix=f"Use packtrain {run.objective.kind}.", code="wrong-verb")
-    check_model_config(run.model, scores=run.objective.spec.scores)
-
-
-def split_arguments(arguments: list[str] | None) -> tuple[str | None, list[str]]:
-    """Return the config's path (the first argument, unless it is an override) and the overrides. Raises UserError without arguments."""
-    if not arguments:
-        fix = "Name a YAML file, e.g. packtrain sft recipes/quickstart-sft.yaml."
-        raise UserError("no config", fix=fix, code="no-config")
-    first = arguments[0]
-    if os.path.isfile(first) or not ("=" in first or first.startswith(("~", "+", "-"))):
-        return first, arguments[1:]
-    return None, arguments

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from packtrain import __version__
-from packtrain.cli import split_arguments
 from packtrain.errors import BUG, CheckFailed, PeerFailed, Problem, UserError, exit_code_of
+from packtrain.launch.arguments import split_arguments
 from packtrain.plan.surroundings import command_of
 from tests.unit.command_line import packtrain
 
