@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -18,28 +16,20 @@ from running import Run, packtrain, write_jsonl
 from test_chat import piped
 
 from packtrain.data.sources.quickstart import conversations
-
-
-def environment_of(folder: Path) -> dict[str, str]:
-    """A cache of its own, no hub, and the one CPU core that the other tests leave."""
-    return {**os.environ, "PACKTRAIN_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+from tests import wheels
 
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The folder in which the quickstart was run, and what it said."""
-    folder = tmp_path_factory.mktemp("quickstart")
+    """The folder in which an installed wheel ran the quickstart, and the finished process."""
+    folder, made = tmp_path_factory.mktemp("quickstart"), tmp_path_factory.mktemp("made")
+    bin = wheels.install_alone(wheels.build(made), made / "venv")
+    assert wheels.place_of_packtrain(bin, folder).is_relative_to(made)
     write_jsonl(folder / "first.jsonl", conversations("train", count=500))
     # a fortieth of its 800 steps: the loss is a third by then; they see 400 rows of its 10,000, which take longer to tokenise
     short = ["trainer.max_steps=20", "data.train=first.jsonl"]
-    result = subprocess.run(
-        [sys.executable, "-m", "packtrain", "sft", "recipes/quickstart-sft.yaml", *short],
-        cwd=folder,  # not the checkout: the recipe is found in the package
-        env={**environment_of(folder), "PYTHONPROFILEIMPORTTIME": "1"},  # imports are listed in stderr
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
+    variables = {"PYTHONPROFILEIMPORTTIME": "1"}  # imports are listed in stderr
+    result = wheels.run(bin, "packtrain", "sft", "recipes/quickstart-sft.yaml", *short, folder=folder, **variables)
     return folder, result
 
 
@@ -69,7 +59,6 @@ def test_the_quickstart_leaves_a_report_with_its_data_and_answers(quickstart) ->
 
 def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_learnt(quickstart) -> None:
     tmp_path, result = quickstart
-    environment = environment_of(tmp_path)
     assert result.returncode == 0, result.stderr
     run = Run(tmp_path / "runs" / "quickstart-sft")
     assert run.summary["eval_loss"] < run.summary["first_eval_loss"] / 2  # halved long before the 800 steps are over
@@ -78,10 +67,11 @@ def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_lea
     assert str(run.folder.resolve()) in out
     lines = [line for line in out.split("next:")[1].splitlines() if line.strip()]
     assert max(len(line) for line in lines if "#" in line) <= 80  # a command alone may be longer
-    commands = [arguments_of(line) for line in lines if not line.lstrip().startswith("#")]
+    bin = Path(result.args[0]).parent
+    commands = [arguments_of(line, bin) for line in lines if not line.lstrip().startswith("#")]
     assert [given[0] for given in commands] == ["report", "chat", "eval", "export"]
     report, chat, evaluate, export = commands
-    own = {name: environment[name] for name in ("PACKTRAIN_CACHE", "HF_HUB_OFFLINE")}
+    own = {"PACKTRAIN_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     (run.folder / "report.html").unlink()
     packtrain(*report, cwd=tmp_path, env=own)
     assert (run.folder / "report.html").exists()
@@ -94,10 +84,10 @@ def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_lea
     assert export[2:] == ["--to", "hub", "--repo", "YOU/NAME"]  # there is no llama.cpp here
 
 
-def arguments_of(command: str) -> list[str]:
-    """What follows packtrain in a command line, whose program is there."""
+def arguments_of(command: str, bin: Path) -> list[str]:
+    """Return the arguments of a command line after packtrain, which lies in `bin`."""
     words = shlex.split(command, comments=True)
-    assert shutil.which(words[0])
+    assert shutil.which(words[0], path=str(bin))
     return words[[Path(word).name for word in words].index("packtrain") + 1 :]
 
 

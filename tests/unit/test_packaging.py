@@ -1,18 +1,27 @@
-"""The wheel is all that a user needs, and .ci/run runs what the README says."""
+"""The wheel is all that a user needs; .ci/run runs the command of the README."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from email.parser import BytesParser
+from io import StringIO
 from pathlib import Path
 
 import pytest
+import yaml
+from readme_renderer import markdown
 
 from packtrain import __version__
+from tests import wheels
 
 ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = ("configs", "recipes", "slurm", "deploy")
 
 
 def git_files(*folders: str) -> set[str]:
@@ -25,36 +34,80 @@ def git_files(*folders: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel, built with the build backend of this environment (no download)."""
-    folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    built = subprocess.run(command, capture_output=True, text=True)
-    assert built.returncode == 0, built.stdout + built.stderr
-    (file,) = folder.glob("*.whl")
-    return zipfile.ZipFile(file)
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, in a folder with the sdist that it was made from."""
+    return wheels.build(tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(built)
+
+
+def test_the_sdist_has_what_builds_and_runs_and_no_tests(built: Path) -> None:
+    with tarfile.open(built.with_name(f"packtrain-{__version__}.tar.gz")) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    files = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore"}
+    assert names == git_files("packtrain", *SHIPPED) | files | {"PKG-INFO"}
 
 
 def test_the_wheel_has_every_module_config_and_recipe_nothing_else_and_the_version_the_command_and_the_licence(wheel):
-    shipped = git_files("configs", "recipes", "slurm", "deploy")
-    wanted = git_files("packtrain") | {f"packtrain/_shipped/{name}" for name in shipped}
+    wanted = git_files("packtrain") | {f"packtrain/_shipped/{name}" for name in git_files(*SHIPPED)}
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == wanted
     info = f"packtrain-{__version__}.dist-info"
     assert "packtrain = packtrain.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
     assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
 
 
-def test_an_unpacked_wheel_finds_its_recipes_from_any_folder(wheel, tmp_path):
-    wheel.extractall(tmp_path / "site")
-    code = (
-        "import packtrain; from packtrain.config.compose import load_config\n"
-        "print(packtrain.__file__); print(load_config('recipes/quickstart-sft.yaml', ['peft=lora']).peft.kind)"
-    )
-    (tmp_path / "elsewhere").mkdir()
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n{code}"]
-    ran = subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, check=True)
-    file, kind = ran.stdout.split()
-    assert Path(file).is_relative_to(tmp_path) and kind == "lora"
+def test_pypi_shows_the_readme_and_each_of_its_links_leads_to_a_file_of_this_release(wheel) -> None:
+    metadata = BytesParser().parsebytes(wheel.read(f"packtrain-{__version__}.dist-info/METADATA"))
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    warnings = StringIO()
+    page = markdown.render(str(metadata.get_payload()), stream=warnings)
+    assert page is not None and not warnings.getvalue()
+    assert "<table>" in page and "<pre" in page
+    links = re.findall(r'(?:href|src)="([^"]*)"', page)
+    assert len(links) > 30 and all(link.startswith(("https://", "#user-content-")) for link in links), links
+    ours = [
+        re.fullmatch(r"https://[\w.]+/packtrain/packtrain/(?:blob/)?v([\d.]+)/([^#]*)(?:#.*)?", one) for one in links
+    ]
+    found = [(one[1], one[2]) for one in ours if one]
+    assert len(found) > 30
+    assert [one for one in found if one[0] != __version__ or not (ROOT / one[1]).is_file()] == []
+
+
+def test_every_place_that_names_the_version_has_the_same() -> None:
+    released = re.findall(r"^## (\d+\.\d+\.\d+) \((\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert released[0] == (__version__, str(citation["date-released"])) and citation["version"] == __version__
+
+
+def test_an_installed_wheel_plans_a_recipe_in_an_empty_folder(built: Path, tmp_path: Path) -> None:
+    """tests/train/test_quickstart_run.py trains with it."""
+    bin, folder = wheels.install_alone(built, tmp_path / "venv"), tmp_path / "empty"
+    folder.mkdir()
+    assert wheels.place_of_packtrain(bin, folder).is_relative_to(tmp_path)
+    assert wheels.run(bin, "packtrain", "--version", folder=folder).stdout == f"packtrain {__version__}\n"
+    planned = wheels.run(bin, "packtrain", "plan", "recipes/quickstart-sft.yaml", "peft=lora", folder=folder)
+    assert planned.returncode == 0 and "quickstart" in planned.stdout, planned.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["whl", "tar.gz"])
+def test_an_empty_environment_takes_all_it_needs_from_the_registry_and_trains(built, kind, tmp_path) -> None:
+    (file,) = built.parent.glob(f"*.{kind}")
+    bin, folder = tmp_path / "venv/bin", tmp_path / "empty"
+    folder.mkdir()
+    try:
+        subprocess.run([sys.executable, "-m", "venv", bin.parent], check=True)
+        subprocess.run([bin / "pip", "install", "--quiet", file], check=True)
+        assert wheels.place_of_packtrain(bin, folder).is_relative_to(tmp_path)
+        ran = wheels.run(bin, "packtrain", "sft", "recipes/quickstart-sft.yaml", "trainer.max_steps=2", folder=folder)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert (folder / "runs/quickstart-sft/final/model.safetensors").is_file()
+    finally:
+        shutil.rmtree(bin.parent, ignore_errors=True)  # gigabytes
 
 
 def test_ci_runs_the_test_command_of_the_readme_word_for_word(tmp_path):
