@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -35,3 +37,31 @@ def test_a_bug_before_there_is_a_log_shows_what_libraries_said(capsys: pytest.Ca
     words, bug = capsys.readouterr().err.split("\n", 1)
     assert words == "a library's last words" and "AssertionError: ours" in bug
     system.kept.clear()
+
+
+TRACKER = """
+import atexit, os
+def end():
+    os.write(2, b"the run is at example.org\\n")
+    raise OSError("not sent")
+atexit.register(end)
+class Leak:
+    def __del__(self, write=os.write):
+        write(2, b"nanobind: leaked function\\n")
+leak = Leak()
+leak.itself = leak
+"""
+
+
+def test_a_crash_and_the_exit_handlers_of_libraries_are_shown_but_not_how_objects_are_taken_apart(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "tracker.py").write_text(TRACKER)
+    code = (
+        "from packtrain.system import fast_imports\nwith fast_imports():\n    import tracker\nraise ValueError('ours')"
+    )
+    environment = {"PYTHONPATH": f"{tmp_path}:{Path(system.__file__).parents[1]}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    found = [line for line in done.stderr.splitlines() if line.startswith(("ValueError", "OSError", "the run", "nano"))]
+    assert found == ["ValueError: ours", "the run is at example.org", "OSError: not sent"]
