@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from packtrain.system import ENDING, Stopped, holding, listening, outlive_terminal, stopped_by
+from packtrain.system import ENDING, Stopped, holding, kept, listening, outlive_terminal, stopped_by
 from packtrain.wording import BUGS, Redactor, clean, first_line, visible
 
 _OURS = f"{Path(__file__).parent}{os.sep}"
@@ -290,6 +290,7 @@ def report_error(error: Exception | KeyboardInterrupt, *, alone: bool = True) ->
     if isinstance(error, BrokenPipeError):  # the reader of our output has ended (`packtrain plan … | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    print(clean("".join(kept)), end="", file=sys.stderr)  # what libraries said before there was a log
     _print_traceback(error)
     if alone:
         print(BUG, file=sys.stderr)

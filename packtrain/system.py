@@ -30,7 +30,7 @@ from packtrain.wording import CleanStream
 
 _OUTPUTS = {"stdout": 1, "stderr": 2}
 kept: list[str] = []
-"""Output of libraries in `kept_from_terminal`, for the log of this process."""
+"""Output of libraries, for the log of this process. A bug shows it if there is no log yet."""
 ENDING = (signal.SIGINT, signal.SIGTERM)
 """The signals that ask a process to end."""
 DISK_S = 3
@@ -169,9 +169,10 @@ def kept_from_terminal() -> Iterator[None]:
         with open(memory, "rb") as file:
             file.seek(0)
             text = file.read().decode(errors="replace")
-        kept.append(text)
         if failed:
             print(text, end="", file=sys.stderr, flush=True)
+        else:
+            kept.append(text)
 
 
 def quiet_at_exit() -> None:

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -88,7 +88,11 @@ class Log:
 
 
 def quiet_libraries(*, on_cpu: bool) -> None:
-    """Turn off progress bars, advice and deprecation warnings of libraries. Called once, before a process trains."""
+    """Turn off progress bars, advice and deprecation warnings of libraries. Called once, before a process trains.
+
+    Other warnings wait for the log: they come from the first library call on, and a process opens its log after it has joined the others.
+    """
+    _show_warnings_by(lambda line: kept.append(f"{line}\n"))
     warnings.simplefilter("ignore", FutureWarning)
     transformers_logging.set_verbosity_error()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns in every product of 8 bits
@@ -100,9 +104,12 @@ def quiet_libraries(*, on_cpu: bool) -> None:
 
 def warnings_to(log: Log) -> None:
     """Send Python's warnings to the log file: they are for developers, not for users."""
+    _show_warnings_by(log.note)
 
+
+def _show_warnings_by(write: Callable[[str], object]) -> None:
     def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
-        log.note(f"{filename}:{lineno}: {category.__name__}: {message}")
+        write(f"{filename}:{lineno}: {category.__name__}: {message}")
 
     warnings.showwarning = note
 
