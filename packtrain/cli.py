@@ -352,6 +352,15 @@ def convert(
 
 
 @_verb()
+def schema(output: OutputFile = None) -> int:
+    """Write a JSON Schema of a config, by which editors complete and check it."""
+    from packtrain.config.json_schema import write_schema
+
+    write_schema(output)
+    return 0
+
+
+@_verb()
 def doctor(
     run: Annotated[str, Argument(metavar="RUN_DIR", help="The run's folder (trainer.output_dir).")],
     stacks: Annotated[bool, Option("--stacks", help="Ask the live processes what they are doing.")] = False,

@@ -37,6 +37,16 @@ The grammar is Hydra's: `key=value` sets, `+group=choice` adds, `~key` takes awa
 Relative paths start at the folder where packtrain is started. If a change on the command line makes a key of the file
 useless, the key is dropped, and a line says so: `data.eval=null` takes `trainer.eval_every` with it.
 
+Editors complete, explain and check these keys if a file begins as every recipe does:
+
+```yaml
+# yaml-language-server: $schema=https://packtrain.github.io/packtrain/packtrain.schema.json
+```
+
+VS Code needs its YAML extension for it; JetBrains IDEs take the address in their settings, under JSON Schema Mappings. In CI,
+`check-jsonschema --schemafile URL run.yaml` does the same. `packtrain schema -o FILE` writes a schema that also knows objectives and
+backends of [your own packages](extending.md).
+
 The tables of advanced keys hold what `packtrain sft -h` leaves out; `packtrain sft -h all` shows these too.
 
 This page is generated: `python -m packtrain.config.help > docs/config.md`.
