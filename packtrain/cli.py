@@ -352,11 +352,11 @@ def convert(
 
 
 @_verb()
-def schema(output: OutputFile = None) -> int:
-    """Write a JSON Schema of a config, by which editors complete and check it."""
-    from packtrain.config.json_schema import write_schema
+def schema() -> int:
+    """Print a JSON Schema of configs: editors complete and check their keys by it."""
+    from packtrain.config.json_schema import schema_text
 
-    write_schema(output)
+    print(schema_text())
     return 0
 
 

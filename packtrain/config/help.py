@@ -37,15 +37,8 @@ The grammar is Hydra's: `key=value` sets, `+group=choice` adds, `~key` takes awa
 Relative paths start at the folder where packtrain is started. If a change on the command line makes a key of the file
 useless, the key is dropped, and a line says so: `data.eval=null` takes `trainer.eval_every` with it.
 
-Editors complete, explain and check these keys if a file begins as every recipe does:
-
-```yaml
-# yaml-language-server: $schema=https://packtrain.github.io/packtrain/packtrain.schema.json
-```
-
-VS Code needs its YAML extension for it; JetBrains IDEs take the address in their settings, under JSON Schema Mappings. In CI,
-`check-jsonschema --schemafile URL run.yaml` does the same. `packtrain schema -o FILE` writes a schema that also knows objectives and
-backends of [your own packages](extending.md).
+Editors (VS Code with its YAML extension; JetBrains IDEs with the address under JSON Schema Mappings) complete, explain and check a file that
+begins as the recipes do; in CI, `check-jsonschema --schemafile URL FILE` checks it. `packtrain schema` knows [your packages](extending.md) too.
 
 The tables of advanced keys hold what `packtrain sft -h` leaves out; `packtrain sft -h all` shows these too.
 

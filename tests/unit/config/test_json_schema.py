@@ -1,4 +1,4 @@
-"""The JSON Schema says what the loader says: of each key and value, of all recipes, and of configs with mistakes."""
+"""The JSON Schema takes what the loader takes, and refuses what it refuses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.command_line import packtrain
 
 PUBLISHED = shipped("configs").parent / "docs" / "packtrain.schema.json"
 RECIPES = sorted(shipped("recipes").glob("*.yaml"))
-CHECK = Draft7Validator(json.loads(PUBLISHED.read_text(encoding="utf-8")))
+CHECK = Draft7Validator(json.loads(PUBLISHED.read_text()))
 COMPLETE = {"model.path": "owner/model", "data.train": "owner/data", "batch.examples_per_step": "32"}
 ENTRIES = {"data.train": DataSource, "data.stages": Stage, "optim.groups": WeightGroup}
 WRONG = {  # YAML → the key that is refused
@@ -90,12 +90,12 @@ RIGHT = (
 
 
 def errors(text: str) -> list[list[ValidationError]]:
-    """What the schema refuses in a text read as YAML 1.1, and as YAML 1.2."""
+    """The schema's errors in a text, read as YAML 1.1 and as YAML 1.2."""
     return [[*CHECK.iter_errors(read(text))] for read in (yaml.safe_load, construct_yaml_implementation().load)]
 
 
 def refused(text: str, folder: Path) -> list[str]:
-    """The places of what the loader refuses."""
+    """The places of the loader's errors."""
     (folder / "run.yaml").write_text(text)
     given = OmegaConf.create(text)
     rest = [f"{key}={value}" for key, value in COMPLETE.items() if OmegaConf.select(given, key) is None]
@@ -108,13 +108,9 @@ def refused(text: str, folder: Path) -> list[str]:
 
 def test_the_published_schema_is_what_the_command_writes_and_is_one_of_draft_7(tmp_path: Path) -> None:
     Draft7Validator.check_schema(CHECK.schema)
-    assert packtrain("schema", folder=tmp_path).stdout == PUBLISHED.read_text(encoding="utf-8"), (
-        "packtrain schema -o docs/packtrain.schema.json"
+    assert packtrain("schema", folder=tmp_path).stdout == PUBLISHED.read_text(), (
+        "packtrain schema > docs/packtrain.schema.json"
     )
-    assert packtrain("schema", "-o", "a.json", folder=tmp_path).returncode == 0
-    assert (tmp_path / "a.json").read_bytes() == PUBLISHED.read_bytes()
-    lost = packtrain("schema", "-o", "no/a.json", folder=tmp_path)
-    assert lost.returncode == 2 and "[cannot-write]" in lost.stderr
 
 
 def test_every_recipe_begins_with_the_published_address_and_passes_check_jsonschema() -> None:
@@ -158,7 +154,8 @@ def samples(key: Key) -> Iterator[Any]:
     ]
     plain = [None, True, False, -1, 0, 1, 1.5, float("inf"), *words]
     plain += [value for bound in bounds for value in (int(bound) - 1, int(bound), int(bound) + 1)]
-    yield from (key.default, *plain, [], {}, *([value] for value in plain), *({"a": value} for value in plain))
+    few = [None, 1, *words]
+    yield from (key.default, *plain, [], {}, *([value] for value in few), *({"a": value} for value in few))
     yield from ({"path": "a"}, [{"path": "a"}], {"path": 1}, [{"path": 1}], {"a": [{"path": "a"}]}, {"until": 1})
 
 
@@ -178,5 +175,5 @@ def test_schema_and_loader_take_the_same_values_of_every_key(of: str) -> None:
 
 
 def test_any_key_may_be_interpolated_whole() -> None:
-    given = {group: {key: "${oc.env:HERE}" for key in keys_of(cls)} for group, cls in groups().items()}
+    given = {group: dict.fromkeys(keys_of(cls), "${oc.env:HERE}") for group, cls in groups().items()}
     assert sum(map(len, given.values())) == len(keys()) and [*CHECK.iter_errors(given)] == []
