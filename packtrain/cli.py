@@ -352,6 +352,15 @@ def convert(
 
 
 @_verb()
+def schema() -> int:
+    """Print a JSON Schema of configs: editors complete and check their keys by it."""
+    from packtrain.config.json_schema import schema_text
+
+    print(schema_text())
+    return 0
+
+
+@_verb()
 def doctor(
     run: Annotated[str, Argument(metavar="RUN_DIR", help="The run's folder (trainer.output_dir).")],
     stacks: Annotated[bool, Option("--stacks", help="Ask the live processes what they are doing.")] = False,

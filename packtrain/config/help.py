@@ -37,6 +37,9 @@ The grammar is Hydra's: `key=value` sets, `+group=choice` adds, `~key` takes awa
 Relative paths start at the folder where packtrain is started. If a change on the command line makes a key of the file
 useless, the key is dropped, and a line says so: `data.eval=null` takes `trainer.eval_every` with it.
 
+Editors (VS Code with its YAML extension; JetBrains IDEs with the address under JSON Schema Mappings) complete, explain and check a file that
+begins as the recipes do; in CI, `check-jsonschema --schemafile URL FILE` checks it. `packtrain schema` knows [your packages](extending.md) too.
+
 The tables of advanced keys hold what `packtrain sft -h` leaves out; `packtrain sft -h all` shows these too.
 
 This page is generated: `python -m packtrain.config.help > docs/config.md`.

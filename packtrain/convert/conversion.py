@@ -21,6 +21,7 @@ import yaml
 
 from packtrain.config.compose import faults_of
 from packtrain.config.keys import keys
+from packtrain.config.yaml_files import SCHEMA_LINE
 from packtrain.convert import counterparts, foreign_data, foreign_pictures
 from packtrain.convert.counterparts import (
     DIFFERS,
@@ -376,7 +377,7 @@ def commented_yaml(done: Conversion) -> str:
             lines += _comment(f"  {note.key}{'' if note.own else ' (default there)'}: {what}")
     unset = [note.key for note in done.notes if note.value is None]
     lines += ["", *_comment(f"Not set there: {', '.join(unset)}")] if unset else []
-    return "\n".join(lines) + "\n"
+    return SCHEMA_LINE + "\n".join(lines) + "\n"
 
 
 def _key(path: str, value: Value, notes: Sequence[Note], left: list[Note]) -> list[str]:
