@@ -269,9 +269,15 @@ def _entries(file: ConfigFile, group: str) -> list[tuple[str, str, str]]:
     for at, entry in enumerate(file.defaults):
         where = f"{file.place(f'defaults[{at}]')}, defaults"
         name, choice = next(iter(entry.items()), ("", 0)) if is_mapping(entry) else ("", entry)
-        if choice is None:  # no choice for this group
+        several = is_mapping(entry) and len(entry) > 1
+        if choice is None and not several:  # no choice for this group
             continue
-        if not isinstance(choice, str if not name else (str, int)) or "$" in f"{name}{choice}" or " " in str(name):
+        if (
+            several
+            or not isinstance(choice, str if not name else (str, int))
+            or "$" in f"{name}{choice}"
+            or " " in str(name)
+        ):
             what = f"{entry!r} is not a valid entry of a defaults list (interpolation, override and optional are not supported)"
             raise UserError(what, where=where, fix=_DEFAULTS_FORM, code="bad-defaults-entry")
         if not name and choice != _SELF:

@@ -475,6 +475,8 @@ def test_the_help_has_sixty_keys_or_all_and_explains_those_that_are_named(width:
         (f"model: {{config: {'{a: ' * 2000}1{'}' * 2000}}}\n", "run.yaml", "[too-deep]"),
         ("\ndefaults: [peft: lora, peft: none]\n", "run.yaml:2, defaults", "[two-choices]"),
         ("\ndefaults: ['${x}']\n", "run.yaml:2, defaults", "[bad-defaults-entry]"),
+        ("defaults: [{peft: lora, optim: sgd}]\n", "run.yaml:1, defaults", "[bad-defaults-entry]"),
+        ("defaults: [{peft: null, optim: sgd}]\n", "run.yaml:1, defaults", "[bad-defaults-entry]"),
         (f"optim: {{learning_rate: 1{'0' * 400}}}\n", "run.yaml:1, optim.learning_rate", "the whole number 1000"),
         ("optim: {schedule_options: {num_cycles: many}}\n", "run.yaml:1, optim.schedule_options.num_cycles", "'many'"),
         ('trainer: {output_dir: "a\\nb"}\n', "run.yaml:1, trainer.output_dir", "[line-break]"),
