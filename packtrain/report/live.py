@@ -47,7 +47,7 @@ class _Request(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        """Answer /SECRET/ with the page, and /SECRET/now with the page without plotly.js, if it is a newer one."""
+        """Answer with the page (/SECRET/), or with a newer one without plotly.js (/SECRET/now)."""
         secret, found, name = self.path[1:].partition("/")
         ours = self.headers.get("Host") in [f"{host}:{self.server.server_port}" for host in (LOOPBACK, "localhost")]
         if not ours or not hmac.compare_digest(secret.encode(), self.server.secret.encode()):

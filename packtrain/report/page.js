@@ -1,4 +1,4 @@
-// Draws the curves of the report. The data is JSON in the page, plotly.js lies in it compressed; nothing is asked of any network.
+// Draws the curves of the report. The data is JSON in the page, plotly.js lies in it compressed. Only a page of `report --serve` asks for more: its own server.
 "use strict";
 (async () => {
   const root = document.documentElement;

@@ -1,4 +1,4 @@
-"""`report --serve` without a browser: who gets an answer, when the page is made anew, and how it ends. tests/report has it in a browser."""
+"""The server of `report --serve`: its answers, its cost and its end. tests/report has the page in a browser."""
 
 from __future__ import annotations
 
@@ -125,17 +125,14 @@ def test_a_run_that_has_just_begun_has_no_step_yet_and_one_that_is_gone_gets_no_
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     leave_run(tmp_path / "run", lines=lines_of(3))
-    (tmp_path / "empty").mkdir()
     taken = socket.create_server(("127.0.0.1", free_port()))
     port = str(taken.getsockname()[1])
     cases = {
         ("none", "--serve"): "no-run",
-        ("empty", "--serve"): "no-run",
         ("run", "none", "--serve"): "no-run",
         ("run", "--serve", "-o", "x.html"): "serve-options",
         ("s3://bucket/run", "--serve"): "serve-options",
-        ("run", "--serve", "--port", port): "report-port",
-        ("run", "--port", port): "report-port",
+        ("run", "--port", port): "report-port",  # which means --serve
     }
     with taken:
         for arguments, code in cases.items():
