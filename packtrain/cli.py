@@ -381,10 +381,16 @@ def report(
         Path | None,
         Option("--output", "-o", help="The file; by default RUN_DIR/report.html, of several runs ./report.html."),
     ] = None,
+    serve: Annotated[bool, Option("--serve", help="Show it in a browser while the run goes on.")] = False,
+    port: Annotated[int, Option("--port", metavar="N", min=0, max=65535, help="With --serve; 0: a free one.")] = 0,
 ) -> int:
     """Write a run, or several over each other, as one HTML file: curves, answers, data, config, failures."""
     from packtrain.report.page import report_runs
 
+    if serve or port:
+        from packtrain.report.live import serve_runs
+
+        return serve_runs(runs, output, port)
     return report_runs(runs, output)
 
 

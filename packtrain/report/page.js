@@ -1,12 +1,11 @@
-// Draws the curves of the report. The data is JSON in the page, plotly.js lies in it compressed; nothing is asked of any network.
+// Draws the curves of the report. The data is JSON in the page, plotly.js lies in it compressed. Only a page of `report --serve` asks for more: its own server.
 "use strict";
 (async () => {
-  const page = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
   const at = (id) => document.getElementById(id);
   const coarse = matchMedia("(pointer: coarse)").matches; // a finger scrolls the page, unless it is to zoom
-  const several = page.runs.length > 1;
-  // What is shown: hidden runs, hidden curves as "figure:curve", the zoom on x (in its units) and, by figure, on y.
+  let page, several, unit, perUnit, plots;
+  // What is shown: hidden runs, hidden curves by name, the zoom on x (in its units) and, by name of the figure, on y.
   const state = { axis: "step", logx: false, logy: false, smooth: 0, runs: new Set(), curves: new Set(), x: null, y: {}, drag: !coarse };
   const DASHES = ["solid", "dash", "dot"];
   const FORMATS = { number: ".5~g", percent: ".1%", gib: ".4~g", seconds: ".4~g" };
@@ -29,12 +28,22 @@
   };
   const shown = (number, index) => {
     const curve = page.figures[number].curves[index];
-    return !state.runs.has(curve.run) && !state.curves.has(`${number}:${index}`);
+    return !state.runs.has(curve.run) && !state.curves.has(named(page.figures[number], curve));
   };
+  const named = (figure, curve) => JSON.stringify([figure.group, figure.title, ...(curve ? [curve.run, curve.label] : [])]);
 
-  // Seconds are drawn in the unit that fits the longest run.
-  const longest = Math.max(0, ...page.xs.map((one) => (one.seconds ? one.seconds[one.seconds.length - 1] : 0)));
-  const [unit, perUnit] = longest > 7200 ? ["h", 3600] : longest > 180 ? ["min", 60] : ["s", 1];
+  // Takes the curves of a document: of this one, or of a newer one.
+  function take(from) {
+    page = JSON.parse(from.getElementById("data").textContent);
+    several = page.runs.length > 1;
+    for (const one of page.figures.flatMap((figure) => figure.curves))
+      Object.assign(one, { least: Math.min(...one.y), leastAbove0: Math.min(...one.y.filter((y) => y > 0)), most: Math.max(...one.y) });
+    // Seconds are drawn in the unit that fits the longest run.
+    const longest = Math.max(0, ...page.xs.map((one) => (one.seconds ? one.seconds[one.seconds.length - 1] : 0))), before = perUnit;
+    [unit, perUnit] = longest > 7200 ? ["h", 3600] : longest > 180 ? ["min", 60] : ["s", 1];
+    if (!(state.axis in page.axes)) [state.axis, state.x] = ["step", null]; // another run has begun here
+    if (state.axis === "seconds" && state.x) state.x = state.x.map((one) => (one * before) / perUnit);
+  }
   const places = (curve) => {
     const x = page.xs[curve.x][state.axis];
     return state.axis === "seconds" ? x.map((one) => one / perUnit) : x;
@@ -97,7 +106,7 @@
     const figure = page.figures[number], log = isLog(number), soft = colour("--soft"), line = colour("--line");
     const x = ranged(state.x, state.logx), font = { family: getComputedStyle(document.body).fontFamily, size: 12, color: soft };
     const axis = { gridcolor: line, linecolor: line, zeroline: false, tickfont: font, automargin: true, fixedrange: false };
-    const y = state.y[number] || (x && heightWithin(made, log));
+    const y = state.y[named(figure)] || (x && heightWithin(made, log));
     const kind = figure.kind === "percent" ? { tickformat: ".3~p" } : { ticksuffix: UNITS[figure.kind] || "" };
     if (log) Object.assign(kind, { tickformat: figure.kind === "percent" ? ".3~p" : ",~g", dtick: decades(figure) < 3000 ? "D2" : undefined });
     const positive = figure.curves.every((one) => one.least >= 0);
@@ -123,15 +132,7 @@
     };
   }
 
-  for (const figure of page.figures) {
-    for (const one of figure.curves) {
-      one.least = one.y.reduce((a, b) => Math.min(a, b), Infinity);
-      one.leastAbove0 = one.y.reduce((a, b) => (b > 0 ? Math.min(a, b) : a), Infinity);
-      one.most = one.y.reduce((a, b) => Math.max(a, b), -Infinity);
-    }
-  }
   const CONFIG = { displayModeBar: false, responsive: true, doubleClick: false, showTips: false, scrollZoom: false };
-  const plots = page.figures.map((_, number) => at(`plot${number}`));
   const drawn = new Set();
 
   async function draw(number) {
@@ -155,7 +156,7 @@
       await new Promise((go) => setTimeout(go));
       if (mine !== turn) return;
     }
-    at("reset").disabled = !state.x && !Object.keys(state.y).length;
+    if (at("reset")) at("reset").disabled = !state.x && !Object.keys(state.y).length;
     root.dataset.drawn = turn;
   }
 
@@ -165,7 +166,7 @@
     const y = change["yaxis.range[0]"] !== undefined ? [change["yaxis.range[0]"], change["yaxis.range[1]"]] : change["yaxis.range"];
     if (!x && !y) return;
     if (x) state.x = state.logx ? x.map((one) => 10 ** one) : x;
-    if (y) state.y[number] = y;
+    if (y) state.y[named(page.figures[number])] = y;
     refresh();
   }
   function whole() {
@@ -194,6 +195,9 @@
   }
 
   function tools() {
+    plots = page.figures.map((_, number) => at(`plot${number}`));
+    drawn.clear();
+    if (!plots.length) return; // no step yet
     for (const [axis, title] of Object.entries(page.axes)) {
       at("axes").append(button(title, axis === state.axis, (made) => {
         for (const one of at("axes").children) one.setAttribute("aria-pressed", one === made);
@@ -201,27 +205,28 @@
         whole();
       }));
     }
-    if (several) page.runs.forEach((name, run) => at("runs").append(button(name, true, (made) => toggle(state.runs, run, made), run)));
+    if (several) page.runs.forEach((name, run) => at("runs").append(button(name, !state.runs.has(run), (made) => toggle(state.runs, run, made), run)));
     page.figures.forEach((figure, number) => {
       const labels = figure.curves.map((one) => (one.heldOut ? "held out" : one.label)), said = [...new Set(labels)].sort((a, b) => (a === "held out") - (b === "held out"));
       const bases = new Set(figure.curves.map((one) => one.base)).size;
       if (said.length < 2) return;
       said.forEach((label) => {
         const mine = figure.curves.map((one, index) => index).filter((index) => labels[index] === label);
-        const press = (made) => mine.forEach((index) => toggle(state.curves, `${number}:${index}`, made));
+        const press = (made) => mine.forEach((index) => toggle(state.curves, named(figure, figure.curves[index]), made));
         const first = figure.curves[mine[0]], grey = several || (first.heldOut && bases > 1);
-        const made = button(label, true, press, grey ? -1 : coloured(figure, first));
+        const made = button(label, mine.some((index) => !state.curves.has(named(figure, figure.curves[index]))), press, grey ? -1 : coloured(figure, first));
         if (first.heldOut || (several && first.base)) made.classList.add(first.heldOut ? "heldout" : "dashed");
         at(`legend${number}`).append(made);
       });
     });
+    [at("logx").checked, at("logy").checked, at("smooth").value, at("smoothed").textContent] = [state.logx, state.logy, state.smooth, state.smooth];
     const listen = (id, event, take) => at(id).addEventListener(event, (found) => (take(found.target), refresh()));
     listen("logx", "change", (box) => ((state.logx = box.checked), (state.x = null)));
     listen("logy", "change", (box) => ((state.logy = box.checked), (state.y = {})));
     listen("smooth", "input", (slide) => ((state.smooth = +slide.value), (at("smoothed").textContent = slide.value)));
     at("reset").addEventListener("click", whole);
     if (coarse) {
-      at("reset").before(button("drag to zoom", false, (made) => {
+      at("reset").before(button("drag to zoom", state.drag, (made) => {
         made.setAttribute("aria-pressed", (state.drag = !state.drag));
         refresh();
       }));
@@ -280,12 +285,44 @@
     });
   }
 
+  // Turns the page into a newer one. What is alike, opened by the reader or drawn by this script stays.
+  function renew(old, fresh) {
+    if (old.isEqualNode(fresh) || old.matches?.(".plot, .legend, #tools, #reading, #undrawn, noscript")) return;
+    const theirs = [...fresh.childNodes], alike = old.nodeName === fresh.nodeName && old.className === fresh.className && old.childNodes.length === theirs.length;
+    alike && theirs.length ? theirs.forEach((one, index) => renew(old.childNodes[index], one)) : old.replaceWith(fresh);
+  }
+
+  // Asks for a newer page, and says how far the run is: to a screen reader once a minute.
+  async function follow() {
+    const shape = () => JSON.stringify([page.axes, page.figures.map((figure) => figure.curves.map((curve) => named(figure, curve)))]);
+    for (let tag = "", pause = 2000, spoken = 0; ; await new Promise((go) => setTimeout(go, pause))) {
+      if (document.hidden || document.querySelector(".plot:active")) continue; // nobody looks, or a zoom is being drawn
+      const [answer, text] = await fetch("now", { headers: { "If-None-Match": tag } }).then(async (got) => [got, await got.text()]).catch(() => [{}]);
+      if (answer.status === 304) continue;
+      if (answer.ok) {
+        const before = shape(), fresh = new DOMParser().parseFromString(text, "text/html");
+        take(fresh);
+        if (shape() !== before) at("figures").className = "older"; // so that it is replaced as a whole
+        renew(at("main"), fresh.getElementById("main"));
+        if (shape() !== before) tools();
+        await refresh();
+      }
+      const over = !document.querySelector(".status.running, .status.stalled"), step = Math.max(0, ...page.xs.map((one) => one.step[one.step.length - 1]));
+      const news = over ? `over, step ${step}; goes on if it is resumed` : step ? `live, step ${step}` : "live, no step yet";
+      at("live").textContent = answer.ok ? news : "not updated: packtrain report has ended, or cannot read the run";
+      if (Date.now() - spoken > 60000) [at("spoken").textContent, spoken] = [`updated: ${at("live").textContent}`, Date.now()];
+      [tag, pause] = [answer.ok ? answer.headers.get("ETag") : "", over ? 10000 : 2000];
+    }
+  }
+
   try {
+    take(document);
     await unpack();
     tools();
     theme();
     printing();
     await refresh();
+    if (at("live")) await follow();
   } catch (error) {
     at("undrawn").hidden = false;
     at("undrawn").textContent = `The curves could not be drawn (${error.message}); the table below has their figures. Browsers since 2023 can.`;

@@ -49,14 +49,20 @@ def report_runs(places: Sequence[str], output: Path | None) -> int:
     """
     with ExitStack() as stack:
         folders = [RunFolder(place) for place in dict.fromkeys(_folder_of(name, stack) for name in places)]
-        runs = [read_run(folder) for folder in folders]
-    if len({run.name for run in runs}) < len(runs):
-        above = [harmless(folder.root.resolve().parent.name) for folder in folders]
-        runs = [replace(run, name=f"{name}/{run.name}") for run, name in zip(runs, above, strict=True)]
+        runs = read_runs(folders)
     file = output or (folders[0].report if len(folders) == 1 and "://" not in places[0] else Path("report.html"))
     write_page(file, text := page(runs))
     print(f"{harmless(shown(file))} ({len(text.encode()) / 1e6:.1f} MB)")
     return 0
+
+
+def read_runs(folders: Sequence[RunFolder]) -> list[RunRecord]:
+    """Read the records of runs. If names are equal, put the parent folders before them. Raises UserError like `read_run`."""
+    runs = [read_run(folder) for folder in folders]
+    if len({run.name for run in runs}) < len(runs):
+        above = [harmless(folder.root.resolve().parent.name) for folder in folders]
+        runs = [replace(run, name=f"{name}/{run.name}") for run, name in zip(runs, above, strict=True)]
+    return runs
 
 
 def _folder_of(place: str, stack: ExitStack) -> Path:
@@ -81,17 +87,18 @@ def report_at_end(folder: RunFolder) -> None:
         print(harmless(f"no report.html: {wording.first_line(error)}"), file=sys.stderr)
 
 
-def page(runs: Sequence[RunRecord]) -> str:
-    """Return the HTML of the runs. Several runs have their curves in the same figures."""
+def page(runs: Sequence[RunRecord], *, live: bool = False) -> str:
+    """Return the HTML of the runs. Several runs have their curves in the same figures. A `live` page asks its server for newer ones."""
     points = points_of(runs)
     figures = points["figures"]
-    script, plotly, allowed = _scripts() if figures else ("", "", "'none'")
+    script, plotly, allowed = scripts() if figures or live else ("", "", "'none'")
     groups = groupby(range(len(figures)), key=lambda number: figures[number]["group"])
     return (
         _templates()
         .get_template("page.html.j2")
         .render(
             version=__version__,
+            live=live,
             runs=runs,
             single=runs[0] if len(runs) == 1 else None,
             headline=headline,
@@ -112,7 +119,7 @@ def page(runs: Sequence[RunRecord]) -> str:
 
 
 @cache
-def _scripts() -> tuple[str, str, str]:
+def scripts() -> tuple[str, str, str]:
     """Return the page's script, plotly.js packed, and the hashes that allow both to run."""
     from plotly.offline import get_plotlyjs
 
