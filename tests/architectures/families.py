@@ -1,6 +1,7 @@
-"""The page docs/models.md: `python tests/architectures/families.py` measures adapters and chat templates, and writes it.
+"""The page docs/models.md: `python tests/architectures/families.py` measures it, and writes it.
 
-The paths of packed rows are those of docs/architectures.md. Names, hub ids and what a GPU has shown are kept by hand, in FAMILIES.
+Adapters and chat templates are measured. Paths of packed rows are copied from docs/architectures.md. FAMILIES has the rest: names, hub ids,
+recipes, and runs on GPUs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 from sweep import quietly_on_one_thread
@@ -28,17 +30,18 @@ from packtrain.model.expert_adapters import expert_tensors
 from packtrain.model.towers import towers_of
 from packtrain.plan.known_model import TOWERS
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tests" / "unit"))
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from data_tokenizers import shipped, tokenizer_for
 
+ROOT = Path(__file__).parents[2]
 PAGE, ARCHITECTURES = ROOT / "docs" / "models.md", ROOT / "docs" / "architectures.md"
 NOT_YET = "not yet"
+MADE_WITH = "Measured with " + ", ".join(f"{name} {version(name)}" for name in ("transformers", "peft", "trl"))
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A name that people look for: model types, a few hub ids, templates that TRL has, and runs on a GPU."""
+    """Models of one name: their types, a few hub ids, templates of TRL, runs on a GPU."""
 
     name: str
     types: tuple[str, ...]
@@ -70,7 +73,7 @@ FAMILIES = (
         ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B"),
         ("qwen3", "qwen3_instruct_2507"),
         ("sft-1x8", "sft-4x8", "lora-1gpu", "long-1x8", "dpo-1x8", "kto-1x8", "reward-1x8"),
-        f"`sft` and `dpo` with {_TEXT} Qwen3-0.6B, LoRA with those of Qwen3-8B, 64 experts of 2 billion weights in all, {_RUNS}",
+        f"`sft` and `dpo` with {_TEXT} Qwen3-0.6B, LoRA with the sizes of Qwen3-8B, `sft` of 64 experts with 2 billion weights in all, {_RUNS}",
     ),
     Family("Qwen3-Next", ("qwen3_next",), ("Qwen/Qwen3-Next-80B-A3B-Instruct",)),
     Family(
@@ -92,7 +95,7 @@ FAMILIES = (
         ("gemma3", "gemma3_text", "gemma3n", "gemma3n_text"),
         ("google/gemma-3-1b-it", "google/gemma-3-12b-it", "google/gemma-3-27b-it"),
         ("gemma3",),
-        gpu=_TINY,
+        gpu=f"`gemma3_text`: {_TINY}",
     ),
     Family(
         "Gemma 4",
@@ -180,7 +183,13 @@ FAMILIES = (
     Family("Falcon-H1", ("falcon_h1",), ("tiiuae/Falcon-H1-7B-Instruct",)),
     Family("MiniMax", ("minimax", "minimax_m2", "minimax_m3_vl"), ("MiniMaxAI/MiniMax-M2",)),
     Family("Kimi", ("kimi_linear", "kimi_k25"), ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "moonshotai/Kimi-K2.6")),
-    Family("Cohere", ("cohere", "cohere2"), ("CohereLabs/c4ai-command-r7b-12-2024",), ("cohere", "cohere2")),
+    Family(
+        "Cohere",
+        ("cohere", "cohere2"),
+        ("CohereLabs/c4ai-command-r7b-12-2024",),
+        ("cohere", "cohere2"),
+        gpu=f"`cohere`: {_TINY}",
+    ),
 )
 _INTRODUCTION = """\
 # Models
@@ -197,19 +206,24 @@ packed documents do not see each other, or stops.
 | template | a name for `data.chat_template`; a model brings its own, often one of these. "training version": TRL has one with marks around the answers |
 | two rounds, with thoughts | how `data.render=auto` trains two rounds of a conversation, and two rounds with thoughts. "whole": one document. "by turns": a document for each answer, because the template [leaves out earlier thoughts](data.md#each-answer-as-it-will-be-asked-for) or writes the last answer in another way. "refused": it has no place for thoughts; take another template |
 
-Only answers are trained, under each of these templates. Every line is measured on a CPU, on tiny random models of the type and with TRL's copies of the templates: losses and gradients of packed rows equal
-each document alone. "On a GPU" names what [benchmarks](https://github.com/packtrain/packtrain/blob/main/benchmarks/RESULTS.md#on-gpus) have
-shown; "not yet" means that no run on a GPU is recorded. Kernels make hybrids fast there ([how](modes.md#kernels-of-hybrids)).
+Only answers are trained, under each of these templates. Every line is measured on a CPU, on a tiny random model of the type and with TRL's
+copy of the template. Losses and gradients of packed rows equal each document alone. "On a GPU" names runs that
+[benchmarks](https://github.com/packtrain/packtrain/blob/main/benchmarks/RESULTS.md#on-gpus) have on record; "not yet" means that there is none.
+Hybrids need kernels to be fast there ([how](modes.md#kernels-of-hybrids)).
 `packtrain plan` counts the weights of every type, but the activations only of Llama, Mistral, Qwen2, Qwen3 and models with such a language part.
 
-This page is generated: `python tests/architectures/families.py`.
+{made_with}. This page is generated: `python tests/architectures/families.py`.
 """
 _DIALOG = (("Hello!", "Greet.", "Hi, how are you?"), ("Fine. What now?", "Ask.", "Tell me more."))
 
 
-def page(lora: Callable[[str], tuple[str, str]], template: Callable[[str], tuple[str, str, str]]) -> str:
+def page(
+    lora: Callable[[str], tuple[str, str]], template: Callable[[str], tuple[str, str, str]], made_with: str = MADE_WITH
+) -> str:
     """The whole page. `lora` and `template` give the measured cells of a type, and of a template."""
-    return _INTRODUCTION + "".join(section(family, lora, template) for family in FAMILIES)
+    return _INTRODUCTION.replace("{made_with}", made_with) + "".join(
+        section(family, lora, template) for family in FAMILIES
+    )
 
 
 def section(
@@ -219,7 +233,10 @@ def section(
     recipes = ", ".join(f"`recipes/{name}.yaml`" for name in family.recipes)
     said = f"For example {', '.join(f'`{one}`' for one in family.ids)}." + (f" Recipes: {recipes}." if recipes else "")
     lines = ["", f"## {family.name}", "", said, ""]
-    lines += ["| type | packed rows | with pictures | once per document | LoRA on | not on |", "|---|---|---|---|---|---|"]
+    lines += [
+        "| type | packed rows | with pictures | once per document | LoRA on | not on |",
+        "|---|---|---|---|---|---|",
+    ]
     lines += [_row(one, *packed(one), *lora(one)) for one in family.types]
     if family.templates:
         lines += ["", "| template | training version | two rounds | with thoughts |", "|---|---|---|---|"]
@@ -234,7 +251,7 @@ def _row(*cells: str) -> str:
 
 
 def packed(model_type: str) -> tuple[str, str, str]:
-    """The path of packed rows, that with pictures, and what runs once per document, as docs/architectures.md has them."""
+    """The cells of docs/architectures.md: path of packed rows, path with pictures, modules that run once per document."""
     path, *seen, by_document, why, _ = _rows(ARCHITECTURES)[model_type]
     return (f"refused: {why}", "", "") if path == "refused" else (path, "".join(seen), by_document)
 
@@ -243,7 +260,7 @@ def packed(model_type: str) -> tuple[str, str, str]:
 def _rows(file: Path) -> dict[str, list[str]]:
     """The cells of each line of a page's tables, by the first cell."""
     lines = re.findall(r"^\| (\S+) \|(.*)\|$", file.read_text(), re.M)
-    return {name.strip("`"): [cell.strip() for cell in cells.split(" | ")] for name, cells in lines}
+    return {name: [cell.strip() for cell in cells.split(" | ")] for name, cells in lines}
 
 
 def written_lora(model_type: str) -> tuple[str, str]:
@@ -254,8 +271,14 @@ def written_lora(model_type: str) -> tuple[str, str]:
 
 def written_template(name: str) -> tuple[str, str, str]:
     """The page's own cells of a template."""
-    marked, plain, thoughts = _rows(PAGE)[name]
+    marked, plain, thoughts = _rows(PAGE)[f"`{name}`"]
     return marked, plain, thoughts
+
+
+def written_versions() -> str:
+    """The page's own sentence about versions."""
+    [found] = re.findall(r"^Measured with (?:\w+ [\w.]+(?:, )?)+(?=\. )", PAGE.read_text(), re.M)
+    return found
 
 
 def measured_lora(model_type: str) -> tuple[str, str]:
@@ -283,7 +306,7 @@ def _end(layer: str) -> str:
 
 
 def measured_template(name: str) -> tuple[str, str, str]:
-    """Whether TRL has a training version, and how two rounds are rendered, without thoughts and with."""
+    """The cells of a template: training version, two rounds without thoughts, two with them."""
     marked = "yes" if f"{name}_training" in template_names() else "no"
     return marked, _rendered(name, thoughts=False), _rendered(name, thoughts=True)
 

@@ -1,4 +1,4 @@
-"""examples/first-run.ipynb: a stranger's first run, cell by cell. Its commands are forked, as those of all tests."""
+"""examples/first-run.ipynb: a stranger's first run, cell by cell. Its commands are forked processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def piped(text: str, *given: Any) -> None:
 
 
 def shell(line: str, folder: Path) -> str:
-    """What `packtrain …`, or `echo "…" | packtrain …`, prints."""
+    """Run `packtrain …` or `echo "…" | packtrain …`, and return its output."""
     said, _, command = line.rpartition(" | ")
     text = shlex.split(said)[1:] if said else []
     begin = partial(piped, f"{' '.join(text)}\n") if said else None

@@ -1,4 +1,7 @@
-"""Folders with the config and the weight shapes of a large model, as a hub has them: no weights, and no room on the disk."""
+"""Folders with the config and the weight shapes of a large model.
+
+Their files have the header that the hub's files have, and no weights.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipes of model families fit their GPUs, by the weight shapes that transformers gives models of these sizes."""
+"""Recipes of model families fit their GPUs, by the weight shapes that transformers makes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,46 @@ from tests.unit.config.test_recipes import PROCESSES
 QWEN35_9B = {"vision_config": {"out_hidden_size": 4096}}
 GEMMA4_31B = {
     "text_config": {
-        **{"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60, "num_attention_heads": 32},
-        **{"num_key_value_heads": 16, "head_dim": 256, "num_global_key_value_heads": 4, "global_head_dim": 512},
-        **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": 1024, "vocab_size": 262144},
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "num_global_key_value_heads": 4,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 1024,
+        "vocab_size": 262144,
     },
     "vision_config": {
-        **{"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16},
-        **{"num_key_value_heads": 16, "head_dim": 72},
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 72,
     },
 }
 GPT_OSS_20B = {"num_hidden_layers": 24, "num_local_experts": 32}
 MISTRAL_SMALL = {"tie_word_embeddings": False}
 GRANITE_TINY = {
-    **{"hidden_size": 1536, "num_hidden_layers": 40, "num_attention_heads": 12, "num_key_value_heads": 4},
-    **{"num_local_experts": 64, "num_experts_per_tok": 6, "intermediate_size": 512, "shared_intermediate_size": 1024},
-    **{"mamba_n_heads": 48, "mamba_d_state": 128, "mamba_d_head": 64, "mamba_n_groups": 1, "vocab_size": 100352},
-    **{"tie_word_embeddings": True, "max_position_embeddings": 131072},
+    "hidden_size": 1536,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "num_local_experts": 64,
+    "num_experts_per_tok": 6,
+    "intermediate_size": 512,
+    "shared_intermediate_size": 1024,
+    "mamba_n_heads": 48,
+    "mamba_d_state": 128,
+    "mamba_d_head": 64,
+    "mamba_n_groups": 1,
+    "vocab_size": 100352,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
     "layer_types": ["full_attention" if n in (5, 15, 25, 35) else "linear_attention" for n in range(40)],
 }
 
