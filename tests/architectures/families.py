@@ -251,7 +251,7 @@ def _row(*cells: str) -> str:
 
 
 def packed(model_type: str) -> tuple[str, str, str]:
-    """The cells of docs/architectures.md: path of packed rows, path with pictures, modules that run once per document."""
+    """The cells of docs/architectures.md: paths without and with pictures, modules run once per document."""
     path, *seen, by_document, why, _ = _rows(ARCHITECTURES)[model_type]
     return (f"refused: {why}", "", "") if path == "refused" else (path, "".join(seen), by_document)
 
