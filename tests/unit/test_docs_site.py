@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+SITE = "https://packtrain.github.io/packtrain/"
 
 
 def test_the_site_builds_without_a_dead_link_and_asks_no_other_host_for_anything(tmp_path: Path) -> None:
@@ -16,8 +17,17 @@ def test_the_site_builds_without_a_dead_link_and_asks_no_other_host_for_anything
     assert built.returncode == 0, built.stderr
     pages = list(tmp_path.rglob("*.html"))
     assert len(pages) >= len(list((ROOT / "docs").glob("*.md")))
-    loaded = r"<(?:script|img|link|iframe)[^>]*(?:src|href)=\"https?://[^\"]*\""
+    loaded = r"<(?:script|img|link(?! rel=\"canonical\")|iframe)[^>]*(?:src|href)=\"(?:https?:)?//[^\"]*\""
     assert [found for page in pages for found in re.findall(loaded, page.read_text())] == []
+    places = {page: f"{SITE}{page.relative_to(tmp_path).as_posix().removesuffix('index.html')}" for page in pages}
+    named = {page for page in pages if f'<link rel="canonical" href="{places[page]}">' in page.read_text()}
+    assert {*pages} - named == {tmp_path / "404.html"}  # its paths begin at the host: it answers at any depth
+    assert 'href="/packtrain/css/' in (tmp_path / "404.html").read_text()
+    listed = re.findall(r"<loc>(.*)</loc>", (tmp_path / "sitemap.xml").read_text())
+    assert {*listed} == {places[page] for page in named}
+    edit = r"https://github\.com/packtrain/packtrain/edit/main/(docs/[\w-]+\.md)"
+    edited = {file for page in named for file in re.findall(edit, page.read_text())}
+    assert len(edited) == len(named) and all((ROOT / file).is_file() for file in edited)
 
 
 def test_links_outside_the_site_lead_somewhere_and_the_readme_is_read_in_a_minute() -> None:

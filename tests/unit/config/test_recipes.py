@@ -15,6 +15,7 @@ from tests.unit.command_line import packtrain
 
 RECIPES = sorted(file.stem for file in shipped("recipes").glob("*.yaml"))
 PROCESSES = dict.fromkeys(("sft-1x8", "long-1x8", "dpo-1x8", "kto-1x8", "reward-1x8", "qwen3-vl-1x8"), 8)
+PROCESSES |= dict.fromkeys(("qwen3.5-1x8", "gemma4-1x8", "mistral-small-1x8"), 8)
 PROCESSES |= {"sft-4x8": 32, "sft-16x8": 128}  # all others: 1
 OF_THE_USER = (
     *("my-chats.jsonl", "my-pairs.jsonl", "my-answers.jsonl"),
