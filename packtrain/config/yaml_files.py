@@ -27,6 +27,8 @@ SUFFIX = ".yaml"
 _MOST, _DEEPEST = 10_000, 40  # values and levels, aliases written out; OmegaConf recurses several times as deep
 _MISREAD_NUMBER = re.compile(r"[-+]?(0[0-7_]*[1-7][0-7_]*|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 """Numbers that YAML 1.1 reads differently: 010 (8) and 1:30 (90)."""
+SCHEMA_LINE = "# yaml-language-server: $schema=https://packtrain.github.io/packtrain/packtrain.schema.json"
+"""First line of a config: an editor then completes and checks keys."""
 
 
 @dataclass(frozen=True, slots=True)
