@@ -34,7 +34,7 @@ from packtrain.plan.surroundings import Surroundings, detect_surroundings
 from packtrain.wording import counted, in_millions, visible
 
 SMALL = 500_000_000  # weights; on a CPU larger models are trained by adapters
-LORA = "peft.kind=lora peft.merge=true"
+LORA = "peft=lora peft.merge=true"
 NARROW = f"{LORA} model.dtype=bfloat16"
 
 
@@ -89,11 +89,13 @@ def look(config: RunConfig, kinds: Sequence[str]) -> Found:
 def plan_first(found: Found, given: Sequence[str], sizes: Sizes, here: Surroundings) -> tuple[RunConfig, Memory | str]:
     """Return the first way to train that fits this machine, else the last possible one, with its memory."""
     done, gpu = list[tuple[RunConfig, Memory | str]](), here.gpus > 0
-    on_gpus = (*("", "strategy.name=fsdp2")[: here.gpus], NARROW, f"{NARROW} model.quantize=nf4")
+    on_gpus = (*("", "strategy=fsdp2")[: here.gpus], NARROW, f"{NARROW} model.quantize=nf4")
     for way in on_gpus if gpu else ("", LORA):
         with suppress(UserError):  # quantised weights cannot be trained in full, and nf4 needs a package
             config = load_config(None, [*choose(found, way, gpu=gpu), *given])
             check_weights(config, gpu=gpu)
+            if config.peft.kind == "lora" and "lora" not in way:
+                continue  # asked for: a later way has its learning rate
             if isinstance(memory := estimate(config, max(here.gpus, 1), here.gpu_memory), str):  # no weights yet
                 by_sizes = replace(config.model, path=None, init="random", config={**sizes})
                 memory = estimate(replace(config, model=by_sizes), max(here.gpus, 1), here.gpu_memory)
@@ -105,19 +107,39 @@ def plan_first(found: Found, given: Sequence[str], sizes: Sizes, here: Surroundi
 
 def text_of(config: RunConfig, chosen: Sequence[str], head: Sequence[str]) -> str:
     """Return the `chosen` keys of a config, and all that are not at their defaults, as YAML with comments."""
-    lines, values = [SCHEMA_LINE, *(f"# {visible(line)}" for line in head)], asdict(config)
+    lines, values = [SCHEMA_LINE, *(f"# {visible(line)}".replace("\n", "") for line in head)], asdict(config)
     shown = {item.partition("=")[0] for item in chosen}
     shown |= {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
     for group in values:
         own = [key for key in keys().values() if key.path in shown and key.path.startswith(f"{group}.")]
         lines += ["", f"{group}:"] if own else []
         for key in own:
-            name, about = key.path.partition(".")[2], re.split(r"[;:.]( |$)| \(", key.doc)[0]
+            name, doc = key.path.partition(".")[2], key.doc.removeprefix(f"{', '.join(key.objectives)}: ")
+            about = re.split(r"[;:.]( |$)| \(", doc)[0]
             text = yaml.safe_dump({name: values[group][name]}, allow_unicode=True, sort_keys=False, width=2**20)
             first, *more = re.sub(r"\.0e-0?", "e-", text).replace("${", "\\${").rstrip("\n").split("\n")
             first = first if more and first[-1] != ":" else f"{first:<32}  # {about[0].lower()}{about[1:]}"
             lines += [f"  {line}" for line in (first, *more)]
     return "\n".join(lines) + "\n"
+
+
+def describe(found: Found, config: RunConfig, memory: Memory | str, data: str, file: str) -> list[str]:
+    """Return lines about the next commands, the data, and the model."""
+    verbs = {"inspect": "the data as the model will see it", "plan": "what the run would be; starts nothing"}
+    lines = [f"  packtrain {verb} {file}  # {what}" for verb, what in (verbs | {found.spec.name: "trains"}).items()]
+    middle, nearly, longest = (f"{length:,.0f}" for length in np.percentile(found.lengths, [50, 95, 100]))
+    cut = np.count_nonzero(found.lengths > (config.data.max_length or found.positions)) / len(found.lengths)
+    size = f"{in_millions(memory.parameters)} weights. " if isinstance(memory, Memory) else ""
+    lines += [
+        f"{data}: {counted(found.rows, 'rows')} read, of the format {found.form}, for packtrain {found.spec.name}."
+    ]
+    lines += [
+        f"Tokens: half have up to {middle}, 95 of 100 up to {nearly}, the longest {longest}; {cut:.1%} exceed data.max_length."
+    ]
+    return [
+        *lines,
+        f"{config.model.path}: {size}Memory: {memory.sentence() if isinstance(memory, Memory) else memory}.",
+    ]
 
 
 def write_starter(data: str, model: str, words: Sequence[str], output: Path | None) -> int:
@@ -138,15 +160,7 @@ def write_starter(data: str, model: str, words: Sequence[str], output: Path | No
     found = replace(found, positions=language_sizes(sizes).get("max_position_embeddings") or found.positions)
     given = [assignment("trainer.output_dir", f"runs/{file.stem}"), *given]
     config, memory = plan_first(found, given, sizes, detect_surroundings())
-    verbs = {"inspect": "the data as the model will see it", "plan": "what the run would be", found.spec.name: "train"}
-    head = [f"  packtrain {verb} {shlex.quote(str(file))}  # {what}" for verb, what in verbs.items()]
-    middle, nearly, longest = np.percentile(found.lengths, [50, 95, 100])
-    head += [
-        f"{data}: {counted(found.rows, 'rows')} read ({found.form}). Tokens: half have up to {middle:,.0f}, 95 of 100 up to "
-    ]
-    head[-1] += f"{nearly:,.0f}, the longest {longest:,.0f}."
-    size = f"{in_millions(memory.parameters)} weights. " if isinstance(memory, Memory) else ""
-    head += [f"{model}: {size}Memory: {memory.sentence() if isinstance(memory, Memory) else memory}."]
+    head = describe(found, config, memory, data, shlex.quote(str(file)))
     with boundary("cannot be written", str(file), "Name another file with -o.", code="cannot-write"):
         file.write_text(text_of(config, [*choose(found, "", gpu=False), *given], head), encoding="utf-8")
     load_config(str(file), [])  # what is written is what was planned
