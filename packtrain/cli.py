@@ -158,7 +158,7 @@ def init(
     words: Annotated[list[str] | None, Argument(metavar="[VERB] KEY=VALUE", help="None: by the rows.")] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="The new file; by default VERB.yaml.")] = None,
 ) -> int:
-    """Write a commented config for data and a model, after a look at both and at the GPUs here."""
+    """Write a commented config for data and a model, from looks at both and the GPUs here."""
     with fast_imports():
         from packtrain.inspect.starter import write_starter
     return write_starter(data, model, words or [], output)

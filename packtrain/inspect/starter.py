@@ -57,10 +57,9 @@ def choose(found: Found, way: str, *, gpu: bool) -> list[str]:
     slots, step = max(8192 if gpu else 2048, spec.documents * longest), min(32, max(4, 1 << (rows // 40).bit_length()))
     rate = (5e-7 if spec.reference else 5e-6 if spec.scores else 1e-5) * (10 if "lora" in way else 1)
     chosen = f"objective.kind={spec.name} packing.mode=packed trainer.mixed_precision=auto optim.schedule=cosine {way}"
-    chosen += (
-        f" data.max_length={longest} batch.tokens_per_device={slots} batch.examples_per_step={step} {found.template}"
-    )
-    chosen += f" optim.learning_rate={rate:g} optim.warmup_steps=0.05 trainer.epochs={1 if spec.reference else 2} trainer.checkpoint_every=50"
+    chosen += f" data.max_length={longest} batch.tokens_per_device={slots} batch.examples_per_step={step}"
+    chosen += f" optim.learning_rate={rate:g} optim.warmup_steps=0.05 trainer.checkpoint_every=50 {found.template}"
+    chosen += f" trainer.epochs={1 if spec.reference else 2}"
     chosen += f" data.eval={0.05 if rows >= 500 else 0.1} trainer.eval_every=50" if rows >= 20 else ""
     chosen += " objective.beta=0.1" if spec.reference else " data.overlong=drop" if spec.scores else ""
     return chosen.split()
@@ -87,26 +86,30 @@ def look(config: RunConfig, kinds: Sequence[str]) -> Found:
 
 
 def plan_first(found: Found, given: Sequence[str], sizes: Sizes, here: Surroundings) -> tuple[RunConfig, Memory | str]:
-    """Return the first way to train that fits this machine, else the last possible one, with its memory."""
-    done, gpu = list[tuple[RunConfig, Memory | str]](), here.gpus > 0
-    on_gpus = (*("", "strategy=fsdp2")[: here.gpus], NARROW, f"{NARROW} model.quantize=nf4")
+    """Plan the first way to train that fits this machine, else the last possible one."""
+    done, gpus, gpu = list[tuple[RunConfig, Memory | str]](), max(here.gpus, 1), here.gpus > 0
+    on_gpus = (*("", "strategy=fsdp2")[:gpus], NARROW, f"{NARROW} model.quantize=nf4")
     for way in on_gpus if gpu else ("", LORA):
         with suppress(UserError):  # quantised weights cannot be trained in full, and nf4 needs a package
             config = load_config(None, [*choose(found, way, gpu=gpu), *given])
             check_weights(config, gpu=gpu)
             if config.peft.kind == "lora" and "lora" not in way:
                 continue  # asked for: a later way has its learning rate
-            if isinstance(memory := estimate(config, max(here.gpus, 1), here.gpu_memory), str):  # no weights yet
+            if isinstance(memory := estimate(config, gpus, here.gpu_memory), str):  # no weights yet
                 by_sizes = replace(config.model, path=None, init="random", config={**sizes})
-                memory = estimate(replace(config, model=by_sizes), max(here.gpus, 1), here.gpu_memory)
+                memory = estimate(replace(config, model=by_sizes), gpus, here.gpu_memory)
             done.append((config, memory))
-            if isinstance(memory, Memory) and (memory.fits if gpu else memory.parameters < SMALL):
+            if isinstance(memory, str):  # adapters are safest
+                fits = "lora" in way
+            else:
+                fits = memory.fits is not False if gpu else memory.parameters < SMALL
+            if fits:
                 break
-    return done[-1] if done else (load_config(None, [*choose(found, "", gpu=gpu), *given]), "")
+    return done[-1] if done else (load_config(None, [*choose(found, "", gpu=gpu), *given]), "not known")
 
 
 def text_of(config: RunConfig, chosen: Sequence[str], head: Sequence[str]) -> str:
-    """Return the `chosen` keys of a config, and all that are not at their defaults, as YAML with comments."""
+    """Write the `chosen` keys of a config, and the changed ones, as YAML with comments."""
     lines, values = [SCHEMA_LINE, *(f"# {visible(line)}".replace("\n", "") for line in head)], asdict(config)
     shown = {item.partition("=")[0] for item in chosen}
     shown |= {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
@@ -115,9 +118,10 @@ def text_of(config: RunConfig, chosen: Sequence[str], head: Sequence[str]) -> st
         lines += ["", f"{group}:"] if own else []
         for key in own:
             name, doc = key.path.partition(".")[2], key.doc.removeprefix(f"{', '.join(key.objectives)}: ")
-            about = re.split(r"[;:.]( |$)| \(", doc)[0]
-            text = yaml.safe_dump({name: values[group][name]}, allow_unicode=True, sort_keys=False, width=2**20)
-            first, *more = re.sub(r"\.0e-0?", "e-", text).replace("${", "\\${").rstrip("\n").split("\n")
+            value, about = values[group][name], re.split(r"[;:.]( |$)| \(", doc)[0]
+            text = yaml.safe_dump({name: value}, allow_unicode=True, sort_keys=False, width=2**20).replace("${", "\\${")
+            text = f"{name}: {value:g}" if isinstance(value, float) else text
+            first, *more = text.rstrip("\n").split("\n")
             first = first if more and first[-1] != ":" else f"{first:<32}  # {about[0].lower()}{about[1:]}"
             lines += [f"  {line}" for line in (first, *more)]
     return "\n".join(lines) + "\n"
@@ -125,21 +129,18 @@ def text_of(config: RunConfig, chosen: Sequence[str], head: Sequence[str]) -> st
 
 def describe(found: Found, config: RunConfig, memory: Memory | str, data: str, file: str) -> list[str]:
     """Return lines about the next commands, the data, and the model."""
-    verbs = {"inspect": "the data as the model will see it", "plan": "what the run would be; starts nothing"}
+    verbs = {"inspect": "shows the data as the model will see it", "plan": "shows the run, and starts nothing"}
     lines = [f"  packtrain {verb} {file}  # {what}" for verb, what in (verbs | {found.spec.name: "trains"}).items()]
     middle, nearly, longest = (f"{length:,.0f}" for length in np.percentile(found.lengths, [50, 95, 100]))
     cut = np.count_nonzero(found.lengths > (config.data.max_length or found.positions)) / len(found.lengths)
-    size = f"{in_millions(memory.parameters)} weights. " if isinstance(memory, Memory) else ""
-    lines += [
-        f"{data}: {counted(found.rows, 'rows')} read, of the format {found.form}, for packtrain {found.spec.name}."
-    ]
-    lines += [
-        f"Tokens: half have up to {middle}, 95 of 100 up to {nearly}, the longest {longest}; {cut:.1%} exceed data.max_length."
-    ]
-    return [
-        *lines,
-        f"{config.model.path}: {size}Memory: {memory.sentence() if isinstance(memory, Memory) else memory}.",
-    ]
+    data = f"{data}: {counted(found.rows, 'rows')} read, of the format {found.form}, for packtrain {found.spec.name}."
+    tokens = f"Tokens: half have up to {middle}, 95 of 100 up to {nearly}, the longest {longest}; {cut:.1%} exceed data.max_length."
+    known = (
+        f"{in_millions(memory.parameters)} weights. Memory: {memory.sentence()}"
+        if isinstance(memory, Memory)
+        else memory
+    )
+    return [*lines, data, tokens, f"{config.model.path}: {known}."]
 
 
 def write_starter(data: str, model: str, words: Sequence[str], output: Path | None) -> int:
@@ -163,6 +164,6 @@ def write_starter(data: str, model: str, words: Sequence[str], output: Path | No
     head = describe(found, config, memory, data, shlex.quote(str(file)))
     with boundary("cannot be written", str(file), "Name another file with -o.", code="cannot-write"):
         file.write_text(text_of(config, [*choose(found, "", gpu=False), *given], head), encoding="utf-8")
-    load_config(str(file), [])  # what is written is what was planned
+    load_config(str(file), [])  # raises if it is not read back
     print("\n".join([f"{file} is written:", *head]))
     return 0
