@@ -99,9 +99,8 @@ def plan_first(found: Found, given: Sequence[str], sizes: Sizes, here: Surroundi
                 by_sizes = replace(config.model, path=None, init="random", config={**sizes})
                 memory = estimate(replace(config, model=by_sizes), gpus, here.gpu_memory)
             done.append((config, memory))
-            if isinstance(memory, str):  # adapters are safest
-                fits = "lora" in way
-            else:
+            fits = "lora" in way  # the safest if nothing is known
+            if not isinstance(memory, str):
                 fits = memory.fits is not False if gpu else memory.parameters < SMALL
             if fits:
                 break
@@ -120,7 +119,7 @@ def text_of(config: RunConfig, chosen: Sequence[str], head: Sequence[str]) -> st
             name, doc = key.path.partition(".")[2], key.doc.removeprefix(f"{', '.join(key.objectives)}: ")
             value, about = values[group][name], re.split(r"[;:.]( |$)| \(", doc)[0]
             text = yaml.safe_dump({name: value}, allow_unicode=True, sort_keys=False, width=2**20).replace("${", "\\${")
-            text = f"{name}: {value:g}" if isinstance(value, float) else text
+            text = f"{name}: {value}" if isinstance(value, float) else text
             first, *more = text.rstrip("\n").split("\n")
             first = first if more and first[-1] != ":" else f"{first:<32}  # {about[0].lower()}{about[1:]}"
             lines += [f"  {line}" for line in (first, *more)]
@@ -135,12 +134,9 @@ def describe(found: Found, config: RunConfig, memory: Memory | str, data: str, f
     cut = np.count_nonzero(found.lengths > (config.data.max_length or found.positions)) / len(found.lengths)
     data = f"{data}: {counted(found.rows, 'rows')} read, of the format {found.form}, for packtrain {found.spec.name}."
     tokens = f"Tokens: half have up to {middle}, 95 of 100 up to {nearly}, the longest {longest}; {cut:.1%} exceed data.max_length."
-    known = (
-        f"{in_millions(memory.parameters)} weights. Memory: {memory.sentence()}"
-        if isinstance(memory, Memory)
-        else memory
-    )
-    return [*lines, data, tokens, f"{config.model.path}: {known}."]
+    size = f"{in_millions(memory.parameters)} weights" if isinstance(memory, Memory) else "size not known"
+    needs = memory.sentence() if isinstance(memory, Memory) else memory
+    return [*lines, data, tokens, f"{config.model.path}: {size}. Memory: {needs}."]
 
 
 def write_starter(data: str, model: str, words: Sequence[str], output: Path | None) -> int:
