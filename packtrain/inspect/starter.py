@@ -39,7 +39,7 @@ NARROW = f"{LORA} model.dtype=bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FirstRows:
     """Facts about the first `rows`. `lengths`: tokens of documents. `positions`: most tokens that the model takes."""
 
     spec: Spec
@@ -50,7 +50,7 @@ class Found:
     template: str = ""
 
 
-def choose(found: Found, way: str, *, gpu: bool) -> list[str]:
+def choose(found: FirstRows, way: str, *, gpu: bool) -> list[str]:
     """Choose the overrides of a run that trains in this way."""
     spec, rows = found.spec, found.rows
     longest = min(max(256, 1 << (int(np.percentile(found.lengths, 99)) - 1).bit_length()), found.positions)
@@ -65,7 +65,7 @@ def choose(found: Found, way: str, *, gpu: bool) -> list[str]:
     return chosen.split()
 
 
-def look(config: RunConfig, kinds: Sequence[str]) -> Found:
+def look(config: RunConfig, kinds: Sequence[str]) -> FirstRows:
     """Tokenise first rows of data.train, for the first of `kinds` that takes them. Raises UserError for unusable rows."""
     given, tokenizer = sources(config.data.train)[0], load_tokenizer(config.model)
     chatml = not (config.data.chat_template or tokenizer.chat_template)
@@ -82,10 +82,12 @@ def look(config: RunConfig, kinds: Sequence[str]) -> Found:
         return look(config, kinds[1:])
     template = "data.chat_template=chatml" if chatml and form not in ("text", "prompt_completion", "tokenised") else ""
     lengths, rows = np.concatenate([one.lengths for one in outcomes]), sum(len(one.fates) for one in outcomes)
-    return Found(OBJECTIVES[kinds[0]], form, rows, lengths, template=template)
+    return FirstRows(OBJECTIVES[kinds[0]], form, rows, lengths, template=template)
 
 
-def plan_first(found: Found, given: Sequence[str], sizes: Sizes, here: Surroundings) -> tuple[RunConfig, Memory | str]:
+def plan_first(
+    found: FirstRows, given: Sequence[str], sizes: Sizes, here: Surroundings
+) -> tuple[RunConfig, Memory | str]:
     """Plan the first way to train that fits this machine, else the last possible one."""
     done, gpus, gpu = list[tuple[RunConfig, Memory | str]](), max(here.gpus, 1), here.gpus > 0
     on_gpus = (*("", "strategy=fsdp2")[:gpus], NARROW, f"{NARROW} model.quantize=nf4")
@@ -126,7 +128,7 @@ def text_of(config: RunConfig, chosen: Sequence[str], head: Sequence[str]) -> st
     return "\n".join(lines) + "\n"
 
 
-def describe(found: Found, config: RunConfig, memory: Memory | str, data: str, file: str) -> list[str]:
+def describe(found: FirstRows, config: RunConfig, memory: Memory | str, data: str, file: str) -> list[str]:
     """Return lines about the next commands, the data, and the model."""
     verbs = {"inspect": "shows the data as the model will see it", "plan": "shows the run, and starts nothing"}
     lines = [f"  packtrain {verb} {file}  # {what}" for verb, what in (verbs | {found.spec.name: "trains"}).items()]

@@ -18,7 +18,7 @@ from packtrain.config.compose import load_config
 from packtrain.config.yaml_files import SCHEMA_LINE
 from packtrain.data.sources.quickstart import tokenizer
 from packtrain.errors import UserError
-from packtrain.inspect.starter import Found, choose, plan_first
+from packtrain.inspect.starter import FirstRows, choose, plan_first
 from packtrain.objectives.spec import OBJECTIVES
 from packtrain.plan.surroundings import Surroundings
 
@@ -153,8 +153,8 @@ def test_what_cannot_be_is_refused_with_a_code(folder: Path, words: tuple, given
     assert not (folder / "sft.yaml").exists()
 
 
-def found(*lengths: int, kind: str = "sft", **facts: Any) -> Found:
-    return Found(OBJECTIVES.all()[kind], "messages", 1000, np.array(lengths or (100,)), **facts)
+def found(*lengths: int, kind: str = "sft", **facts: Any) -> FirstRows:
+    return FirstRows(OBJECTIVES.all()[kind], "messages", 1000, np.array(lengths or (100,)), **facts)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def found(*lengths: int, kind: str = "sft", **facts: Any) -> Found:
         (found(3000, kind="dpo"), 4096, 8192),
     ],
 )
-def test_max_length_covers_nearly_all_documents(facts: Found, max_length: int, slots: int) -> None:
+def test_max_length_covers_nearly_all_documents(facts: FirstRows, max_length: int, slots: int) -> None:
     chosen = choose(facts, "", gpu=False)
     assert {f"data.max_length={max_length}", f"batch.tokens_per_device={slots}"} <= {*chosen}
 
