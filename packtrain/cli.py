@@ -152,6 +152,19 @@ for objective in _objectives.values():
 
 
 @_config_verb()
+def init(
+    data: Annotated[str, Option("--data", help="As data.train: a file, a folder, a hub id, or quickstart.")],
+    model: Annotated[str, Option("--model", help="As model.path: a hub id, a folder, or a .gguf file.")],
+    words: Annotated[list[str] | None, Argument(metavar="[VERB] KEY=VALUE", help="None: by the rows.")] = None,
+    output: Annotated[Path | None, Option("--output", "-o", help="The new file; by default VERB.yaml.")] = None,
+) -> int:
+    """Write a commented config for data and a model, from looks at both and the GPUs here."""
+    with fast_imports():
+        from packtrain.inspect.starter import write_starter
+    return write_starter(data, model, words or [], output)
+
+
+@_config_verb()
 def plan(
     arguments: Arguments = None,
     full: Annotated[bool, Option("--full", help="Also every setting and every machine's command.")] = False,

@@ -125,10 +125,10 @@ def values_of_sweep(text: str, most: int) -> list[str] | None:
 
 
 def assignment(key: str, value: str) -> str:
-    """Return `key=value` in Hydra's grammar for any text."""
-    if re.fullmatch(r"[\w./-]+", value, re.ASCII):
+    """Return `key=value` in Hydra's grammar for any text, also for text that looks like a number."""
+    if re.fullmatch(r"(?=.*[./_])[\w./-]*[A-Za-z]{2}[\w./-]*", value, re.ASCII):
         return f"{key}={value}"
-    quoted = value.replace("'", "\\'")
+    quoted = value.replace("${", "\\${").replace("'", "\\'")
     return f"{key}='{quoted}'"
 
 

@@ -239,6 +239,22 @@ class Tokeniser:
             raise refuse_rows(problems)
         raise UserError("there are no rows", where=source.name, fix="Give a source that is not empty.", code="no-rows")
 
+    def read_first(self, source: Source, documents: int) -> tuple[Format, list[EncodedChunk]]:
+        """Encode the first chunks of a source, up to this number of documents. Raises UserError if they cannot be used, or have none."""
+        chunks, outcomes = source.chunks(), list[EncodedChunk]()
+        format, seen = self.detect(source, chunks)
+        self.encoder.check(format, source.name)
+        for chunk in chain(seen, chunks):
+            outcomes.append(self.encoder.encode(chunk, format))
+            if outcomes[-1].problems:
+                raise refuse_rows(outcomes[-1].problems)
+            if sum(len(outcome.lengths) for outcome in outcomes) >= documents:
+                break
+        if not any(len(outcome.lengths) for outcome in outcomes):
+            fix = "See data.format, data.max_length."
+            raise UserError("no document remains of any row", where=source.name, fix=fix, code="no-document-remains")
+        return format, outcomes
+
     def encode(
         self, chunks: Iterator[Chunk], format: Format, *, ahead: bool = False
     ) -> Iterator[tuple[Chunk, EncodedChunk]]:

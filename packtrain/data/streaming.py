@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -284,19 +284,8 @@ def open_stream(
             what = "num_samples are those of an epoch, which a stream has not"
             fix = "Name the entry's files in its place."
             raise UserError(what, where=f"data.train, {named.path}", fix=fix, code="samples-of-stream")
-        chunks = source.chunks()
-        format, seen = tokeniser.detect(source, chunks)
-        encoder.check(format, source.name)
-        for chunk in chain(seen, chunks):
-            outcome = encoder.encode(chunk, format)
-            if outcome.problems:
-                raise refuse_rows(outcome.problems)
-            if len(outcome.lengths):
-                break
-        else:
-            fix = "See data.format, data.max_length."
-            raise UserError("no document remains of any row", where=source.name, fix=fix, code="no-document-remains")
-        first_rows.append(Tokenised(named, MemoryStore.of(outcome, format), False, source.remark))
+        format, outcomes = tokeniser.read_first(source, 1)
+        first_rows.append(Tokenised(named, MemoryStore.of(outcomes[-1], format), False, source.remark))
         files = [source.key, source.size, *(name for name, _ in source.files)]
         identity.append([named.weight, bool(data.stages), *files, *tokeniser.settings])
         streams.append(SourceStream(source, named, number, format, together, tokeniser))
