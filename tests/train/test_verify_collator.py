@@ -185,7 +185,7 @@ def test_the_recipes_of_the_page_are_exact(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_rows_of_trl_that_lose_their_borders_leak(tmp_path: Path) -> None:
-    """Ways to lose them: only cu_seq_lens are left, a mask of ones, packing without padding_free, no lengths of documents."""
+    """Only cu_seq_lens are left, a mask of ones, packing without borders, or lengths that got lost."""
     (tmp_path / "faults.py").write_text(FAULTS)
     for name, positions in FAULTY.items():
         report = proved("llama", f"{tmp_path}/faults.py:{name}", attention="sdpa")
@@ -195,7 +195,7 @@ def test_rows_of_trl_that_lose_their_borders_leak(tmp_path: Path) -> None:
 
 
 def acted(folder: Path, code: int, reported: subprocess.CompletedProcess[str], **inputs: str) -> dict[str, str]:
-    """What the GitHub action says when `packtrain` answers as `reported`: stdout, summary and output; asserts its exit code."""
+    """Run the GitHub action with a `packtrain` that answers as `reported`; return stdout, summary and output."""
     step = yaml.safe_load((ROOT / "action.yml").read_text())["runs"]["steps"][0]
     files = {name: folder / name for name in ("GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT")}
     for path in files.values():
@@ -225,7 +225,7 @@ cat {folder}/stdout; cat {folder}/stderr >&2; exit {reported.returncode}
 
 
 def test_the_github_action_fails_on_a_leak_and_says_who_sees_whom(tmp_path: Path, others: str) -> None:
-    """Without a config the command takes a tiny model. The action is run by bash, as GitHub does, with what the command said."""
+    """Bash runs the action as GitHub does, on real reports of the command, which takes a tiny model without a config."""
 
     def command(name: str, expect: int) -> subprocess.CompletedProcess[str]:
         return packtrain("verify", "--collator", others + name, "--json", cwd=tmp_path, expect=expect)
@@ -241,6 +241,6 @@ def test_the_github_action_fails_on_a_leak_and_says_who_sees_whom(tmp_path: Path
     assert all(
         f"| {changed} | {moved} | " in leaks["GITHUB_STEP_SUMMARY"] for changed, moved in ((1, 2), (1, 3), (2, 3))
     )
-    unchecked = acted(tmp_path, 2, command("raising", 2), **inputs)
-    assert unchecked["GITHUB_OUTPUT"] == "verdict=unchecked\n" and "%0A" in unchecked["said"].split("::error")[1]
+    unchecked = acted(tmp_path, 2, subprocess.CompletedProcess([], 2, "", "error:\n  100% wrong\n"), **inputs)
+    assert unchecked["GITHUB_OUTPUT"] == "verdict=unchecked\n" and "error:%0A  100%25 wrong" in unchecked["said"]
     assert not (tmp_path / "hit").exists()
