@@ -23,7 +23,15 @@ from typer.core import TyperCommand
 
 from packtrain import __version__
 from packtrain.errors import UserError, exit_code_of, report_error
-from packtrain.launch.arguments import check_folder, check_verb, load_and_plan, load_job, note, split_arguments
+from packtrain.launch.arguments import (
+    check_folder,
+    check_verb,
+    for_collator,
+    load_and_plan,
+    load_job,
+    note,
+    split_arguments,
+)
 from packtrain.objectives.spec import OBJECTIVES
 from packtrain.system import fast_imports, open_streams, outlive_terminal
 from packtrain.wording import CleanStream, learn
@@ -258,7 +266,7 @@ def verify(
         name = "--attach" if attached else "--attention"
         what = "it says how the model of --collator runs"
         raise UserError(what, where=name, fix="Give --collator, too.", code="no-collator")
-    run, _ = load_and_plan(arguments)
+    run, _ = load_and_plan(arguments if collator is None else for_collator(arguments or []))
     if collator is None:
         return run_verification(run, partial(_execute, "verify"), as_json=as_json)
     return run_on_collator(run, collator, attention=attention, attached=attached, as_json=as_json)

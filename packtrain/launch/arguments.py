@@ -59,6 +59,14 @@ def load_job(verb: str, arguments: list[str] | None, sweep: bool, *, packages: b
     return Job(verb, called, named, tuple(points), Path.cwd(), tuple(command_of("packtrain", absolute=True)))
 
 
+def for_collator(arguments: list[str]) -> list[str]:
+    """Add built-in data, and a tiny model if none is given, unless a config is named."""
+    if arguments and split_arguments(arguments)[0] is not None:
+        return arguments
+    model = [] if any(one.startswith("model") for one in arguments) else ["model=quickstart"]
+    return [*model, "data=quickstart", "batch=small", *arguments]
+
+
 def note(line: str) -> None:
     """Print on stderr how the config was interpreted. If another launcher started several processes, only rank 0 prints."""
     if os.environ.get("RANK", "0") == "0":

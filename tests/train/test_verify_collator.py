@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from running import LLAMA, base_config, packtrain, written
 
 from packtrain.config.schema import Model, Peft, Trainer
@@ -37,6 +44,25 @@ def nothing(features): return [1, 2]
 class Needy:
     def __init__(self, tokenizer, rows): ...
 """
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = re.findall(r"```python\n(.*?)```", (ROOT / "docs/leak-check.md").read_text(), re.S)
+FAULTS = """
+import torch
+from datasets import Dataset
+from trl import pack_dataset
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+padding_free = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+padded = DataCollatorForLanguageModeling(pad_token_id=0)
+def without(row, *names): return {name: value for name, value in row.items() if name not in names}
+def packed(documents, strategy): return list(pack_dataset(Dataset.from_list(documents), 64, strategy))
+def only_lengths(documents): return without(padding_free(documents), "position_ids")
+def only_positions(documents):
+    return without(padding_free(documents), "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+def mask_of_ones(documents): return {**(row := padding_free(documents)), "attention_mask": torch.ones_like(row["input_ids"])}
+def wrapped(documents): return padded(packed(documents, "wrapped"))
+def lost(documents): return padding_free([without(row, "seq_lengths") for row in packed(documents, "bfd")])
+"""
+FAULTY = {"only_lengths": "not given", "mask_of_ones": "restart", "wrapped": "not given", "lost": "run on"}
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -145,3 +171,76 @@ def test_the_command_shows_it_and_its_exit_code_tells(tmp_path: Path, others: st
     }.items():
         assert said in command("--collator", spec, expect=2).stderr
     assert "--collator" in command("--attach", expect=2).stderr
+
+
+@pytest.mark.parametrize("number", range(len(RECIPES)))
+def test_the_recipes_of_the_page_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    packages = set(re.findall(r"^from (\w+)", RECIPES[number], re.M))
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")
+    (tmp_path / f"recipe{number}.py").write_text(RECIPES[number])
+    report = proved("llama", f"{tmp_path}/recipe{number}.py:collate", attention="sdpa")
+    assert (report["verdict"], report["positions"]) == ("exact", "restart")
+
+
+def test_rows_of_trl_that_lose_their_borders_leak(tmp_path: Path) -> None:
+    """Only cu_seq_lens are left, a mask of ones, packing without borders, or lengths that got lost."""
+    (tmp_path / "faults.py").write_text(FAULTS)
+    for name, positions in FAULTY.items():
+        report = proved("llama", f"{tmp_path}/faults.py:{name}", attention="sdpa")
+        assert (report["verdict"], report["positions"], len(report["leaks"])) == ("leaks", positions, 3), name
+        assert (report["labels_across"] == []) is (name in ("only_lengths", "mask_of_ones")), name
+    assert proved("llama", f"{tmp_path}/faults.py:only_positions", attention="sdpa")["verdict"] == "exact"
+
+
+def acted(folder: Path, code: int, reported: subprocess.CompletedProcess[str], **inputs: str) -> dict[str, str]:
+    """Run the GitHub action with a `packtrain` that answers as `reported`; return stdout, summary and output."""
+    step = yaml.safe_load((ROOT / "action.yml").read_text())["runs"]["steps"][0]
+    files = {name: folder / name for name in ("GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT")}
+    for path in files.values():
+        path.write_text("")
+    (folder / "stdout").write_text(reported.stdout)
+    (folder / "stderr").write_text(reported.stderr)
+    (bin := folder / "bin").mkdir(exist_ok=True)
+    (bin / "python").write_text(
+        f"""#!/bin/bash
+[ "$1" = -m ] || exec {shlex.quote(sys.executable)} -S "$@"
+printf '%s\\n' "$@" > {folder}/called
+[ "$2" = packtrain ] || exit 0
+cat {folder}/stdout; cat {folder}/stderr >&2; exit {reported.returncode}
+"""
+    )
+    (bin / "python").chmod(0o755)
+    assert "${{" not in step["run"]  # an input is never part of the script
+    values = {name: inputs.get(name.lower(), "") for name in step["env"]} | {
+        name: str(path) for name, path in files.items()
+    }
+    env = {**os.environ, **values, "PATH": f"{bin}:{os.environ['PATH']}"}
+    (folder / "script").write_text(step["run"])
+    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", str(folder / "script")]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    return {"said": done.stdout, **{name: path.read_text() for name, path in files.items()}}
+
+
+def test_the_github_action_fails_on_a_leak_and_says_who_sees_whom(tmp_path: Path, others: str) -> None:
+    """Bash runs the action as GitHub does, on real reports of the command, which takes a tiny model without a config."""
+
+    def command(name: str, expect: int) -> subprocess.CompletedProcess[str]:
+        return packtrain("verify", "--collator", others + name, "--json", cwd=tmp_path, expect=expect)
+
+    inputs = {"version": "installed", "collator": "a b.py:$(touch hit)`", "attention": "sdpa"}
+    sound = acted(tmp_path, 0, command("flattening", 0), **inputs, model="model=quickstart\nmodel.config={a: 1, b: 2}")
+    assert sound["GITHUB_OUTPUT"] == "verdict=exact\n" and "::error" not in sound["said"]
+    called = (tmp_path / "called").read_text().splitlines()
+    expected = ["-m", "packtrain", "verify", "--json", "--collator", inputs["collator"], "--attention", "sdpa"]
+    assert called == [*expected, "model=quickstart", "model.config={a: 1, b: 2}"]
+    leaks = acted(tmp_path, 3, command("without_positions", 3), **inputs)
+    assert leaks["GITHUB_OUTPUT"] == "verdict=leaks\n" and leaks["said"].count("::error title=") == 1
+    assert all(
+        f"| {changed} | {moved} | " in leaks["GITHUB_STEP_SUMMARY"] for changed, moved in ((1, 2), (1, 3), (2, 3))
+    )
+    unchecked = acted(tmp_path, 2, subprocess.CompletedProcess([], 2, "", "error:\n  100% wrong\n"), **inputs)
+    assert unchecked["GITHUB_OUTPUT"] == "verdict=unchecked\n" and "error:%0A  100%25 wrong" in unchecked["said"]
+    assert not (tmp_path / "hit").exists()

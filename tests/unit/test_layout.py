@@ -99,6 +99,7 @@ OF_OTHERS = {
     "convert_hf_to_gguf.py",
     "mine.py",
     "kernels/chunked_logprob.py",
+    "leakcheck.py",
 }
 OF_OTHERS |= {f"configuration_{name}.py" for name in ("auto", "utils")} | {"auto_mappings.py"}
 """Files that are spoken of and not ours: examples of programs, TRL's and transformers'."""
