@@ -21,7 +21,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -285,20 +284,9 @@ def stopped_by(number: int) -> str:
     return f"stopped by {signal.Signals(number).name}"
 
 
-class Work(Future[_Result]):
-    """A call that runs in its own thread."""
-
-    def result(self, timeout: float | None = None) -> _Result:
-        """Return the result of the call. Raises its error, or TimeoutError after `timeout` seconds."""
-        try:
-            return super().result(timeout)
-        except NoAnswer as error:  # not Python's TimeoutError before Python 3.11
-            raise TimeoutError from error
-
-
-def start(work: Callable[[], _Result], name: str = "") -> Work[_Result]:
+def start(work: Callable[[], _Result], name: str = "") -> Future[_Result]:
     """Call `work` in a daemon thread."""
-    future = Work[_Result]()
+    future = Future[_Result]()
 
     def answer() -> None:
         try:

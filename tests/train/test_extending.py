@@ -9,12 +9,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 from running import Run, assert_same_bits, base_config, joined, packtrain, train, write_jsonl, written
 
 from packtrain.config.keys import keys, keys_of
