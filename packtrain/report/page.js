@@ -297,12 +297,15 @@
     const shape = () => JSON.stringify([page.axes, page.figures.map((figure) => figure.curves.map((curve) => named(figure, curve)))]);
     for (let tag = "", pause = 2000, spoken = 0; ; await new Promise((go) => setTimeout(go, pause))) {
       if (document.hidden || document.querySelector(".plot:active")) continue; // nobody looks, or a zoom is being drawn
-      const [answer, text] = await fetch("now", { headers: { "If-None-Match": tag } }).then(async (got) => [got, await got.text()]).catch(() => [{}]);
+      const [answer, text] = await fetch("now", { headers: { "If-None-Match": tag }, signal: AbortSignal.timeout(120000) }).then(async (got) => [got, await got.text()]).catch(() => [{}]);
       if (answer.status === 304) continue;
       if (answer.ok) {
         const before = shape(), fresh = new DOMParser().parseFromString(text, "text/html");
         take(fresh);
-        if (shape() !== before) at("figures").className = "older"; // so that it is replaced as a whole
+        if (shape() !== before) {
+          plots.forEach((plot) => Plotly.purge(plot)); // the window would keep it for ever
+          at("figures").className = "older"; // so that it is replaced as a whole
+        }
         renew(at("main"), fresh.getElementById("main"));
         if (shape() !== before) tools();
         await refresh();
@@ -311,7 +314,7 @@
       const news = over ? `over, step ${step}; goes on if it is resumed` : step ? `live, step ${step}` : "live, no step yet";
       at("live").textContent = answer.ok ? news : "not updated: packtrain report has ended, or cannot read the run";
       if (Date.now() - spoken > 60000) [at("spoken").textContent, spoken] = [`updated: ${at("live").textContent}`, Date.now()];
-      [tag, pause] = [answer.ok ? answer.headers.get("ETag") : "", over ? 10000 : 2000];
+      [tag, pause] = [answer.ok ? answer.headers.get("ETag") : "", answer.ok && !over ? 2000 : 10000];
     }
   }
 
