@@ -14,13 +14,13 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from packtrain import wording
 from packtrain.errors import UserError, boundary
 from packtrain.plan.network_settings import LOOPBACK
 from packtrain.report.page import page, read_runs, scripts
 from packtrain.run_folder import RunFolder
 
 _PAUSE, _LONGEST_S = 5, 60  # a pause is this many times as long as making the page; a killed run changes no file
+_Made = tuple[str | Exception, list[tuple[int, int]], float, float]  # the page, its files, when it was begun and done
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
 
@@ -28,14 +28,10 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, port: int, folders: list[RunFolder]) -> None:
         super().__init__((LOOPBACK, port), _Request)
         self.secret, self._folders, self._lock = secrets.token_urlsafe(24), folders, threading.Lock()
-        self._made: tuple[str | Exception, list[tuple[int, int]], float, float]  # the page, its files, begun, done
-        self._made = "", [], 0.0, 0.0
+        self._made: _Made = "", [], 0.0, 0.0
 
     def newest(self) -> str:
-        """Return the page of the runs, the same for all browsers. Raises UserError if there is no run.
-
-        An error is kept as long as a page: reading until it takes time, too.
-        """
+        """Return the page of the runs, the same for all browsers. Raises UserError if there is no run."""
         with self._lock:
             (text, before, began, done), now = self._made, time.monotonic()
             places = [place for run in self._folders for place in (run.root, run.logs, run.attempt.root, *run.records)]
@@ -43,7 +39,7 @@ class _Server(ThreadingHTTPServer):
             if not text or (now > done + _PAUSE * (done - began) and (seen != before or now > done + _LONGEST_S)):
                 try:
                     text = page(read_runs(self._folders), live=True)
-                except Exception as error:
+                except Exception as error:  # kept as long as a page: it took time, too
                     text = error
                 self._made = text, seen, now, time.monotonic()
         if isinstance(text, Exception):
@@ -69,7 +65,7 @@ class _Request(BaseHTTPRequestHandler):
         try:
             body = self.server.newest().replace(scripts()[1] if name else "", "").encode()
         except Exception as error:
-            return self.send_error(503, "The run cannot be read now", wording.first_line(error))
+            return self.send_error(503, "The run cannot be read now", str(error))
         tag = f'"{hash(body)}"'
         known = self.headers.get("If-None-Match") == tag
         own = {"Content-Type": "text/html; charset=utf-8", "Content-Length": str(len(body)), "ETag": tag}
