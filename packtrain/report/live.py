@@ -43,7 +43,7 @@ class _Server(ThreadingHTTPServer):
                     text = error
                 self._made = text, seen, now, time.monotonic()
         if isinstance(text, Exception):
-            raise text.with_traceback(None)
+            raise text
         return text
 
     def handle_error(self, request: object, client_address: object) -> None:
