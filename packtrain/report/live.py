@@ -20,6 +20,7 @@ from packtrain.report.page import page, read_runs, scripts
 from packtrain.run_folder import RunFolder
 
 _PAUSE, _LONGEST_S = 5, 60  # a pause is this many times as long as making the page; a killed run changes no file
+_Made = tuple[str | Exception, list[tuple[int, int]], float, float]  # the page, its files, when it was begun and done
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
 
@@ -27,20 +28,26 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, port: int, folders: list[RunFolder]) -> None:
         super().__init__((LOOPBACK, port), _Request)
         self.secret, self._folders, self._lock = secrets.token_urlsafe(24), folders, threading.Lock()
-        self._made = "", [(0, 0)], 0.0, 0.0  # the page, its files, when it was begun and done
+        self._made: _Made = "", [], 0.0, 0.0
 
     def newest(self) -> str:
         """Return the page of the runs, the same for all browsers. Raises UserError if there is no run."""
         with self._lock:
             (text, before, began, done), now = self._made, time.monotonic()
             places = [place for run in self._folders for place in (run.root, run.logs, run.attempt.root, *run.records)]
-            seen = [(at.st_size, at.st_mtime_ns) for place in places if place.exists() and (at := place.stat())]
+            seen = [(at.st_size, at.st_ctime_ns) for place in places if place.exists() and (at := place.stat())]
             if not text or (now > done + _PAUSE * (done - began) and (seen != before or now > done + _LONGEST_S)):
-                self._made = page(read_runs(self._folders), live=True), seen, now, time.monotonic()
-            return self._made[0]
+                try:
+                    text = page(read_runs(self._folders), live=True)
+                except Exception as error:  # kept as long as a page: it took time, too
+                    text = error
+                self._made = text, seen, now, time.monotonic()
+        if isinstance(text, Exception):
+            raise text
+        return text
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Close the connection: the browser has gone, or the run cannot be read now."""
+        """Close the connection: the browser has gone."""
 
 
 class _Request(BaseHTTPRequestHandler):
@@ -49,12 +56,16 @@ class _Request(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with the page (/SECRET/), or with a newer one without plotly.js (/SECRET/now)."""
         secret, found, name = self.path[1:].partition("/")
-        ours = self.headers.get("Host") in [f"{host}:{self.server.server_port}" for host in (LOOPBACK, "localhost")]
+        # of any port: `ssh -L` may use another one, and a browser leaves out port 80
+        ours = self.headers.get("Host", "").partition(":")[0].lower() in (LOOPBACK, "localhost")
         if not ours or not hmac.compare_digest(secret.encode(), self.server.secret.encode()):
             return self.send_error(403)
         if not found or name not in ("", "now"):
             return self.send_error(404)
-        body = self.server.newest().replace(scripts()[1] if name else "", "").encode()
+        try:
+            body = self.server.newest().replace(scripts()[1] if name else "", "").encode()
+        except Exception as error:
+            return self.send_error(503, "The run cannot be read now", str(error))
         tag = f'"{hash(body)}"'
         known = self.headers.get("If-None-Match") == tag
         own = {"Content-Type": "text/html; charset=utf-8", "Content-Length": str(len(body)), "ETag": tag}

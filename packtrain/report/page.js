@@ -43,6 +43,7 @@
     [unit, perUnit] = longest > 7200 ? ["h", 3600] : longest > 180 ? ["min", 60] : ["s", 1];
     if (!(state.axis in page.axes)) [state.axis, state.x] = ["step", null]; // another run has begun here
     if (state.axis === "seconds" && state.x) state.x = state.x.map((one) => (one * before) / perUnit);
+    if (state.x && page.xs.every((one, x) => places({ x }).at(-1) <= state.x[0])) state.x = null; // it has begun anew
   }
   const places = (curve) => {
     const x = page.xs[curve.x][state.axis];
@@ -245,6 +246,7 @@
     const x = traced[best].x, last = x.length - 1, far = event.shiftKey ? Math.max(1, Math.round(x.length / 20)) : 1;
     const inside = state.x ? [x.findIndex((one) => one >= state.x[0]), x.findLastIndex((one) => one <= state.x[1])] : [0, last];
     const from = Math.min(Math.max(read[number] ?? inside[0] - 1, inside[0] - 1), inside[1] + 1);
+    if (Math.min(...inside) < 0 && event.key !== "0" && event.key !== "Escape") return; // no point is in the zoom
     const moves = { ArrowRight: from + far, ArrowLeft: from - far, Home: inside[0], End: inside[1] };
     if (event.key in moves) {
       const place = (read[number] = Math.min(Math.max(moves[event.key], inside[0]), inside[1]));
@@ -255,7 +257,7 @@
       const [low, high] = state.x || [x[0], x[last]], middle = x[Math.max(read[number] ?? 0, 0)];
       const centre = middle >= low && middle <= high && read[number] !== undefined ? middle : (low + high) / 2;
       const wide = (high - low) * (event.key === "+" ? 0.25 : 1);
-      state.x = [Math.max(centre - wide, x[0]), Math.min(centre + wide, x[last])];
+      state.x = [Math.max(Math.min(centre, x[last] - wide) - wide, x[0]), Math.min(Math.max(centre, x[0] + wide) + wide, x[last])];
       refresh();
     } else if (event.key === "0" || event.key === "Escape") whole();
     else return;
@@ -297,12 +299,13 @@
     const shape = () => JSON.stringify([page.axes, page.figures.map((figure) => figure.curves.map((curve) => named(figure, curve)))]);
     for (let tag = "", pause = 2000, spoken = 0; ; await new Promise((go) => setTimeout(go, pause))) {
       if (document.hidden || document.querySelector(".plot:active")) continue; // nobody looks, or a zoom is being drawn
-      const [answer, text] = await fetch("now", { headers: { "If-None-Match": tag } }).then(async (got) => [got, await got.text()]).catch(() => [{}]);
+      const [answer, text] = await fetch("now", { headers: { "If-None-Match": tag }, signal: AbortSignal.timeout(120000) }).then(async (got) => [got, await got.text()]).catch(() => [{}]);
       if (answer.status === 304) continue;
       if (answer.ok) {
         const before = shape(), fresh = new DOMParser().parseFromString(text, "text/html");
         take(fresh);
-        if (shape() !== before) at("figures").className = "older"; // so that it is replaced as a whole
+        // Figures are replaced as a whole; the window would keep those that are not purged.
+        if (shape() !== before) plots.forEach((plot) => Plotly.purge(plot)), (at("figures").className = "older");
         renew(at("main"), fresh.getElementById("main"));
         if (shape() !== before) tools();
         await refresh();
@@ -311,7 +314,7 @@
       const news = over ? `over, step ${step}; goes on if it is resumed` : step ? `live, step ${step}` : "live, no step yet";
       at("live").textContent = answer.ok ? news : "not updated: packtrain report has ended, or cannot read the run";
       if (Date.now() - spoken > 60000) [at("spoken").textContent, spoken] = [`updated: ${at("live").textContent}`, Date.now()];
-      [tag, pause] = [answer.ok ? answer.headers.get("ETag") : "", over ? 10000 : 2000];
+      [tag, pause] = [answer.ok ? answer.headers.get("ETag") : "", answer.ok && !over ? 2000 : 10000];
     }
   }
 

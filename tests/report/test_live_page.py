@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,17 +108,26 @@ def test_curves_grow_without_a_reload_and_zoom_hidden_curves_axis_and_smoothing_
         pressed = "[...document.querySelectorAll('[aria-pressed=true]')].map(one => one.textContent)"
         assert value(browser, pressed) == ["Tokens", "training"]
         assert value(browser, "document.querySelector('details[open] summary').textContent").endswith("defaults")
+        browser.execute_script("window.older = document.getElementById('plot0')")
         folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in LINES if line["step"] <= 31))
         more = [{**line, "novelty": 2.0} for line in LINES if line["step"] > 31]
         add(folder, more)  # another figure: all are laid out anew
         shown(browser, POINTS, [40, 40])
         assert value(browser, RANGES) == zoom and value(browser, pressed) == ["Tokens", "training"]
         assert browser.find_elements(By.TAG_NAME, "figcaption")[-1].text == "novelty"
+        assert value(browser, "[older.isConnected, older.data]") == [False, None]  # plotly has let go of it
         assert value(browser, "document.getElementById('smooth').value") == "0.02"
         click(browser, "held out", "#legend0")
         assert value(browser, POINTS) == [40, 40, 4]
         click(browser, "whole curves")
         assert value(browser, RANGES)[0][1] > 3600
+        for key in (Keys.END, "+", "+", "+", "-"):
+            browser.find_element(By.ID, "plot0").send_keys(key)
+            wait_until_drawn(browser)
+        assert 2600 < value(browser, RANGES)[0][0] < 2800  # the last quarter
+        folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in LINES[:10]))  # it began anew
+        shown(browser, "document.getElementById('live').textContent", "live, step 10")
+        assert value(browser, RANGES)[0][0] <= 90 and value(browser, RANGES)[0][1] >= 900
         check_calm(browser, url)
 
 
@@ -155,25 +161,29 @@ def test_runs_that_begin_are_seen_to_their_end(browser: Any, tmp_path: Path) -> 
 def test_a_training_is_seen_live_to_its_end(browser: Any, tmp_path: Path) -> None:
     from running import base_config, written  # which imports torch
 
-    config = base_config(tmp_path, trainer={"max_steps": 40})
-    variables, begun = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}, time.monotonic()
+    config = base_config(tmp_path, trainer={"max_steps": 1_000_000})  # until this test has seen enough
+    variables, folder = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}, RunFolder(tmp_path / "run")
     training = [sys.executable, "-m", "packtrain", "sft", written(tmp_path, config)]
-    serving = [sys.executable, "-m", "packtrain", "report", str(tmp_path / "run"), "--serve"]
+    serving = [sys.executable, "-m", "packtrain", "report", str(folder.root), "--serve"]
     quiet: dict[str, Any] = {"stderr": subprocess.DEVNULL, "env": variables, "text": True}
     with subprocess.Popen(training, stdout=subprocess.DEVNULL, **quiet) as run:
-        until((tmp_path / "run" / "logs" / "attempt" / "config.yaml").exists)
-        with subprocess.Popen(serving, stdout=-1, **quiet) as server:
-            assert server.stdout
-            opened(browser, url := server.stdout.readline().strip())
-            seen = list[str]()
-            while not text_of(browser, "live").startswith("over"):
-                if (words := text_of(browser, "live")) not in seen[-1:]:
-                    seen.append(words)
-                assert time.monotonic() - begun < 3 * LONG_S, seen
-                time.sleep(0.2)
-            assert run.wait(LONG_S) == 0 and len(seen) > 2
-            shown(browser, POINTS, [40])
-            assert text_of(browser, "live").startswith("over, step 40;")
-            check_calm(browser, url)
-            os.kill(server.pid, signal.SIGTERM)
-            assert server.wait(LONG_S) == 143
+        try:
+            until(folder.attempt.config.exists)
+            with subprocess.Popen(serving, stdout=-1, **quiet) as server:
+                try:
+                    assert server.stdout
+                    opened(browser, url := server.stdout.readline().strip())
+                    seen = set[str]()
+                    until(lambda: len(seen.add(text_of(browser, "live")) or seen) > 3, said=lambda: seen)
+                    assert all(words.startswith("live, ") for words in seen if words)
+                    run.terminate()
+                    assert run.wait(LONG_S) == 143
+                    steps = json.loads(folder.summary.read_text())["steps"]
+                    until(lambda: text_of(browser, "live").startswith(f"over, step {steps};"))
+                    assert value(browser, "document.querySelector('.status').textContent") == "stopped"
+                    check_calm(browser, url)
+                finally:
+                    server.terminate()
+                assert server.wait(LONG_S) == 143
+        finally:
+            run.terminate()

@@ -54,11 +54,14 @@ def test_only_the_url_with_the_secret_under_a_name_of_this_machine_is_answered(
     assert {path: ask(server, path)[0] for path in refused} == dict.fromkeys(refused, 403)
     unknown = [own, *(f"{own}/{path}" for path in ("run", "metrics.jsonl", "../../etc/passwd", "%2e%2e/", "now/", "?"))]
     assert {path: ask(server, path)[0] for path in unknown} == dict.fromkeys(unknown, 404)
-    hosts = ["evil.example", f"evil.example:{port}", f"127.0.0.1:{port + 1}", "127.0.0.1", "", f"[::1]:{port}"]
+    hosts = ["evil.example", f"evil.example:{port}", f"127.0.0.1.evil.example:{port}", "", f"[::1]:{port}"]
     assert {host: ask(server, f"{own}/", Host=host)[0] for host in hosts} == dict.fromkeys(hosts, 403)
     others = ("POST", "PUT", "DELETE", "OPTIONS", "TRACE")
     assert {method: ask(server, f"{own}/", method)[0] for method in others} == dict.fromkeys(others, 501)
-    status, headers, body = ask(server, f"{own}/", Host=f"localhost:{port}")
+    # a browser names no port 80, and `ssh -L` may lead here from another port
+    good = [f"localhost:{port}", f"LocalHost:{port}", "127.0.0.1", f"127.0.0.1:{port + 1}"]
+    assert {host: ask(server, f"{own}/now", Host=host)[0] for host in good} == dict.fromkeys(good, 200)
+    status, headers, body = ask(server, f"{own}/")
     assert status == 200 and body.endswith(b"</html>")
     wanted = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
     assert headers.items() >= wanted.items()
@@ -121,6 +124,30 @@ def test_a_run_that_has_just_begun_has_no_step_yet_and_one_that_is_gone_gets_no_
     with pytest.raises(live.UserError, match="no such folder"):
         server.newest()
     server.server_close()
+
+
+def test_a_run_that_cannot_be_read_is_not_read_at_each_request_and_is_back_when_it_can(
+    server: live._Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, read = [1000.0], list[float]()
+
+    def slow(folders: list[RunFolder]) -> list[object]:
+        read.append(clock[0])
+        clock[0] += 2
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(live, "read_runs", slow)
+        patch.setattr(live.time, "monotonic", lambda: clock[0])
+        for _ in range(3):
+            status, _, body = ask(server, f"/{server.secret}/now")
+            assert status == 503 and b"Permission denied" in body
+        assert read == [1000]
+        clock[0] = 1013
+        (tmp_path / "run" / "metrics.jsonl").chmod(0o600)  # changes neither size nor time of the last line
+        assert ask(server, f"/{server.secret}/")[0] == 503 and read == [1000, 1013]
+    server._made = (*server._made[:2], 0.0, 0.0)
+    assert ask(server, f"/{server.secret}/")[0] == 200
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
