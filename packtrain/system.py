@@ -154,7 +154,7 @@ def _point_outputs_at(*descriptors: int) -> None:
 def kept_from_terminal() -> Iterator[None]:
     """Keep all output of the block, even from C libraries, in `kept`.
 
-    If the block fails, this and what was kept meanwhile is printed on stderr.
+    If the block fails, everything kept since its start is printed on stderr.
     """
     before = len(kept)
     memory = os.memfd_create("printed") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)

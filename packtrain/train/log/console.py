@@ -79,7 +79,7 @@ class Log:
         self.say(f"[yellow]{escape(text)}[/]", indent=1)
 
     def note(self, text: str) -> None:
-        """Write to the file only, after what libraries said since the last call. Lines that do not fit on a full disk are lost."""
+        """Write to the file only, after the kept words of libraries. Lines that do not fit on a full disk are lost."""
         said = kept[:]
         del kept[: len(said)]  # others may append meanwhile
         with suppress(OSError):
