@@ -153,8 +153,9 @@ def _point_outputs_at(*descriptors: int) -> None:
 def kept_from_terminal() -> Iterator[None]:
     """Keep all output of the block, even from C libraries, in `kept`.
 
-    It is printed on stderr, too, if the block fails.
+    If the block fails, everything kept since its start is printed on stderr.
     """
+    before = len(kept)
     memory = os.memfd_create("printed") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
     outputs, failed = [os.dup(number) for number in _OUTPUTS.values()], False
     _point_outputs_at(os.dup(memory))
@@ -169,7 +170,7 @@ def kept_from_terminal() -> Iterator[None]:
             file.seek(0)
             text = file.read().decode(errors="replace")
         if failed:
-            print(text, end="", file=sys.stderr, flush=True)
+            print(*kept[before:], text, sep="", end="", file=sys.stderr, flush=True)
         else:
             kept.append(text)
 

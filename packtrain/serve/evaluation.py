@@ -30,7 +30,7 @@ from packtrain.errors import Json, UserError, boundary
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder
 from packtrain.serve.trained import adapters_of, find_trained, load_trained
-from packtrain.system import stdout_on_stderr
+from packtrain.system import fast_imports, stdout_on_stderr
 from packtrain.train.verify.command import finite, on_this_machine
 from packtrain.wording import counted, shortened, visible
 
@@ -70,8 +70,9 @@ def evaluate(
     if tasks and find_spec("lm_eval") is None:
         what = "tasks need the package lm_eval (lm-evaluation-harness), which is not installed"
         raise UserError(what, where="--tasks", fix="pip install lm-eval", code="lm-eval-missing")
-    from packtrain.train.measures.harness import ask, load_tasks, run_tasks
-    from packtrain.train.measures.right_answers import score_of
+    with fast_imports():
+        from packtrain.train.measures.harness import ask, load_tasks, run_tasks
+        from packtrain.train.measures.right_answers import score_of
 
     judge = score_of(score, "--score")
     code, figures = held_out_figures(run, execute)

@@ -34,7 +34,7 @@ from packtrain.plan.known_model import known_sizes
 from packtrain.plan.surroundings import find_converter
 from packtrain.run_folder import object_of
 from packtrain.serve.trained import Trained, find_trained, load_trained
-from packtrain.system import stdout_on_stderr
+from packtrain.system import fast_imports, stdout_on_stderr
 from packtrain.wording import Redactor, shortened
 
 if TYPE_CHECKING:
@@ -166,7 +166,8 @@ def convert(program: list[str], model: Path, target: Path, outtype: str) -> Path
     The tower of a model that takes pictures is written to mmproj.gguf beside it. A failure raises UserError with the converter's last words;
     if only the tower is refused, this is said.
     """
-    from packtrain.train.results import published, staging
+    with fast_imports():
+        from packtrain.train.results import published, staging
 
     place = staging(target)
     with published([target]):

@@ -56,7 +56,7 @@ from packtrain.train.checkpoint.state import KERNELS
 from packtrain.train.library_errors import explained, memory_error
 from packtrain.train.loader import Steps
 from packtrain.train.log import console
-from packtrain.train.log.console import Log, quiet_libraries, warnings_to
+from packtrain.train.log.console import Log, quiet_libraries
 from packtrain.train.log.ledger import Ledger
 from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
@@ -148,7 +148,6 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None, finish
     started = time.perf_counter()
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
-    warnings_to(log)
     answers = [RIGHT_ANSWERS] if config.trainer.answers else []
     progress = TerminalProgress(log, [*config.objective.spec.figures, *answers])
     run = Run(config, ranks, peers, folder, log, StopRequest(config.topology.grace), progress)
@@ -263,7 +262,6 @@ def evaluate_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> 
     """Run the evaluation of `packtrain eval` in this process. It is prepared like a training, without a step; the summary has the figures."""
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main, evaluates=True)
-    warnings_to(log)
     run = Run(config, ranks, peers, folder, log, StopRequest(), TerminalProgress(log))
     with run.closing:
         trainer, _ = _prepare(run, time.perf_counter())

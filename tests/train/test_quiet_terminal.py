@@ -4,31 +4,63 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from string import Template
 
 import pytest
 
 from packtrain import system
 from packtrain.errors import report_error
-from packtrain.train.log.console import Log, quiet_libraries, warnings_to
+from tests.train import forked
+from tests.train.running import base_config, packtrain, written
+
+NOISY = """
+import logging, os, sys, warnings
+def be_noisy(when):
+    warnings.warn(f"noise, warned {when}")
+    logging.getLogger(__name__).warning(f"noise, logged {when}")
+    logging.warning(f"noise, logged by the root {when}")
+print("noise, printed")
+os.write(2, b"noise, written\\n")
+be_noisy("at the import")
+$end
+config = {}
+def init(**given):
+    be_noisy("in the run")
+    return sys.modules[__name__]
+def log(*given, **named): pass
+finish = log
+"""
+LIBRARY = ("printed", "written")
+ANY_TIME = ("warned", "logged", "logged by the root")
 
 
-def test_warnings_before_and_after_there_is_a_log_go_into_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # put back after the test
-    system.kept.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        quiet_libraries(on_cpu=True)
-        warnings.warn("said while joining", stacklevel=1)
-        log = Log(tmp_path / "rank.log", main=True)
-        warnings_to(log)
-        warnings.warn("said in training", stacklevel=1)
-    assert "".join(capfd.readouterr()) == ""
-    lines = (tmp_path / "rank.log").read_text().splitlines()
-    assert [line.rpartition("UserWarning: ")[2] for line in lines] == ["said while joining", "said in training"]
+def beside(arguments: tuple[str, ...], environment: Mapping[str, str], cwd: Path, outputs: list[Path]) -> None:
+    """Run the command with the modules in its folder."""
+    sys.path.insert(0, str(cwd))
+    forked.run(arguments, environment, cwd, outputs)
+
+
+def noisy_run(folder: Path, end: str, expect: int) -> subprocess.CompletedProcess[str]:
+    (folder / "trackio.py").write_text(Template(NOISY).substitute(end=end))
+    config = base_config(folder, trainer={"max_steps": 2}, tracking={"report_to": ["trackio"]})
+    return packtrain("sft", written(folder, config), cwd=folder, expect=expect, begin=beside)
+
+
+def test_what_a_library_says_goes_into_the_log(tmp_path: Path) -> None:
+    done = noisy_run(tmp_path, end="", expect=0)
+    assert "noise" not in done.stdout and done.stderr == ""
+    log = (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
+    said = {*LIBRARY, *(f"{how} {when}" for how in ANY_TIME for when in ("at the import", "in the run"))}
+    assert {line.partition("noise, ")[2] for line in log.splitlines() if "noise, " in line} == said
+
+
+def test_what_a_library_says_before_it_breaks_is_shown(tmp_path: Path) -> None:
+    done = noisy_run(tmp_path, end="raise OSError('broken')", expect=2)
+    said = {*LIBRARY, *(f"{how} at the import" for how in ANY_TIME)}
+    assert {line.partition("noise, ")[2] for line in done.stderr.splitlines() if "noise, " in line} == said
+    assert "broken" in done.stderr and "tracker-unusable" in done.stderr
 
 
 def test_a_bug_before_there_is_a_log_shows_what_libraries_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -51,8 +51,6 @@ class Log:
         self._file = path.open("a", encoding="utf-8", buffering=1)  # kept open: the folder may be moved meanwhile
         self.console = Console(file=sys.stdout, highlight=False, quiet=not main, soft_wrap=True)
         self.started, self.facts = f"{datetime.now():%Y-%m-%d %H:%M}", dict[str, str]()
-        while kept:
-            self.note(clean(kept.pop(0)))
 
     def say(self, text: str, indent: int = 0) -> None:
         """Write `text` to the terminal and the file. Control characters from prompts and answers are made visible.
@@ -81,10 +79,17 @@ class Log:
         self.say(f"[yellow]{escape(text)}[/]", indent=1)
 
     def note(self, text: str) -> None:
-        """Write to the file only. Lines that do not fit on a full disk are lost."""
+        """Write to the file only, after the kept words of libraries. Lines that do not fit on a full disk are lost."""
+        said = kept[:]
+        del kept[: len(said)]  # others may append meanwhile
         with suppress(OSError):
-            for line in text.splitlines():
+            for line in [*clean("".join(said)).splitlines(), *text.splitlines()]:
                 self._file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
+
+
+class _Kept(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        kept.append(f"{self.format(record)}\n")
 
 
 def quiet_libraries(*, on_cpu: bool) -> None:
@@ -92,26 +97,21 @@ def quiet_libraries(*, on_cpu: bool) -> None:
 
     Other warnings wait for the log: they come from the first library call on, and a process opens its log after it has joined the others.
     """
-    _show_warnings_by(lambda line: kept.append(f"{line}\n"))
+
+    def keep(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+        kept.append(f"{filename}:{lineno}: {category.__name__}: {message}\n")
+
+    warnings.showwarning = keep
     warnings.simplefilter("ignore", FutureWarning)
+    errors = logging.StreamHandler()
+    errors.setLevel(logging.ERROR)
+    logging.basicConfig(handlers=[_Kept(), errors], force=True)  # a library may have shown all on the terminal
     transformers_logging.set_verbosity_error()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns in every product of 8 bits
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
     if on_cpu:  # else DeepSpeed prints on stdout that it found no GPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-
-def warnings_to(log: Log) -> None:
-    """Send Python's warnings to the log file: they are for developers, not for users."""
-    _show_warnings_by(log.note)
-
-
-def _show_warnings_by(write: Callable[[str], object]) -> None:
-    def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
-        write(f"{filename}:{lineno}: {category.__name__}: {message}")
-
-    warnings.showwarning = note
 
 
 def warn_of_compiler(log: Log, device: torch.device) -> None:

@@ -7,6 +7,7 @@ minutes when it begins, and without end when the process ends.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -30,7 +31,7 @@ from accelerate.tracking import (
 from packtrain.config.schema import RunConfig
 from packtrain.errors import Json, boundary
 from packtrain.run_folder import RunFolder
-from packtrain.system import leave
+from packtrain.system import kept_from_terminal, leave
 from packtrain.train.run_state import Listener, RunState
 from packtrain.wording import first_line
 
@@ -110,7 +111,8 @@ def trackers_of(config: RunConfig, folder: RunFolder, say: Callable[[str], None]
     for name in names:
         fix = f"Install it anew, or take {name} away."
         with boundary(f"{name} cannot be used", "tracking.report_to", fix, code="tracker-unusable"):
-            import_module(_PACKAGES.get(name, name))
+            with kept_from_terminal():
+                import_module(_PACKAGES.get(name, name))
             made.append(Tracker(name, _make(name, run, folder), plain, say))
     return made
 
@@ -123,6 +125,9 @@ def _make(name: str, run: str, folder: RunFolder) -> GeneralTracker:
     if name == "mlflow":
         return MLflowTracker(experiment_name=project, run_name=run)
     if name == "comet":
+        os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # else it prints all settings and figures
+        logging.getLogger("comet_ml.comet_start").setLevel(logging.CRITICAL)  # `Tracker` says why it is left out
+        logging.getLogger("comet_ml.experiment").addFilter(lambda record: record.levelno != logging.WARNING)
         return CometMLTracker(project, experiment_config=import_module("comet_ml").ExperimentConfig(name=run))
     if name == "swanlab":
         return SwanLabTracker(project, experiment_name=run)
