@@ -27,7 +27,7 @@ from packtrain.run_folder import environment  # noqa: E402
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # forks could not use its threads, and would say so
 conversion_mapping.get_checkpoint_conversion_mapping("llama")
 tokenizer().apply_chat_template([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-page._scripts()
+page.scripts()
 page._templates().get_template("page.html.j2")
 rendering._templates().get_template("data_section.html.j2")
 environment()
