@@ -41,7 +41,7 @@ MADE_WITH = "Measured with " + ", ".join(f"{name} {version(name)}" for name in (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models of one name: their types, a few hub ids, templates of TRL, runs on a GPU."""
+    """Family of models: types, some hub ids, templates of TRL, recipes, runs on a GPU."""
 
     name: str
     types: tuple[str, ...]
@@ -220,7 +220,7 @@ _DIALOG = (("Hello!", "Greet.", "Hi, how are you?"), ("Fine. What now?", "Ask.",
 def page(
     lora: Callable[[str], tuple[str, str]], template: Callable[[str], tuple[str, str, str]], made_with: str = MADE_WITH
 ) -> str:
-    """The whole page. `lora` and `template` give the measured cells of a type, and of a template."""
+    """Return the whole page. `lora` and `template` give the cells of a type and of a template."""
     return _INTRODUCTION.replace("{made_with}", made_with) + "".join(
         section(family, lora, template) for family in FAMILIES
     )
@@ -229,7 +229,7 @@ def page(
 def section(
     family: Family, lora: Callable[[str], tuple[str, str]], template: Callable[[str], tuple[str, str, str]]
 ) -> str:
-    """The part of one family."""
+    """Return the part of the page about one family."""
     recipes = ", ".join(f"`recipes/{name}.yaml`" for name in family.recipes)
     said = f"For example {', '.join(f'`{one}`' for one in family.ids)}." + (f" Recipes: {recipes}." if recipes else "")
     lines = ["", f"## {family.name}", "", said, ""]
@@ -251,38 +251,38 @@ def _row(*cells: str) -> str:
 
 
 def packed(model_type: str) -> tuple[str, str, str]:
-    """The cells of docs/architectures.md: paths without and with pictures, modules run once per document."""
+    """Return cells of docs/architectures.md: paths without and with pictures, modules run once per document."""
     path, *seen, by_document, why, _ = _rows(ARCHITECTURES)[model_type]
     return (f"refused: {why}", "", "") if path == "refused" else (path, "".join(seen), by_document)
 
 
 @cache
 def _rows(file: Path) -> dict[str, list[str]]:
-    """The cells of each line of a page's tables, by the first cell."""
+    """Return the other cells of each line in a page's tables, by the first cell."""
     lines = re.findall(r"^\| (\S+) \|(.*)\|$", file.read_text(), re.M)
     return {name: [cell.strip() for cell in cells.split(" | ")] for name, cells in lines}
 
 
 def written_lora(model_type: str) -> tuple[str, str]:
-    """The page's own cells of a type."""
+    """Return the cells of a type as the page has them now."""
     *_, on, without = _rows(PAGE)[model_type]
     return on, without
 
 
 def written_template(name: str) -> tuple[str, str, str]:
-    """The page's own cells of a template."""
+    """Return the cells of a template as the page has them now."""
     marked, plain, thoughts = _rows(PAGE)[f"`{name}`"]
     return marked, plain, thoughts
 
 
 def written_versions() -> str:
-    """The page's own sentence about versions."""
+    """Return the sentence about versions as the page has it now."""
     [found] = re.findall(r"^Measured with (?:\w+ [\w.]+(?:, )?)+(?=\. )", PAGE.read_text(), re.M)
     return found
 
 
 def measured_lora(model_type: str) -> tuple[str, str]:
-    """The layers that get adapters by default, and the matrices that do not."""
+    """Return the layers that get adapters by default, and the matrices without."""
     model = tiny_model(model_type)
     if not isinstance(model, PreTrainedModel):
         return "", ""
@@ -301,12 +301,12 @@ def measured_lora(model_type: str) -> tuple[str, str]:
 
 
 def _end(layer: str) -> str:
-    """The last part of a name that is no number."""
+    """Return the last part of a layer's name that is not a number."""
     return next(part for part in reversed(layer.split(".")) if not part.isdigit())
 
 
 def measured_template(name: str) -> tuple[str, str, str]:
-    """The cells of a template: training version, two rounds without thoughts, two with them."""
+    """Return the cells of a template: training version, two rounds without thoughts, two with them."""
     marked = "yes" if f"{name}_training" in template_names() else "no"
     return marked, _rendered(name, thoughts=False), _rendered(name, thoughts=True)
 
