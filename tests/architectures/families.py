@@ -53,8 +53,8 @@ class Family:
 
 _TINY = "a tiny random model passed `tests/gpu/test_models.py` by `flash` (one H200, 27 November 2026)"
 _FLASH_FAILED = (
-    "not at its size; a tiny random model failed `tests/gpu/test_models.py` by `flash` (one H200, 27 November 2026). `auto` goes by the "
-    "proof before step 1, and takes `segmented` if `flash` is not exact"
+    "not at its size; a tiny random model failed `tests/gpu/test_models.py` by `flash` (one H200, 27 November 2026). `model.attention=auto` "
+    "tries `flash` before step 1, and takes `segmented` if it is not exact"
 )
 _TEXT = "random weights of the sizes of"
 _RUNS = "on one H200, 26 and 27 November 2026"
@@ -195,8 +195,8 @@ _INTRODUCTION = """\
 # Models
 
 Look up your model by its family. `config.json` of a model names its type (`model_type`). [Architectures](architectures.md) has all
-types, with the reasons. A model that is not on either page is treated by its behaviour: packtrain proves before step 1 that
-packed documents do not see each other, or stops.
+types, with the reasons. A type on neither page may train too: before step 1
+packtrain proves that packed documents do not see each other, or stops.
 
 | column | says |
 |---|---|
@@ -204,11 +204,11 @@ packed documents do not see each other, or stops.
 | LoRA on | the layers that `peft=lora` adapts by default, by the ends of their names |
 | not on | other matrices of the language model. Experts that a layer keeps in one tensor take adapters with [`peft.experts=true`](fitting.md#adapters-on-experts). Towers have none |
 | template | a name for `data.chat_template`; a model brings its own, often one of these. "training version": TRL has one with marks around the answers |
-| two rounds, with thoughts | how `data.render=auto` trains two rounds of a conversation, and two rounds with thoughts. "whole": one document. "by turns": a document for each answer, because the template [leaves out earlier thoughts](data.md#each-answer-as-it-will-be-asked-for) or writes the last answer in another way. "refused": it has no place for thoughts; take another template |
+| two rounds, with thoughts | how `data.render=auto` trains two rounds of a conversation, and two rounds with thoughts. "whole": one document. "by turns": a document for each answer, because the template [leaves out earlier thoughts](data.md#each-answer-as-it-will-be-asked-for) or writes the last answer differently. "refused": the template has no place for thoughts; take another one |
 
-Only answers are trained, under each of these templates. Every line is measured on a CPU, on a tiny random model of the type and with TRL's
-copy of the template. Losses and gradients of packed rows equal each document alone. "On a GPU" names runs that
-[benchmarks](https://github.com/packtrain/packtrain/blob/main/benchmarks/RESULTS.md#on-gpus) have on record; "not yet" means that there is none.
+With each of these templates only the answers are trained. Every line is measured on a CPU, on a tiny random model of the type and with TRL's
+copy of the template. Losses and gradients of packed rows equal those of separate documents. "On a GPU" names runs on record in the
+[benchmarks](https://github.com/packtrain/packtrain/blob/main/benchmarks/RESULTS.md#on-gpus); "not yet" means that there is none.
 Hybrids need kernels to be fast there ([how](modes.md#kernels-of-hybrids)).
 `packtrain plan` counts the weights of every type, but the activations only of Llama, Mistral, Qwen2, Qwen3 and models with such a language part.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import shutil
@@ -96,6 +97,7 @@ def test_an_installed_wheel_plans_a_recipe_in_an_empty_folder(built: Path, tmp_p
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["whl", "tar.gz"])
 def test_an_empty_environment_takes_all_it_needs_from_the_registry_and_trains(built, kind, tmp_path) -> None:
+    faulthandler.cancel_dump_traceback_later()  # pyproject.toml ends pytest before the limit above
     (file,) = built.parent.glob(f"*.{kind}")
     bin, folder = tmp_path / "venv/bin", tmp_path / "empty"
     folder.mkdir()
