@@ -40,7 +40,7 @@ def install_alone(wheel: Path, venv: Path) -> Path:
 
 
 def run(bin: Path, *command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of `bin` in `folder`, without a GPU and with no variables but these."""
+    """Run a command of `bin` in `folder`, without a GPU or other variables."""
     env = {"PATH": f"{bin}:/usr/bin:/bin", "HOME": str(folder), "PACKTRAIN_CACHE": str(folder / "cache")}
     env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
     words = [str(bin / command[0]), *command[1:]]

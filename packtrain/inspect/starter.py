@@ -88,7 +88,7 @@ def look(config: RunConfig, kinds: Sequence[str]) -> FirstRows:
 def plan_first(
     found: FirstRows, given: Sequence[str], sizes: Sizes, here: Surroundings
 ) -> tuple[RunConfig, Memory | str]:
-    """Plan the first way to train that fits this machine, or the last that is possible if none fits."""
+    """Plan the first way to train that fits this machine, else the last possible."""
     done, gpus, gpu = list[tuple[RunConfig, Memory | str]](), max(here.gpus, 1), here.gpus > 0
     on_gpus = (*("", "strategy=fsdp2")[:gpus], NARROW, f"{NARROW} model.quantize=nf4")
     for way in on_gpus if gpu else ("", LORA):

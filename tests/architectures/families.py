@@ -207,7 +207,7 @@ packtrain proves that packed documents do not see each other, or stops.
 | two rounds, with thoughts | how `data.render=auto` trains two rounds of a conversation, and two rounds with thoughts. "whole": one document. "by turns": a document for each answer, because the template [leaves out earlier thoughts](data.md#each-answer-as-it-will-be-asked-for) or writes the last answer differently. "refused": the template has no place for thoughts; take another one |
 
 With each of these templates only the answers are trained. Every line is measured on a CPU, on a tiny random model of the type and with TRL's
-copy of the template. Losses and gradients of packed rows equal those of separate documents. "On a GPU" names runs on record in the
+copy of the template. Packed rows and separate documents have equal losses and gradients. "On a GPU" names runs on record in the
 [benchmarks](https://github.com/packtrain/packtrain/blob/main/benchmarks/RESULTS.md#on-gpus); "not yet" means that there is none.
 Hybrids need kernels to be fast there ([how](modes.md#kernels-of-hybrids)).
 `packtrain plan` counts the weights of every type, but the activations only of Llama, Mistral, Qwen2, Qwen3 and models with such a language part.

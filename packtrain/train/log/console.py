@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Log:
-    """Log of a process: rich markup on the terminal, plain text with the time in the file. `evaluates`: nothing is trained."""
+    """Log of a process, on the terminal and in a file. `evaluates`: nothing is trained."""
 
     def __init__(self, path: Path, *, main: bool, evaluates: bool = False) -> None:
         self.evaluates = evaluates
