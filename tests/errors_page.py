@@ -1,6 +1,6 @@
 """Find every error for the user in the source, and write docs/errors.md.
 
-The command is python tests/errors_page.py > docs/errors.md. Sentences stand in the source, where they are raised. Here they are read from the syntax tree, without running anything.
+The command is python tests/errors_page.py > docs/errors.md. It reads the sentences from the syntax tree, and runs nothing.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -46,8 +47,13 @@ class Site:
     fixes: tuple[str, ...]
 
 
-def sites() -> Iterator[Site]:
-    """Yield the places that make an error with a sentence of their own."""
+@cache
+def sites() -> tuple[Site, ...]:
+    """Return the places that make an error with a sentence of their own."""
+    return tuple(_sites())
+
+
+def _sites() -> Iterator[Site]:
     for file in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(file.read_text())
         for function in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))]:
@@ -74,9 +80,9 @@ def sites() -> Iterator[Site]:
 
 
 def page() -> str:
-    """Return docs/errors.md."""
+    """Return docs/errors.md. Sentences of a code are sorted, so that code may move to another file."""
     found: dict[str, tuple[list[str], list[str]]] = {}
-    for site in sites():
+    for site in sorted(sites(), key=lambda site: (site.texts, site.fixes)):
         for code in site.codes:
             texts, fixes = found.setdefault(code, ([], []))
             # alternatives of a code and of its sentence stand in the same order

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def build(folder: Path) -> Path:
     """Write the sdist, and a wheel made from it. Return the wheel.
 
-    It takes the build backend of this environment, and downloads nothing.
+    The build backend is the installed one: nothing is downloaded.
     """
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     built = subprocess.run(command, capture_output=True, text=True)
@@ -27,7 +27,8 @@ def build(folder: Path) -> Path:
 def install_alone(wheel: Path, venv: Path) -> Path:
     """Install the wheel in a new environment, and return its bin folder.
 
-    This environment lends its dependencies, but not its packtrain: Python reads no .pth files of a folder that a .pth file adds.
+    A .pth file adds the dependencies of this environment. Its editable packtrain stays out: Python ignores .pth files in folders
+    that a .pth file adds.
     """
     uv = shutil.which("uv", path=str(Path(sys.executable).parent)) or pytest.skip("uv is not installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
@@ -39,7 +40,7 @@ def install_alone(wheel: Path, venv: Path) -> Path:
 
 
 def run(bin: Path, *command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of `bin` in `folder`, with an empty environment and no GPU."""
+    """Run a command of `bin` in `folder`, without a GPU or other variables."""
     env = {"PATH": f"{bin}:/usr/bin:/bin", "HOME": str(folder), "PACKTRAIN_CACHE": str(folder / "cache")}
     env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
     words = [str(bin / command[0]), *command[1:]]
@@ -47,4 +48,5 @@ def run(bin: Path, *command: str, folder: Path, **variables: str) -> subprocess.
 
 
 def place_of_packtrain(bin: Path, folder: Path) -> Path:
+    """Return the file of the packtrain that Python of `bin` imports in `folder`."""
     return Path(run(bin, "python", "-c", "import packtrain; print(packtrain.__file__)", folder=folder).stdout.strip())

@@ -1,6 +1,7 @@
 """JSON Schema of a config file, from schema.py: `packtrain schema`, docs/packtrain.schema.json.
 
-Editors read YAML 1.2, where `yes` and 10_000 are text. packtrain reads YAML 1.1, so this text counts as a boolean or a number.
+Editors read YAML 1.2, where `yes` and 10_000 are text. packtrain reads YAML 1.1, where they are a boolean and a number. So the
+schema also allows text that YAML 1.1 reads as one of them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def schema_text() -> str:
     entry["patternProperties"] = {f"^/{name}$": chosen[name] for name in chosen}
     what = "Files of configs/ by group, or YAML files beside this one, in order; _self_ is this file."
     own: Schema = {"defaults": {"description": what, "type": "array", "items": entry}}
-    for name, cls in groups().items():  # as text it is a choice, of the user's own too: `optim: sgd`
+    for name, cls in groups().items():  # a group may also be text, the name of a choice: `optim: sgd`
         own[name] = {"description": cls.__doc__, "examples": options(name), **_closed(_keys(cls), "string", "null")}
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "$id": SCHEMA_LINE.partition("=")[2].strip()}
     entries = {cls.__name__: _closed(_keys(cls)) for cls in (DataSource, Stage, WeightGroup)}

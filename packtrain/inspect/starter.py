@@ -1,6 +1,6 @@
-"""First config of a run, from looks at its data, its model and this machine.
+"""First config of a run, chosen by its data, its model and this machine.
 
-Each way to train is planned as `packtrain plan` does it; the first that fits is written. Comments are from config/schema.py.
+Each way to train is planned as by `packtrain plan`, and the first that fits is written. Comments come from config/schema.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NARROW = f"{LORA} model.dtype=bfloat16"
 
 @dataclass(frozen=True, slots=True)
 class FirstRows:
-    """Facts about the first `rows`. `lengths`: tokens of documents. `positions`: most tokens that the model takes."""
+    """Facts about the first `rows`. `lengths`: tokens of each document. `positions`: longest input of the model. `template`: an override, or ""."""
 
     spec: Spec
     form: str
@@ -66,7 +66,7 @@ def choose(found: FirstRows, way: str, *, gpu: bool) -> list[str]:
 
 
 def look(config: RunConfig, kinds: Sequence[str]) -> FirstRows:
-    """Tokenise first rows of data.train, for the first of `kinds` that takes them. Raises UserError for unusable rows."""
+    """Tokenise the first rows of data.train for the first of `kinds` (objectives) that takes them. Raises UserError if none does."""
     given, tokenizer = sources(config.data.train)[0], load_tokenizer(config.model)
     chatml = not (config.data.chat_template or tokenizer.chat_template)
     data = replace(config.data, max_length=None, chat_template="chatml" if chatml else config.data.chat_template)
@@ -88,7 +88,7 @@ def look(config: RunConfig, kinds: Sequence[str]) -> FirstRows:
 def plan_first(
     found: FirstRows, given: Sequence[str], sizes: Sizes, here: Surroundings
 ) -> tuple[RunConfig, Memory | str]:
-    """Plan the first way to train that fits this machine, else the last possible one."""
+    """Plan the first way to train that fits this machine, else the last possible."""
     done, gpus, gpu = list[tuple[RunConfig, Memory | str]](), max(here.gpus, 1), here.gpus > 0
     on_gpus = (*("", "strategy=fsdp2")[:gpus], NARROW, f"{NARROW} model.quantize=nf4")
     for way in on_gpus if gpu else ("", LORA):
@@ -96,12 +96,12 @@ def plan_first(
             config = load_config(None, [*choose(found, way, gpu=gpu), *given])
             check_weights(config, gpu=gpu)
             if config.peft.kind == "lora" and "lora" not in way:
-                continue  # asked for: a later way has its learning rate
-            if isinstance(memory := estimate(config, gpus, here.gpu_memory), str):  # no weights yet
+                continue  # LoRA is in `given`: a later way has its learning rate
+            if isinstance(memory := estimate(config, gpus, here.gpu_memory), str):  # no weights are here yet
                 by_sizes = replace(config.model, path=None, init="random", config={**sizes})
                 memory = estimate(replace(config, model=by_sizes), gpus, here.gpu_memory)
             done.append((config, memory))
-            fits = "lora" in way  # the safest if nothing is known
+            fits = "lora" in way  # adapters are safest if nothing is known
             if not isinstance(memory, str):
                 fits = memory.fits is not False if gpu else memory.parameters < SMALL
             if fits:
@@ -129,7 +129,7 @@ def text_of(config: RunConfig, chosen: Sequence[str], head: Sequence[str]) -> st
 
 
 def describe(found: FirstRows, config: RunConfig, memory: Memory | str, data: str, file: str) -> list[str]:
-    """Return lines about the next commands, the data, and the model."""
+    """Return lines with the next commands, and about the data and the model."""
     verbs = {"inspect": "shows the data as the model will see it", "plan": "shows the run, and starts nothing"}
     lines = [f"  packtrain {verb} {file}  # {what}" for verb, what in (verbs | {found.spec.name: "trains"}).items()]
     middle, nearly, longest = (f"{length:,.0f}" for length in np.percentile(found.lengths, [50, 95, 100]))
@@ -147,7 +147,9 @@ def write_starter(data: str, model: str, words: Sequence[str], output: Path | No
     given += [assignment("model.path", model), *(f"objective.kind={kind}" for kind in verb), *words[len(verb) :]]
     base = load_config(None, ["batch.examples_per_step=4", *given])
     check_model_config(base.model, scores=base.objective.spec.scores)
-    kinds = [objective_for(one).name for one in ("pairs", "answers", "documents")]  # documents may have labels, too
+    kinds = [
+        objective_for(one).name for one in ("pairs", "answers", "documents")
+    ]  # last, since rows of the others can be read as documents too
     found, whole = look(base, verb or (kinds[-1:] if data in BUILT_IN else kinds)), below_adapters(base.model)
     with hub(whole.path), boundary("its config cannot be read", "model.path", code="no-model-config"):
         from transformers import AutoConfig
@@ -162,6 +164,6 @@ def write_starter(data: str, model: str, words: Sequence[str], output: Path | No
     head = describe(found, config, memory, data, shlex.quote(str(file)))
     with boundary("cannot be written", str(file), "Name another file with -o.", code="cannot-write"):
         file.write_text(text_of(config, [*choose(found, "", gpu=False), *given], head), encoding="utf-8")
-    load_config(str(file), [])  # raises if it is not read back
+    load_config(str(file), [])  # raises if the file cannot be read back
     print("\n".join([f"{file} is written:", *head]))
     return 0

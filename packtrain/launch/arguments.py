@@ -1,4 +1,4 @@
-"""What the words after a verb mean: `[CONFIG] [key=value …]` becomes a config, a plan, or a job.
+"""Arguments of a verb, `[CONFIG] [key=value …]`, read as a config, a plan or a job.
 
 Nothing heavy is imported before it is needed, since cli.py imports this file.
 """
@@ -30,7 +30,7 @@ def check_folder(run: RunConfig, arguments: list[str] | None) -> None:
 def load_and_plan(
     arguments: list[str] | None, verb: str | None = None, *, packages: bool = True
 ) -> tuple[RunConfig, LaunchPlan]:
-    """Return the config that the arguments name, and its plan. `verb` is the verb to plan for, else the config's own."""
+    """Return the config that the arguments name, and its plan. Without a `verb`, plan for the config's own."""
     from packtrain.config.compose import load_config
     from packtrain.plan.launch_plan import plan_launch
     from packtrain.plan.surroundings import detect_surroundings
@@ -42,7 +42,7 @@ def load_and_plan(
 
 
 def load_job(verb: str, arguments: list[str] | None, sweep: bool, *, packages: bool = True) -> Job:
-    """Return the run, or the runs of a sweep, as a Slurm job. It starts in this folder."""
+    """Return the run, or the runs of a sweep, as a Slurm job. The job starts in the current folder."""
     from packtrain.config.compose import Point, load_config, load_points
     from packtrain.launch.jobs import Job
     from packtrain.plan.surroundings import command_of
@@ -81,7 +81,7 @@ def _implied_by(verb: str | None) -> list[str]:
 
 
 def check_verb(run: RunConfig, verb: str) -> None:
-    """Raise UserError if the config is for another verb, or describes an impossible model."""
+    """Raise UserError if the config is for another verb, or its model cannot exist."""
     from packtrain.plan.known_model import check_model_config
 
     if verb != run.objective.kind:
@@ -91,7 +91,10 @@ def check_verb(run: RunConfig, verb: str) -> None:
 
 
 def split_arguments(arguments: list[str] | None) -> tuple[str | None, list[str]]:
-    """Return the config's path (the first argument, unless it is an override) and the overrides. Raises UserError without arguments."""
+    """Split arguments into the config's path and the overrides. Raises UserError without arguments.
+
+    The path is the first argument, or None if that is an override.
+    """
     if not arguments:
         fix = "Name a YAML file, e.g. packtrain sft recipes/quickstart-sft.yaml."
         raise UserError("no config", fix=fix, code="no-config")

@@ -1,7 +1,8 @@
 """`packtrain report --serve`: the report of runs that go on, for a browser on this machine.
 
-The open page asks for a newer one (page.js), and only then are changed files read. Other users of the machine lack the secret of
-the URL. The Host header must be ours: another site may let its domain point here."""
+The open page asks for a newer one (page.js). Only then are changed files read. The URL has a secret, against other users of the
+machine. The Host header must be ours, against a web site that lets its own domain point here.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from packtrain.plan.network_settings import LOOPBACK
 from packtrain.report.page import page, read_runs, scripts
 from packtrain.run_folder import RunFolder
 
-_PAUSE, _LONGEST_S = 5, 60  # a pause is this many times as long as making the page; a killed run changes no file
+_PAUSE, _LONGEST_S = 5, 60  # a pause is 5 times as long as making the page; a killed run changes no file
 _Made = tuple[str | Exception, list[tuple[int, int]], float, float]  # the page, its files, when it was begun and done
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
@@ -80,7 +81,7 @@ class _Request(BaseHTTPRequestHandler):
 
 
 def serve_runs(places: list[str], output: Path | None, port: int) -> int:
-    """Serve the page of runs, and print its URL. Ends only by a signal, or a UserError. Port 0 is a free one."""
+    """Serve the page of runs, and print its URL. Ends only by a signal or a UserError. Port 0 takes a free one."""
     if output or any("://" in place for place in places):
         raise UserError("it takes no -o and no URL", where="--serve", fix="Leave it out.", code="serve-options")
     with boundary(f"port {port} cannot be used", "--port", "Name another one, or 0 for a free one.", "report-port"):

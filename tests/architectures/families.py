@@ -41,7 +41,7 @@ MADE_WITH = "Measured with " + ", ".join(f"{name} {version(name)}" for name in (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models of one name: their types, a few hub ids, templates of TRL, runs on a GPU."""
+    """Family of models: types, some hub ids, templates of TRL, recipes, runs on a GPU."""
 
     name: str
     types: tuple[str, ...]
@@ -53,8 +53,8 @@ class Family:
 
 _TINY = "a tiny random model passed `tests/gpu/test_models.py` by `flash` (one H200, 27 November 2026)"
 _FLASH_FAILED = (
-    "not at its size; a tiny random model failed `tests/gpu/test_models.py` by `flash` (one H200, 27 November 2026). `auto` goes by the "
-    "proof before step 1, and takes `segmented` if `flash` is not exact"
+    "not at its size; a tiny random model failed `tests/gpu/test_models.py` by `flash` (one H200, 27 November 2026). `model.attention=auto` "
+    "tries `flash` before step 1, and takes `segmented` if it is not exact"
 )
 _TEXT = "random weights of the sizes of"
 _RUNS = "on one H200, 26 and 27 November 2026"
@@ -195,8 +195,8 @@ _INTRODUCTION = """\
 # Models
 
 Look up your model by its family. `config.json` of a model names its type (`model_type`). [Architectures](architectures.md) has all
-types, with the reasons. A model that is not on either page is treated by its behaviour: packtrain proves before step 1 that
-packed documents do not see each other, or stops.
+types, with the reasons. A type on neither page may train too: before step 1
+packtrain proves that packed documents do not see each other, or stops.
 
 | column | says |
 |---|---|
@@ -204,11 +204,11 @@ packed documents do not see each other, or stops.
 | LoRA on | the layers that `peft=lora` adapts by default, by the ends of their names |
 | not on | other matrices of the language model. Experts that a layer keeps in one tensor take adapters with [`peft.experts=true`](fitting.md#adapters-on-experts). Towers have none |
 | template | a name for `data.chat_template`; a model brings its own, often one of these. "training version": TRL has one with marks around the answers |
-| two rounds, with thoughts | how `data.render=auto` trains two rounds of a conversation, and two rounds with thoughts. "whole": one document. "by turns": a document for each answer, because the template [leaves out earlier thoughts](data.md#each-answer-as-it-will-be-asked-for) or writes the last answer in another way. "refused": it has no place for thoughts; take another template |
+| two rounds, with thoughts | how `data.render=auto` trains two rounds of a conversation, and two rounds with thoughts. "whole": one document. "by turns": a document for each answer, because the template [leaves out earlier thoughts](data.md#each-answer-as-it-will-be-asked-for) or writes the last answer differently. "refused": the template has no place for thoughts; take another one |
 
-Only answers are trained, under each of these templates. Every line is measured on a CPU, on a tiny random model of the type and with TRL's
-copy of the template. Losses and gradients of packed rows equal each document alone. "On a GPU" names runs that
-[benchmarks](https://github.com/packtrain/packtrain/blob/main/benchmarks/RESULTS.md#on-gpus) have on record; "not yet" means that there is none.
+With each of these templates only the answers are trained. Every line is measured on a CPU, on a tiny random model of the type and with TRL's
+copy of the template. Packed rows and separate documents have equal losses and gradients. "On a GPU" names runs on record in the
+[benchmarks](https://github.com/packtrain/packtrain/blob/main/benchmarks/RESULTS.md#on-gpus); "not yet" means that there is none.
 Hybrids need kernels to be fast there ([how](modes.md#kernels-of-hybrids)).
 `packtrain plan` counts the weights of every type, but the activations only of Llama, Mistral, Qwen2, Qwen3 and models with such a language part.
 
@@ -220,7 +220,7 @@ _DIALOG = (("Hello!", "Greet.", "Hi, how are you?"), ("Fine. What now?", "Ask.",
 def page(
     lora: Callable[[str], tuple[str, str]], template: Callable[[str], tuple[str, str, str]], made_with: str = MADE_WITH
 ) -> str:
-    """The whole page. `lora` and `template` give the measured cells of a type, and of a template."""
+    """Return the whole page. `lora` and `template` give the cells of a type and of a template."""
     return _INTRODUCTION.replace("{made_with}", made_with) + "".join(
         section(family, lora, template) for family in FAMILIES
     )
@@ -229,7 +229,7 @@ def page(
 def section(
     family: Family, lora: Callable[[str], tuple[str, str]], template: Callable[[str], tuple[str, str, str]]
 ) -> str:
-    """The part of one family."""
+    """Return the part of the page about one family."""
     recipes = ", ".join(f"`recipes/{name}.yaml`" for name in family.recipes)
     said = f"For example {', '.join(f'`{one}`' for one in family.ids)}." + (f" Recipes: {recipes}." if recipes else "")
     lines = ["", f"## {family.name}", "", said, ""]
@@ -251,38 +251,38 @@ def _row(*cells: str) -> str:
 
 
 def packed(model_type: str) -> tuple[str, str, str]:
-    """The cells of docs/architectures.md: paths without and with pictures, modules run once per document."""
+    """Return cells of docs/architectures.md: paths without and with pictures, modules run once per document."""
     path, *seen, by_document, why, _ = _rows(ARCHITECTURES)[model_type]
     return (f"refused: {why}", "", "") if path == "refused" else (path, "".join(seen), by_document)
 
 
 @cache
 def _rows(file: Path) -> dict[str, list[str]]:
-    """The cells of each line of a page's tables, by the first cell."""
+    """Return the other cells of each line in a page's tables, by the first cell."""
     lines = re.findall(r"^\| (\S+) \|(.*)\|$", file.read_text(), re.M)
     return {name: [cell.strip() for cell in cells.split(" | ")] for name, cells in lines}
 
 
 def written_lora(model_type: str) -> tuple[str, str]:
-    """The page's own cells of a type."""
+    """Return the cells of a type as the page has them now."""
     *_, on, without = _rows(PAGE)[model_type]
     return on, without
 
 
 def written_template(name: str) -> tuple[str, str, str]:
-    """The page's own cells of a template."""
+    """Return the cells of a template as the page has them now."""
     marked, plain, thoughts = _rows(PAGE)[f"`{name}`"]
     return marked, plain, thoughts
 
 
 def written_versions() -> str:
-    """The page's own sentence about versions."""
+    """Return the sentence about versions as the page has it now."""
     [found] = re.findall(r"^Measured with (?:\w+ [\w.]+(?:, )?)+(?=\. )", PAGE.read_text(), re.M)
     return found
 
 
 def measured_lora(model_type: str) -> tuple[str, str]:
-    """The layers that get adapters by default, and the matrices that do not."""
+    """Return the layers that get adapters by default, and the matrices without."""
     model = tiny_model(model_type)
     if not isinstance(model, PreTrainedModel):
         return "", ""
@@ -301,12 +301,12 @@ def measured_lora(model_type: str) -> tuple[str, str]:
 
 
 def _end(layer: str) -> str:
-    """The last part of a name that is no number."""
+    """Return the last part of a layer's name that is not a number."""
     return next(part for part in reversed(layer.split(".")) if not part.isdigit())
 
 
 def measured_template(name: str) -> tuple[str, str, str]:
-    """The cells of a template: training version, two rounds without thoughts, two with them."""
+    """Return the cells of a template: training version, two rounds without thoughts, two with them."""
     marked = "yes" if f"{name}_training" in template_names() else "no"
     return marked, _rendered(name, thoughts=False), _rendered(name, thoughts=True)
 

@@ -1,4 +1,4 @@
-"""`report --serve` as a reader has it: curves grow in an open page, and what the reader chose stays."""
+"""`report --serve` in a browser: curves grow in the open page, and choices stay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.report.run_folders import leave_run, lines_of
 from tests.waiting import LONG_S, until
 
 browser = still.browser
-KEYS = ("step", "loss", "eval_loss", "grad_norm", "tokens", "seconds")  # two figures: each takes time
+KEYS = ("step", "loss", "eval_loss", "grad_norm", "tokens", "seconds")  # few: drawing each figure takes time
 LINES = [{key: line[key] for key in KEYS if key in line} for line in lines_of(40, eval_every=10) if line["step"]]
 POINTS = "document.getElementById('plot0').data.map(one => one.x.length)"
 RANGES = "[0, 1].map(number => document.getElementById('plot' + number)._fullLayout.xaxis.range)"
@@ -32,7 +32,7 @@ RANGES = "[0, 1].map(number => document.getElementById('plot' + number)._fullLay
 
 @contextmanager
 def served(*folders: RunFolder) -> Iterator[str]:
-    """The URL of these runs, served by a thread."""
+    """Serve these runs in a thread, and yield the URL."""
     server = live._Server(0, list(folders))
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -46,14 +46,14 @@ def served(*folders: RunFolder) -> Iterator[str]:
 
 @contextmanager
 def going_on(folder: RunFolder) -> Iterator[None]:
-    """The lock of a run, held as the run does."""
+    """Hold the lock of a run, as a training process does."""
     with (folder.logs / LOCK).open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def opened(browser: Any, url: str) -> None:
-    """Opens a page, with a mark that only a reload takes away."""
+    """Open a page, and set a mark that only a reload removes."""
     for kind in ("browser", "performance"):
         browser.get_log(kind)
     browser.get(url)
@@ -77,7 +77,10 @@ def text_of(browser: Any, name: str) -> str:
 
 
 def check_calm(browser: Any, url: str) -> None:
-    """No message in the console, no other host asked (Chromium's new tab asks itself), no barrier."""
+    """Assert an empty console, no requests to other hosts, and no barriers.
+
+    Requests of Chromium's own new tab do not count.
+    """
     assert [entry["message"] for entry in browser.get_log("browser")] == []
     assert {asked for asked in still.hits(browser) if not asked.startswith((url, "chrome:"))} == set()
     found = [one for one in barriers(browser) if one["impact"] in ("serious", "critical")]
@@ -101,7 +104,7 @@ def test_curves_grow_without_a_reload_and_zoom_hidden_curves_axis_and_smoothing_
         zoom = value(browser, RANGES)
         assert zoom[0] == zoom[1] and zoom[0][0] > 90
         add(folder, [line for line in LINES if 20 < line["step"] <= 30], rest='{"step": 31, "lo')
-        shown(browser, POINTS, [30, 30])  # faint and smoothed; none of the hidden curve
+        shown(browser, POINTS, [30, 30])  # points of the faint and the smoothed curve; the hidden one has none
         assert value(browser, RANGES) == zoom
         assert text_of(browser, "live") == "live, step 30" and "step 20" in text_of(browser, "spoken")
         assert "30 steps" in browser.find_element(By.CLASS_NAME, "tiles").text
@@ -111,7 +114,7 @@ def test_curves_grow_without_a_reload_and_zoom_hidden_curves_axis_and_smoothing_
         browser.execute_script("window.older = document.getElementById('plot0')")
         folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in LINES if line["step"] <= 31))
         more = [{**line, "novelty": 2.0} for line in LINES if line["step"] > 31]
-        add(folder, more)  # another figure: all are laid out anew
+        add(folder, more)  # another figure, so all are laid out anew
         shown(browser, POINTS, [40, 40])
         assert value(browser, RANGES) == zoom and value(browser, pressed) == ["Tokens", "training"]
         assert browser.find_elements(By.TAG_NAME, "figcaption")[-1].text == "novelty"
@@ -159,7 +162,7 @@ def test_runs_that_begin_are_seen_to_their_end(browser: Any, tmp_path: Path) -> 
 
 @pytest.mark.exhaustive
 def test_a_training_is_seen_live_to_its_end(browser: Any, tmp_path: Path) -> None:
-    from running import base_config, written  # which imports torch
+    from running import base_config, written  # imports torch
 
     config = base_config(tmp_path, trainer={"max_steps": 1_000_000})  # until this test has seen enough
     variables, folder = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}, RunFolder(tmp_path / "run")

@@ -21,7 +21,7 @@ from tests import wheels
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The folder in which an installed wheel ran the quickstart, and the finished process."""
+    """Run the quickstart of an installed wheel. Return its folder and the finished process."""
     folder, made = tmp_path_factory.mktemp("quickstart"), tmp_path_factory.mktemp("made")
     bin = wheels.install_alone(wheels.build(made), made / "venv")
     assert wheels.place_of_packtrain(bin, folder).is_relative_to(made)

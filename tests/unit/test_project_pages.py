@@ -34,7 +34,7 @@ def test_github_reads_the_forms(schema: str) -> None:
     assert checked.exit_code == 0, checked.output
 
 
-def test_a_form_without_what_github_needs_is_refused(tmp_path: Path) -> None:
+def test_a_form_without_a_body_is_refused(tmp_path: Path) -> None:
     form = yaml.safe_load((FORMS / "bug.yml").read_text())
     del form["body"]
     (tmp_path / "bug.yml").write_text(yaml.safe_dump(form))

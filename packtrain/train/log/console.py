@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Log:
-    """Log of a process. `say` takes rich markup; the file gets plain text with the time. `evaluates`: no training."""
+    """Log of a process, on the terminal and in a file. `evaluates`: nothing is trained."""
 
     def __init__(self, path: Path, *, main: bool, evaluates: bool = False) -> None:
         self.evaluates = evaluates
@@ -53,7 +53,7 @@ class Log:
         self.started, self.facts = f"{datetime.now():%Y-%m-%d %H:%M}", dict[str, str]()
 
     def say(self, text: str, indent: int = 0) -> None:
-        """Write `text` to the terminal and the file. Control characters from prompts and answers are made visible.
+        """Write `text` (rich markup) to the terminal and the file. Control characters of prompts and answers become visible.
 
         With `indent` the terminal wraps lines at words, and starts all lines but the first with `indent` spaces.
         """
@@ -69,7 +69,7 @@ class Log:
             head = " " * indent
 
     def fact(self, name: str, text: str) -> None:
-        """Log a decision or setting, and keep it in `facts`. `text` is plain; `name` "" continues the last fact."""
+        """Log a decision or setting, and keep it in `facts`. `text` is plain. An empty `name` continues the last fact."""
         before = next(reversed(self.facts), "")
         self.facts[name or before] = text if name else f"{self.facts.get(before, '')}; {text}"
         self.say(f"[bold]{name:<10}[/] {escape(text)}", indent=11)
@@ -95,7 +95,7 @@ class _Kept(logging.Handler):
 def quiet_libraries(*, on_cpu: bool) -> None:
     """Turn off progress bars, advice and deprecation warnings of libraries. Called once, before a process trains.
 
-    Other warnings wait for the log: they come from the first library call on, and a process opens its log after it has joined the others.
+    Other warnings wait for the log: libraries warn from their first call on, and a process opens its log only after joining the others.
     """
 
     def keep(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
@@ -107,7 +107,7 @@ def quiet_libraries(*, on_cpu: bool) -> None:
     errors.setLevel(logging.ERROR)
     logging.basicConfig(handlers=[_Kept(), errors], force=True)  # a library may have shown all on the terminal
     transformers_logging.set_verbosity_error()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns in every product of 8 bits
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns at every 8-bit product
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
     if on_cpu:  # else DeepSpeed prints on stdout that it found no GPU
@@ -223,7 +223,7 @@ def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | 
 
 
 def log_memory(log: Log, run: Prepared, recompute: str) -> None:
-    """Log which layers `recompute` and why, the planned memory, and when gradients are exchanged."""
+    """Log the recomputed layers and why, the planned memory, and when gradients are exchanged."""
     on_gpu, memory = run.ranks.device.type == "cuda", run.memory
     moved = ", from inputs of layers in the host's memory" if run.config.trainer.activation_offload else ""
     if on_gpu or not recompute.startswith("none"):

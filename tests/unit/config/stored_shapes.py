@@ -1,6 +1,6 @@
 """Folders with the config and the weight shapes of a large model.
 
-Their files have the header that the hub's files have, and no weights.
+Files have the safetensors header of the model on the hub, and no weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ Shape = tuple[int, ...]
 
 
 def write_shapes(folder: Path, model_type: str, sizes: dict[str, Any], *, mxfp4: bool = False) -> str:
-    """Write config.json and the header of model.safetensors; return the folder. `mxfp4`: experts as gpt-oss has them."""
+    """Write config.json and the header of model.safetensors. Return the folder.
+
+    `mxfp4` stores experts as blocks with scales, as gpt-oss does.
+    """
     kind = CONFIG_MAPPING[model_type](**sizes)
     whole = model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
     with torch.device("meta"):
@@ -27,7 +30,7 @@ def write_shapes(folder: Path, model_type: str, sizes: dict[str, Any], *, mxfp4:
     shapes: dict[str, tuple[str, Shape]] = {}
     for name, weight in model.named_parameters():
         shape: Shape = tuple(weight.shape)
-        if mxfp4 and re.search(r"experts\.\w+_proj$", name):  # 32 numbers in 16 bytes, and their scale
+        if mxfp4 and re.search(r"experts\.\w+_proj$", name):  # a block has 32 numbers in 16 bytes, and a scale
             experts, inputs, outputs = shape
             shapes[f"{name}_blocks"] = "U8", (experts, outputs, inputs // 32, 16)
             shapes[f"{name}_scales"] = "U8", (experts, outputs, inputs // 32)
