@@ -44,8 +44,7 @@ NARROW = f"{LORA} model.dtype=bfloat16"
 
 @dataclass(frozen=True, slots=True)
 class FirstRows:
-    """Facts about the first `rows`. `lengths`: tokens of documents. `positions`: most tokens that model and rows take.
-    `asked`: a data.max_length of the user."""
+    """Facts about the first `rows`. `lengths`: tokens of documents. `positions`: most that fit. `asked`: by the user."""
 
     spec: Spec
     form: str
