@@ -152,7 +152,9 @@ def write_starter(data: str, model: str, words: Sequence[str], output: Path | No
     verb, given = [word for word in words[:1] if "=" not in word], [assignment("data.train", data)]
     given += [assignment("model.path", model), *(f"objective.kind={kind}" for kind in verb), *words[len(verb) :]]
     if output and output.suffix != SUFFIX:
-        raise UserError("a config file ends with .yaml", where=str(output), fix="Name it so.", code="config-not-yaml")
+        raise UserError(
+            "a config file ends with .yaml", where=str(output), fix="Name another with -o.", code="config-not-yaml"
+        )
     base = load_config(None, given, weak=["batch.examples_per_step=4", "data.max_length=2"])
     check_model_config(base.model, scores=base.objective.spec.scores)
     kinds = [objective_for(one).name for one in ("pairs", "answers", "documents")]  # documents may have labels, too
