@@ -73,8 +73,7 @@ def choose(found: FirstRows, way: str, *, gpu: bool) -> list[str]:
 
 def look(config: RunConfig, kinds: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> FirstRows:
     """Tokenise first rows of data.train, for the first of `kinds` that takes them. Raises UserError for unusable rows."""
-    given = sources(config.data.train)[0]
-    chatml = not (config.data.chat_template or tokenizer.chat_template)
+    given, chatml = sources(config.data.train)[0], not (config.data.chat_template or tokenizer.chat_template)
     data = replace(config.data, max_length=None, chat_template="chatml" if chatml else config.data.chat_template)
     encoder = make_encoder(data, tokenizer, kinds[0], "", config.model)
     tokeniser = Tokeniser(encoder, Path(), 0, Console(quiet=True), ExitStack())
@@ -151,10 +150,9 @@ def write_starter(data: str, model: str, words: Sequence[str], output: Path | No
     """Write the config of a run of `model` on `data`. `words`: a verb or none, and overrides. Returns the exit code."""
     verb, given = [word for word in words[:1] if "=" not in word], [assignment("data.train", data)]
     given += [assignment("model.path", model), *(f"objective.kind={kind}" for kind in verb), *words[len(verb) :]]
+    fix = "Name another with -o."
     if output and output.suffix != SUFFIX:
-        raise UserError(
-            "a config file ends with .yaml", where=str(output), fix="Name another with -o.", code="config-not-yaml"
-        )
+        raise UserError("a config file ends with .yaml", where=str(output), fix=fix, code="config-not-yaml")
     base = load_config(None, given, weak=["batch.examples_per_step=4", "data.max_length=2"])
     check_model_config(base.model, scores=base.objective.spec.scores)
     kinds = [objective_for(one).name for one in ("pairs", "answers", "documents")]  # documents may have labels, too
@@ -162,7 +160,6 @@ def write_starter(data: str, model: str, words: Sequence[str], output: Path | No
     kinds, whole = verb or (kinds[-1:] if data in BUILT_IN else kinds), below_adapters(base.model)
     found = look(base, kinds, load_tokenizer(base.model))
     if os.path.lexists(file := output or Path(f"{found.spec.name}.yaml")):
-        fix = "Name another with -o."
         raise UserError("this file exists, and is not overwritten", where=str(file), fix=fix, code="file-exists")
     with hub(whole.path), boundary("its config cannot be read", "model.path", code="no-model-config"):
         from transformers import AutoConfig
