@@ -44,15 +44,16 @@ def load_config(
     overrides: list[str],
     say: Callable[[str], object] = lambda _: None,
     *,
+    weak: Sequence[str] = (),
     packages: bool = True,
 ) -> RunConfig:
     """Return the config of a run: the YAML at `config_path`, changed by `overrides`.
 
-    `overrides` are in Hydra's grammar. `say` gets a line about each key that is dropped because the command line leaves it nothing to act
+    `overrides` are in Hydra's grammar. `weak` ones come before them, and yield to them as a file's keys do. `say` gets a line about each key that is dropped because the command line leaves it nothing to act
     on. With `packages`, needed packages must be installed. Raises UserError with every problem that can be found without loading data or model.
     """
     file = find_config(config_path) if config_path is not None else None
-    arguments, problems = parse(overrides, file.parent if file else None)
+    arguments, problems = parse([*weak, *overrides], file.parent if file else None)
     composed = _Composition(file, {item.key: item for item in arguments if item.choice is not None})
     try:
         composed.read()
@@ -61,7 +62,7 @@ def load_config(
     problems += composed.problems
     for argument in arguments:
         if argument.choice is None:
-            problems += composed.change(argument)
+            problems += composed.change(argument, "packtrain" if argument.text in weak else COMMAND_LINE)
     config, faults = _check(composed.values, composed.invalid_groups, packages=packages)
     while idle := [fault for fault in faults if composed.is_idle(fault)]:
         for fault in idle:
@@ -175,13 +176,13 @@ class _Composition:
         for group in [item for item in self._chosen if item not in self._used]:
             self._choose(group, *self._chosen[group])
 
-    def change(self, argument: Argument) -> list[Problem]:
-        """Carry out an argument that sets or removes a key."""
+    def change(self, argument: Argument, place: str) -> list[Problem]:
+        """Carry out an argument that sets or removes a key, at this `place`."""
         problem = carry_out(argument, self.values)
         if problem is None:
             inside = (f"{argument.key}.", f"{argument.key}[")
             self._places = {key: place for key, place in self._places.items() if not key.startswith(inside)}
-            self._places[argument.key] = COMMAND_LINE
+            self._places[argument.key] = place
         return [problem] if problem else []
 
     def is_idle(self, fault: Fault) -> bool:

@@ -51,7 +51,7 @@ def _has_reference(spec: Spec) -> bool:
 class Objective:
     """The loss."""
 
-    kind: str = key("sft", "Training method, each a verb (packtrain dpo).", among=OBJECTIVES.all, resume="fixed")
+    kind: str = key("sft", "Training method; each is a verb (packtrain dpo).", among=OBJECTIVES.all, resume="fixed")
     loss: str | list[str] | None = key(None, losses_in_words, among=losses, resume="decisive")
     options: dict[str, Any] = key(
         {}, "Rare arguments of TRL's config (docs/preferences.md, kto.md, …).", resume="decisive", advanced=True

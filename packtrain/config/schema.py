@@ -132,7 +132,7 @@ class Data:
     train: Sources | None = key(None, "Training documents: a path or a list of sources.", resume="decisive")
     eval: float | dict[str, Sources] | Sources | None = key(
         None,
-        "Held-out documents: sources, the fraction of data.train to hold out (0 to 1), or sets by name, each with figures of its own "
+        "Held-out documents, or their fraction of data.train (0 to 1): sources, or sets by name, each with figures of its own "
         "({math: a.jsonl, chat: b.jsonl}; docs/data.md).",
     )
     format: Literal["auto", Format] = key("auto", "Shape of a row; auto recognises it from the columns.")
@@ -237,7 +237,7 @@ class Packing:
     """How documents are laid out in rows; never what is trained."""
 
     mode: PackingMode = key(
-        "packed", "Padded batches, batches flattened into one row, or rows filled to batch.tokens_per_device."
+        "packed", "Layout of a batch: padded, flattened into one row, or packed into rows of batch.tokens_per_device."
     )
     strategy: Literal["best_fit", "in_order"] = advanced(
         "best_fit", "Fill rows with the longest documents first (fuller rows), or in order.", resume="decisive"
@@ -293,7 +293,9 @@ class Optim:
         "warmup_stable_decay",
     ] = key("cosine", "Learning-rate schedule, by its transformers name.", resume="decisive")
     schedule_options: dict[str, Any] = advanced({}, "Schedule's arguments ({min_lr_rate: 0.1}).", resume="decisive")
-    warmup_steps: float = key(0, "Steps of linear warm-up; below 1: a share of them.", minimum=0, resume="decisive")
+    warmup_steps: float = key(
+        0, "Steps of linear warm-up, or below 1 their share of all steps.", minimum=0, resume="decisive"
+    )
     weight_decay: float = key(0.0, "Decoupled weight decay, not on biases and norms.", minimum=0, resume="decisive")
     beta1: float = advanced(0.9, "AdamW's first decay rate.", minimum=0, below=1, resume="decisive")
     beta2: float = advanced(0.999, "AdamW's second decay rate.", minimum=0, below=1, resume="decisive")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import yaml
@@ -21,7 +22,7 @@ from packtrain.config.compose import changes, load_config
 from packtrain.config.keys import keys
 from packtrain.config.overrides import assignment
 from packtrain.config.schema import BUILT_IN, RunConfig, sources
-from packtrain.config.yaml_files import SCHEMA_LINE
+from packtrain.config.yaml_files import SCHEMA_LINE, SUFFIX
 from packtrain.data.prepare import Tokeniser, make_encoder
 from packtrain.data.sources.locate import locate
 from packtrain.data.tokens.pretrained import hub, load_tokenizer, location
@@ -33,6 +34,9 @@ from packtrain.plan.memory import estimate
 from packtrain.plan.surroundings import Surroundings, detect_surroundings
 from packtrain.wording import counted, in_millions, visible
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 SMALL = 500_000_000  # weights; on a CPU larger models are trained by adapters
 LORA = "peft=lora peft.merge=true"
 NARROW = f"{LORA} model.dtype=bfloat16"
@@ -40,20 +44,22 @@ NARROW = f"{LORA} model.dtype=bfloat16"
 
 @dataclass(frozen=True, slots=True)
 class FirstRows:
-    """Facts about the first `rows`. `lengths`: tokens of each document. `positions`: longest input of the model. `template`: an override, or ""."""
+    """Facts about the first `rows`. `lengths`: tokens of documents. `positions`: most that fit. `asked`: by the user."""
 
     spec: Spec
     form: str
     rows: int
     lengths: np.ndarray
     positions: int = 2**20
+    asked: int | None = None
     template: str = ""
 
 
 def choose(found: FirstRows, way: str, *, gpu: bool) -> list[str]:
     """Choose the overrides of a run that trains in this way."""
     spec, rows = found.spec, found.rows
-    longest = min(max(256, 1 << (int(np.percentile(found.lengths, 99)) - 1).bit_length()), found.positions)
+    nearly_all = max(256, 1 << (int(np.percentile(found.lengths, 99)) - 1).bit_length())
+    longest = found.asked or min(nearly_all, found.positions)
     slots, step = max(8192 if gpu else 2048, spec.documents * longest), min(32, max(4, 1 << (rows // 40).bit_length()))
     rate = (5e-7 if spec.reference else 5e-6 if spec.scores else 1e-5) * (10 if "lora" in way else 1)
     chosen = f"objective.kind={spec.name} packing.mode=packed trainer.mixed_precision=auto optim.schedule=cosine {way}"
@@ -65,10 +71,9 @@ def choose(found: FirstRows, way: str, *, gpu: bool) -> list[str]:
     return chosen.split()
 
 
-def look(config: RunConfig, kinds: Sequence[str]) -> FirstRows:
+def look(config: RunConfig, kinds: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> FirstRows:
     """Tokenise the first rows of data.train for the first of `kinds` (objectives) that takes them. Raises UserError if none does."""
-    given, tokenizer = sources(config.data.train)[0], load_tokenizer(config.model)
-    chatml = not (config.data.chat_template or tokenizer.chat_template)
+    given, chatml = sources(config.data.train)[0], not (config.data.chat_template or tokenizer.chat_template)
     data = replace(config.data, max_length=None, chat_template="chatml" if chatml else config.data.chat_template)
     encoder = make_encoder(data, tokenizer, kinds[0], "", config.model)
     tokeniser = Tokeniser(encoder, Path(), 0, Console(quiet=True), ExitStack())
@@ -79,25 +84,23 @@ def look(config: RunConfig, kinds: Sequence[str]) -> FirstRows:
     except UserError as error:
         if not kinds[1:] or error.problems[0].code.startswith("row-"):
             raise
-        return look(config, kinds[1:])
+        return look(config, kinds[1:], tokenizer)
     template = "data.chat_template=chatml" if chatml and form not in ("text", "prompt_completion", "tokenised") else ""
     lengths, rows = np.concatenate([one.lengths for one in outcomes]), sum(len(one.fates) for one in outcomes)
     return FirstRows(OBJECTIVES[kinds[0]], form, rows, lengths, template=template)
 
 
-def plan_first(
-    found: FirstRows, given: Sequence[str], sizes: Sizes, here: Surroundings
-) -> tuple[RunConfig, Memory | str]:
-    """Plan the first way to train that fits this machine, else the last possible."""
+def plan_first(found: FirstRows, given: list[str], sizes: Sizes, here: Surroundings) -> tuple[RunConfig, Memory | str]:
+    """Plan the first way to train that fits this machine, else the last possible one."""
     done, gpus, gpu = list[tuple[RunConfig, Memory | str]](), max(here.gpus, 1), here.gpus > 0
     on_gpus = (*("", "strategy=fsdp2")[:gpus], NARROW, f"{NARROW} model.quantize=nf4")
     for way in on_gpus if gpu else ("", LORA):
         with suppress(UserError):  # quantised weights cannot be trained in full, and nf4 needs a package
-            config = load_config(None, [*choose(found, way, gpu=gpu), *given])
+            config = load_config(None, given, weak=choose(found, way, gpu=gpu))
             check_weights(config, gpu=gpu)
-            if config.peft.kind == "lora" and "lora" not in way:
-                continue  # LoRA is in `given`: a later way has its learning rate
-            if isinstance(memory := estimate(config, gpus, here.gpu_memory), str):  # no weights are here yet
+            if (config.peft.kind == "lora") != ("lora" in way):
+                continue  # the user chose: another way has its learning rate
+            if isinstance(memory := estimate(config, gpus, here.gpu_memory), str):  # no weights yet
                 by_sizes = replace(config.model, path=None, init="random", config={**sizes})
                 memory = estimate(replace(config, model=by_sizes), gpus, here.gpu_memory)
             done.append((config, memory))
@@ -106,7 +109,7 @@ def plan_first(
                 fits = memory.fits is not False if gpu else memory.parameters < SMALL
             if fits:
                 break
-    return done[-1] if done else (load_config(None, [*choose(found, "", gpu=gpu), *given]), "not known")
+    return done[-1] if done else (load_config(None, given, weak=choose(found, "", gpu=gpu)), "not known")
 
 
 def text_of(config: RunConfig, chosen: Sequence[str], head: Sequence[str]) -> str:
@@ -114,8 +117,10 @@ def text_of(config: RunConfig, chosen: Sequence[str], head: Sequence[str]) -> st
     lines, values = [f"# {visible(line)}".replace("\n", "") for line in head], asdict(config)
     shown = {item.partition("=")[0] for item in chosen}
     shown |= {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
+    shown -= {"trainer.epochs"} if config.trainer.max_steps else set()
     for group in values:
         own = [key for key in keys().values() if key.path in shown and key.path.startswith(f"{group}.")]
+        own = [key for key in own if not values[group][key.path.partition(".")[2]] is key.default is None]
         lines += ["", f"{group}:"] if own else []
         for key in own:
             name, doc = key.path.partition(".")[2], key.doc.removeprefix(f"{', '.join(key.objectives)}: ")
@@ -145,20 +150,26 @@ def write_starter(data: str, model: str, words: Sequence[str], output: Path | No
     """Write the config of a run of `model` on `data`. `words`: a verb or none, and overrides. Returns the exit code."""
     verb, given = [word for word in words[:1] if "=" not in word], [assignment("data.train", data)]
     given += [assignment("model.path", model), *(f"objective.kind={kind}" for kind in verb), *words[len(verb) :]]
-    base = load_config(None, ["batch.examples_per_step=4", *given])
+    fix = "Name another with -o."
+    if output and output.suffix != SUFFIX:
+        raise UserError("a config file ends with .yaml", where=str(output), fix=fix, code="config-not-yaml")
+    base = load_config(None, given, weak=["batch.examples_per_step=4", "data.max_length=2"])
     check_model_config(base.model, scores=base.objective.spec.scores)
     kinds = [
         objective_for(one).name for one in ("pairs", "answers", "documents")
-    ]  # last, since rows of the others can be read as documents too
-    found, whole = look(base, verb or (kinds[-1:] if data in BUILT_IN else kinds)), below_adapters(base.model)
+    ]  # documents last: rows of the others can be read as documents
+    verb = verb or [base.objective.kind for word in words if word.startswith(("objective=", "objective.kind="))][:1]
+    kinds, whole = verb or (kinds[-1:] if data in BUILT_IN else kinds), below_adapters(base.model)
+    found = look(base, kinds, load_tokenizer(base.model))
+    if os.path.lexists(file := output or Path(f"{found.spec.name}.yaml")):
+        raise UserError("this file exists, and is not overwritten", where=str(file), fix=fix, code="file-exists")
     with hub(whole.path), boundary("its config cannot be read", "model.path", code="no-model-config"):
         from transformers import AutoConfig
 
         sizes = AutoConfig.from_pretrained(**location(str(whole.path), whole)).to_dict()
-    if os.path.lexists(file := output or Path(f"{found.spec.name}.yaml")):
-        fix = "Name another with -o."
-        raise UserError("this file exists, and is not overwritten", where=str(file), fix=fix, code="file-exists")
-    found = replace(found, positions=language_sizes(sizes).get("max_position_embeddings") or found.positions)
+    most = language_sizes(sizes).get("max_position_embeddings") or found.positions
+    most, asked = min(most, (base.batch.tokens_per_device or most) // found.spec.documents), base.data.max_length
+    found = replace(found, positions=most, asked=asked if asked != 2 else None)
     given = [assignment("trainer.output_dir", f"runs/{file.stem}"), *given]
     config, memory = plan_first(found, given, sizes, detect_surroundings())
     head = describe(found, config, memory, data, shlex.quote(str(file)))

@@ -95,7 +95,7 @@ TABLE = r"""
 [no-step-size] batch.examples_per_step=null (batch.tokens_per_step=null)
     the size of an optimizer step is not set
     → Set batch.examples_per_step (e.g. 32: the same training in every packing mode) or batch.tokens_per_step.
-[two-step-sizes] batch.examples_per_step batch.tokens_per_step
+[two-step-sizes] batch.examples_per_step because batch.tokens_per_step
     the size of a step is set in documents and in tokens → Keep one of them and set the other to null.
 [no-row-length] batch.tokens_per_step batch.tokens_per_device=null (!packing.mode=packed)
     a step in tokens is made of rows, and their length is not set
@@ -104,7 +104,7 @@ TABLE = r"""
 # objective and optimizer
 [reference-without-adapters] objective.reference=adapters_off (peft.kind=none) (objective.spec.reference)
     there are no adapters to switch off → Choose peft=lora, or objective.reference=model.
-[constant-has-no-warmup] optim.warmup_steps optim.schedule=constant
+[constant-has-no-warmup] optim.warmup_steps because optim.schedule=constant
     the schedule constant has no warm-up → Choose optim.schedule=constant_with_warmup.
 
 # trainer

@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from command_line import Done, packtrain
 from inspecting import chat, clean, write
 from PIL import Image
 
 from packtrain.config.compose import load_config
+from packtrain.config.keys import keys
 from packtrain.config.yaml_files import SCHEMA_LINE
 from packtrain.data.sources.quickstart import tokenizer
 from packtrain.errors import UserError
-from packtrain.inspect.starter import FirstRows, choose, plan_first
+from packtrain.inspect.starter import FirstRows, choose, plan_first, text_of
 from packtrain.objectives.spec import OBJECTIVES
 from packtrain.plan.surroundings import Surroundings
 
@@ -52,7 +54,7 @@ def written(folder: Path, *words: str, file: str, **given: str) -> dict[str, Any
     """What `packtrain plan` makes of the file that init writes."""
     done = init(folder, *words, "-o", file, **given)
     assert (done.returncode, done.stderr) == (0, "")
-    assert (folder / file).read_text().startswith(f"{SCHEMA_LINE}\n#")
+    assert (folder / file).read_text().startswith(f"{SCHEMA_LINE}#")
     planned = packtrain("plan", file, "--json", folder=folder)
     assert (planned.returncode, planned.stderr) == (0, "")
     return json.loads(planned.stdout)["config"]
@@ -78,6 +80,19 @@ def test_the_verb_is_guessed_from_the_rows_and_said(folder: Path, tmp_path: Path
     for command in ("inspect", "plan", verb):
         assert f"packtrain {command} {verb}.yaml" in done.stdout
         assert f"#   packtrain {command} {verb}.yaml" in (tmp_path / f"{verb}.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("word", "max_length", "slots"),
+    [
+        ("batch.tokens_per_device=128", 128, 128),
+        ("data.max_length=4096", 4096, 4096),
+        ("data.overlong=drop", 256, 2048),
+    ],
+)
+def test_rows_and_documents_of_a_given_size_fit(folder: Path, word: str, max_length: int, slots: int) -> None:
+    config = written(folder, word, data="documents.jsonl", file=f"{word}.yaml")
+    assert (config["data"]["max_length"], config["batch"]["tokens_per_device"]) == (max_length, slots)
 
 
 def test_keys_of_the_command_line_win_and_are_written(folder: Path) -> None:
@@ -133,6 +148,8 @@ def test_any_file_name_is_read_back(folder: Path, name: str, monkeypatch: pytest
         (("-o", "taken.yaml"), {"data": "documents.jsonl"}, "file-exists"),
         (("-o", "nowhere/a.yaml"), {"data": "documents.jsonl"}, "cannot-write"),
         (("optim.lr=1",), {"data": "documents.jsonl"}, "no-such-key"),
+        (("-o", "a.yml"), {"data": "documents.jsonl"}, "config-not-yaml"),
+        (("objective.kind=sft",), {"data": "pairs.jsonl"}, "rows-of-other-verb"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_code(folder: Path, words: tuple, given: dict, code: str) -> None:
@@ -150,7 +167,7 @@ def test_what_cannot_be_is_refused_with_a_code(folder: Path, words: tuple, given
     done = init(folder, *words, **given)
     assert (done.returncode, f"[{code}]" in done.stderr) == (2, True), done.stderr
     assert (folder / "taken.yaml").read_text() == "mine"
-    assert not (folder / "sft.yaml").exists()
+    assert not (folder / "sft.yaml").exists() and not (folder / "a.yml").exists()
 
 
 def found(*lengths: int, kind: str = "sft", **facts: Any) -> FirstRows:
@@ -207,6 +224,26 @@ def test_preferences_move_a_model_less() -> None:
         f"optim.learning_rate={rate}" in rates[kind]
         for kind, rate in (("sft", "1e-05"), ("dpo", "5e-07"), ("reward", "5e-06"))
     ]
+
+
+@pytest.mark.parametrize(
+    ("word", "dropped"),
+    [
+        ("data.eval=null", "trainer.eval_every"),
+        ("trainer.max_steps=10", "trainer.epochs"),
+        ("batch.tokens_per_step=65536", "batch.examples_per_step"),
+        ("optim.schedule=constant", "optim.warmup_steps"),
+        ("peft=none", "peft.merge"),
+    ],
+)
+def test_a_given_key_drops_a_chosen_one_that_it_leaves_idle(word: str, dropped: str) -> None:
+    given = ["model.path=owner/name", "data.train=quickstart", word]
+    config, _ = plan_first(found(700), given, LARGE, Surroundings())
+    text = text_of(config, [*choose(found(700), "", gpu=False), *given], [])
+    group, _, name = dropped.partition(".")
+    values = yaml.safe_load(text).get(group, {})
+    assert values.get(name, keys()[dropped].default) == keys()[dropped].default
+    assert None not in values.values()
 
 
 def test_a_way_that_a_key_forbids_is_passed_over() -> None:
