@@ -28,7 +28,7 @@ def test_ci_has_the_cells_of_the_matrix_and_runs_each() -> None:
     assert cell["strategy"]["matrix"]["cell"] == cells.stdout.split() != []
     assert cell["strategy"]["fail-fast"] is False
     assert cell["steps"][-1]["run"] == ".ci/matrix ${{ matrix.cell }}"
-    assert WORKFLOWS["ci"]["jobs"]["readme"]["steps"][-1]["run"] == ".ci/run"
+    assert ".ci/run" in [step.get("run") for step in WORKFLOWS["ci"]["jobs"]["readme"]["steps"]]
 
 
 def test_github_accepts_the_workflows() -> None:
