@@ -161,12 +161,16 @@ for objective in _objectives.values():
 
 @_config_verb()
 def init(
-    data: Annotated[str, Option("--data", help="As data.train: a file, a folder, a hub id, or quickstart.")],
-    model: Annotated[str, Option("--model", help="As model.path: a hub id, a folder, or a .gguf file.")],
-    words: Annotated[list[str] | None, Argument(metavar="[VERB] KEY=VALUE", help="None: by the rows.")] = None,
+    data: Annotated[
+        str, Option("--data", help="Training data (data.train): a file, a folder, a hub id, or quickstart.")
+    ],
+    model: Annotated[str, Option("--model", help="The model (model.path): a hub id, a folder, or a .gguf file.")],
+    words: Annotated[
+        list[str] | None, Argument(metavar="[VERB] KEY=VALUE", help="Without a verb the rows choose it.")
+    ] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="The new file; by default VERB.yaml.")] = None,
 ) -> int:
-    """Write a commented config for data and a model, from looks at both and the GPUs here."""
+    """Look at data, a model and the GPUs here, and write a commented config."""
     with fast_imports():
         from packtrain.inspect.starter import write_starter
     return write_starter(data, model, words or [], output)

@@ -125,7 +125,7 @@ def values_of_sweep(text: str, most: int) -> list[str] | None:
 
 
 def assignment(key: str, value: str) -> str:
-    """Return `key=value` in Hydra's grammar for any text, also for text that looks like a number."""
+    """Return `key=value` in Hydra's grammar, with quotes where the text needs them."""
     if re.fullmatch(r"(?=.*[./_])[\w./-]*[A-Za-z]{2}[\w./-]*", value, re.ASCII):
         return f"{key}={value}"
     quoted = value.replace("${", "\\${").replace("'", "\\'")

@@ -60,7 +60,7 @@ def load_job(verb: str, arguments: list[str] | None, sweep: bool, *, packages: b
 
 
 def for_collator(arguments: list[str]) -> list[str]:
-    """Add built-in data, and a tiny model if none is given, unless a config is named."""
+    """Add built-in data and a tiny model where no config is named."""
     if arguments and split_arguments(arguments)[0] is not None:
         return arguments
     model = [] if any(one.startswith("model") for one in arguments) else ["model=quickstart"]
