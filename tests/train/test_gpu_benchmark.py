@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from functools import partial
-from importlib.metadata import distribution
+from importlib.metadata import distribution, version
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,8 @@ def test_the_list_of_wheels_is_what_packtrain_needs_but_what_torch_brings() -> N
                 needs(known, seen)
         return seen
 
+    if gpu_wheels.listed()["huggingface-hub"][0].partition(".")[0] != version("huggingface-hub").partition(".")[0]:
+        pytest.skip("this huggingface-hub needs other packages than the listed one")
     listed, brought = set(gpu_wheels.listed()), needs("torch", {"torch"}) | {"torch", "numpy"}
     for_tests = needs("pytest", {"pytest"}) | needs("hypothesis", {"hypothesis"})
     needed = needs("packtrain", set()) | for_tests | {"liger-kernel"}

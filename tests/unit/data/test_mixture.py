@@ -37,7 +37,7 @@ def test_counts_are_those_of_the_examples_one_by_one(shares: list[float], first:
 @given(SHARES)
 def test_every_source_has_its_share_of_a_block_and_one_without_a_share_nothing(shares: list[float]) -> None:
     counts = mixture(shares).counts(BLOCK)
-    exact = BLOCK * np.array(shares) / sum(shares)
+    exact = BLOCK * (np.array(shares) / sum(shares))
     assert counts.sum() == BLOCK and np.abs(counts - exact).max() < len(shares) + 1
     assert ((counts > 0) == (exact > 0)).all()
 
