@@ -178,3 +178,12 @@ def run(arguments: tuple[str, ...], environment: Mapping[str, str], cwd: Path, o
     from packtrain.cli import main
 
     main()
+
+
+def piped(text: str, *given: Any) -> None:
+    """Run the command with this text on its stdin."""
+    read, write = os.pipe()
+    os.write(write, text.encode())
+    os.close(write)
+    sys.stdin = open(read, encoding="utf-8")  # noqa: SIM115
+    run(*given)

@@ -21,15 +21,6 @@ from packtrain.wording import visible
 from tests.train import forked
 
 
-def piped(text: str, *given: Any) -> None:
-    """The command, with this input."""
-    read, write = os.pipe()
-    os.write(write, text.encode())
-    os.close(write)
-    sys.stdin = open(read, encoding="utf-8")  # noqa: SIM115
-    forked.run(*given)
-
-
 def typed(text: str, *given: Any) -> None:
     """The command in a terminal in which this was typed ahead."""
     ours, theirs = os.openpty()
@@ -81,7 +72,7 @@ def test_lines_of_a_pipe_are_answered_in_plain_text_with_adapters_on_and_off(tmp
     base = save_model(tmp_path / "base")
     run = save_run(tmp_path / "run", save_adapters(tmp_path / "adapters", base))
     questions = "Hello there\nHello there\n/base\nHello there\n"
-    out, err = chat(piped, questions, str(run), "--max-tokens", "5")
+    out, err = chat(forked.piped, questions, str(run), "--max-tokens", "5")
     adapted, plain = greedy(base, "Hello there", run / "final"), greedy(base, "Hello there")
     assert adapted != plain
     assert out == f"{adapted}\n{adapted}\n{plain}\n"  # each line by itself: the second is no second turn
@@ -132,28 +123,28 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(tmp_path: Path) -> None:
 
 def test_two_models_answer_in_turn(tmp_path: Path) -> None:
     one, two = save_model(tmp_path / "one"), save_model(tmp_path / "two")
-    out, _ = chat(partial(counting, piped), "Hello\n", str(one), str(two), "--system", "Be kind")
+    out, _ = chat(partial(counting, forked.piped), "Hello\n", str(one), str(two), "--system", "Be kind")
     assert out == "".join(f"{name}: 1 users 1 systems False 512\n" for name in (one, two))
 
 
 def test_a_model_without_a_chat_template_continues_text_and_says_so(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     (model / "chat_template.jinja").unlink()
-    out, err = chat(partial(counting, piped), "Once upon a time\n", str(model))
+    out, err = chat(partial(counting, forked.piped), "Once upon a time\n", str(model))
     assert out == "0 users 0 systems False 512\n" and "no chat template" in err and "plain text" in err
 
 
 def test_what_cannot_answer_is_refused(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
-    assert chat(piped, "", str(model)) == ("", "")  # nothing is asked
-    assert "it broke" in chat(partial(counting, piped), "break\n", str(model), expect=2)[1]
+    assert chat(forked.piped, "", str(model)) == ("", "")  # nothing is asked
+    assert "it broke" in chat(partial(counting, forked.piped), "break\n", str(model), expect=2)[1]
     template = "{{ raise_exception('no system, please') if messages[0].role == 'system' }}"
     (model / "chat_template.jinja").write_text(template)
-    refused = chat(partial(counting, piped), "Hello\n", str(model), "--system", "x", expect=2)[1]
+    refused = chat(partial(counting, forked.piped), "Hello\n", str(model), "--system", "x", expect=2)[1]
     assert "no system, please" in refused and "[template-refused]" in refused
     config = model / "config.json"
     config.write_text(config.read_text().replace("ForCausalLM", "ForSequenceClassification"))
-    assert "[scores-not-answers]" in chat(piped, "", str(model), expect=2)[1]
+    assert "[scores-not-answers]" in chat(forked.piped, "", str(model), expect=2)[1]
 
 
 @pytest.mark.parametrize("named", ["./nowhere", "empty", "bare"])
@@ -161,5 +152,5 @@ def test_a_model_that_is_not_there_is_named(named: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare/config.json").write_text('{"model_type": "llama"}')  # and no tokenizer
-    done = packtrain("chat", named, expect=2, cwd=tmp_path, begin=partial(piped, ""))
+    done = packtrain("chat", named, expect=2, cwd=tmp_path, begin=partial(forked.piped, ""))
     assert named in done.stderr and "→" in done.stderr and "Traceback" not in done.stderr

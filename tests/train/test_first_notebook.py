@@ -31,20 +31,11 @@ def sources() -> list[str]:
     return [one for one in few if not one.startswith("%pip install")]
 
 
-def piped(text: str, *given: Any) -> None:
-    """The command, with this input."""
-    read, write = os.pipe()
-    os.write(write, text.encode())
-    os.close(write)
-    sys.stdin = open(read, encoding="utf-8")  # noqa: SIM115
-    forked.run(*given)
-
-
 def shell(line: str, folder: Path) -> str:
     """Run `packtrain …` or `echo "…" | packtrain …`, and return its output."""
     said, _, command = line.rpartition(" | ")
     text = shlex.split(said)[1:] if said else []
-    begin = partial(piped, f"{' '.join(text)}\n") if said else None
+    begin = partial(forked.piped, f"{' '.join(text)}\n") if said else None
     name, *arguments = shlex.split(command)
     assert name == "packtrain" and (not said or shlex.split(said)[0] == "echo")
     done = forked.command(*arguments, cwd=folder, begin=begin)

@@ -185,7 +185,7 @@ def test_the_recipes_of_the_page_are_exact(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_rows_of_trl_that_lose_their_borders_leak(tmp_path: Path) -> None:
-    """Only cu_seq_lens are left, a mask of ones, packing without borders, or lengths that got lost."""
+    """Each collator loses one fact about the borders."""
     (tmp_path / "faults.py").write_text(FAULTS)
     for name, positions in FAULTY.items():
         report = proved("llama", f"{tmp_path}/faults.py:{name}", attention="sdpa")
@@ -195,7 +195,7 @@ def test_rows_of_trl_that_lose_their_borders_leak(tmp_path: Path) -> None:
 
 
 def acted(folder: Path, code: int, reported: subprocess.CompletedProcess[str], **inputs: str) -> dict[str, str]:
-    """Run the GitHub action with a `packtrain` that answers as `reported`; return stdout, summary and output."""
+    """Run the GitHub action on this report; return stdout, summary and output."""
     step = yaml.safe_load((ROOT / "action.yml").read_text())["runs"]["steps"][0]
     files = {name: folder / name for name in ("GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT")}
     for path in files.values():
@@ -225,7 +225,7 @@ cat {folder}/stdout; cat {folder}/stderr >&2; exit {reported.returncode}
 
 
 def test_the_github_action_fails_on_a_leak_and_says_who_sees_whom(tmp_path: Path, others: str) -> None:
-    """Bash runs the action as GitHub does, on real reports of the command, which takes a tiny model without a config."""
+    """Bash runs the action as GitHub does, on real reports of a tiny model."""
 
     def command(name: str, expect: int) -> subprocess.CompletedProcess[str]:
         return packtrain("verify", "--collator", others + name, "--json", cwd=tmp_path, expect=expect)
