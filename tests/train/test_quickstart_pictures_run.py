@@ -10,7 +10,6 @@ import forked
 import pytest
 import torch
 from running import Run, packtrain
-from test_chat import piped
 from transformers import AutoModelForImageTextToText
 
 from packtrain.config.compose import load_config
@@ -78,5 +77,5 @@ def test_eval_answers_questions_about_pictures_and_chat_answers_text(seen, envir
     for number, answer in zip((0, 5), run.summary["answers"], strict=False):
         assert answers[number]["expected"] == answer["expected"]
         assert answers[number]["answer"].strip().startswith(answer["after"])  # up to 64 tokens, as here
-    said = packtrain("chat", str(run.folder), begin=partial(piped, "Hello.\n"), **given).stdout
+    said = packtrain("chat", str(run.folder), begin=partial(forked.piped, "Hello.\n"), **given).stdout
     assert said.startswith(run.summary["answers"][2]["after"])

@@ -11,9 +11,9 @@ import subprocess
 from functools import partial
 from pathlib import Path
 
+import forked
 import pytest
 from running import Run, packtrain, write_jsonl
-from test_chat import piped
 
 from packtrain.data.sources.quickstart import conversations
 from tests import wheels
@@ -76,7 +76,7 @@ def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_lea
     packtrain(*report, cwd=tmp_path, env=own)
     assert (run.folder / "report.html").exists()
     question, shown = run.summary["answers"][0]["prompt"], run.summary["answers"][0]["after"]
-    said = packtrain(*chat, cwd=tmp_path, env=own, begin=partial(piped, f"{question}\n")).stdout
+    said = packtrain(*chat, cwd=tmp_path, env=own, begin=partial(forked.piped, f"{question}\n")).stdout
     assert said.startswith(shown)  # the same answer as the run's own, however long
     found = packtrain(*evaluate, "--json", cwd=tmp_path, env=own)
     assert json.loads(found.stdout)["figures"]["eval_loss"] == pytest.approx(run.summary["eval_loss"], rel=1e-5)
