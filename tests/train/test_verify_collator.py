@@ -16,6 +16,7 @@ import pytest
 import yaml
 from running import LLAMA, base_config, packtrain, written
 
+from packtrain import __version__
 from packtrain.config.schema import Model, Peft, Trainer
 from packtrain.errors import UserError
 from packtrain.train.verify.foreign_collator import verify_collator
@@ -45,7 +46,10 @@ class Needy:
     def __init__(self, tokenizer, rows): ...
 """
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = re.findall(r"```python\n(.*?)```", (ROOT / "docs/leak-check.md").read_text(), re.S)
+PAGE = (ROOT / "docs/leak-check.md").read_text()
+FILES = {path.stem.removesuffix("_collator"): path for path in sorted((ROOT / "examples/leakcheck").iterdir())}
+ON_PAGE = {f"on the page {at}": text for at, text in enumerate(re.findall(r"```python\n(.*?)```", PAGE, re.S), 1)}
+RECIPES = {**ON_PAGE, **{name: path.read_text() for name, path in FILES.items()}}
 FAULTS = """
 import torch
 from datasets import Dataset
@@ -173,15 +177,31 @@ def test_the_command_shows_it_and_its_exit_code_tells(tmp_path: Path, others: st
     assert "--collator" in command("--attach", expect=2).stderr
 
 
-@pytest.mark.parametrize("number", range(len(RECIPES)))
-def test_the_recipes_of_the_page_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    packages = set(re.findall(r"^from (\w+)", RECIPES[number], re.M))
-    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_for_other_trainers_are_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    packages = set(re.findall(r"^from (\w+)", RECIPES[name], re.M))
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         pytest.skip(f"not installed: {', '.join(missing)}")
     monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")
-    (tmp_path / f"recipe{number}.py").write_text(RECIPES[number])
-    report = proved("llama", f"{tmp_path}/recipe{number}.py:collate", attention="sdpa")
+    (file := tmp_path / f"recipe_{name.replace(' ', '_')}.py").write_text(RECIPES[name])
+    report = proved("llama", f"{file}:collate", attention="sdpa")
     assert (report["verdict"], report["positions"]) == ("exact", "restart")
+    assert "examples/s" not in capfd.readouterr().err  # progress bars of datasets
+
+
+def test_three_lines_check_another_trainer() -> None:
+    """The page's lines name the files that are there, in this version."""
+    assert {*FILES} == {"trl", "axolotl", "llamafactory"}
+    for name, path in FILES.items():
+        (fetch,) = re.findall(rf"^curl -fsSO (\S+/{path.name})$", PAGE, re.M)
+        assert fetch.endswith(f"/packtrain/packtrain/v{__version__}/{path.relative_to(ROOT)}")
+        assert f"\npacktrain verify --collator {path.name}:collate --attention sdpa\n" in PAGE
+        (text,) = re.findall(rf"```yaml\n((?:[^`]*\n){{2}}.*collator: {name}, .*\n)```", PAGE)
+        install, action = yaml.safe_load(text)
+        assert "pip install packtrain" in install["run"] and action["uses"] == f"packtrain/packtrain@v{__version__}"
+        assert {*action["with"]} <= {*yaml.safe_load((ROOT / "action.yml").read_text())["inputs"]}
 
 
 def test_rows_of_trl_that_lose_their_borders_leak(tmp_path: Path) -> None:
@@ -213,10 +233,9 @@ cat {folder}/stdout; cat {folder}/stderr >&2; exit {reported.returncode}
     )
     (bin / "python").chmod(0o755)
     assert "${{" not in step["run"]  # an input is never part of the script
-    values = {name: inputs.get(name.lower(), "") for name in step["env"]} | {
-        name: str(path) for name, path in files.items()
-    }
-    env = {**os.environ, **values, "PATH": f"{bin}:{os.environ['PATH']}"}
+    values = {name: inputs.get(name.lower(), "") for name in step["env"]}
+    values |= {name: str(path) for name, path in files.items()}
+    env = {**os.environ, **values, "GITHUB_ACTION_PATH": str(ROOT), "PATH": f"{bin}:{os.environ['PATH']}"}
     (folder / "script").write_text(step["run"])
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", str(folder / "script")]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
@@ -236,6 +255,8 @@ def test_the_github_action_fails_on_a_leak_and_says_who_sees_whom(tmp_path: Path
     called = (tmp_path / "called").read_text().splitlines()
     expected = ["-m", "packtrain", "verify", "--json", "--collator", inputs["collator"], "--attention", "sdpa"]
     assert called == [*expected, "model=quickstart", "model.config={a: 1, b: 2}"]
+    acted(tmp_path, 0, command("flattening", 0), version="installed", collator="axolotl")
+    assert (tmp_path / "called").read_text().splitlines()[-1] == f"{FILES['axolotl']}:collate"
     leaks = acted(tmp_path, 3, command("without_positions", 3), **inputs)
     assert leaks["GITHUB_OUTPUT"] == "verdict=leaks\n" and leaks["said"].count("::error title=") == 1
     assert all(

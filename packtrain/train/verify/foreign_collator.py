@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from datasets import disable_progress_bars
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from packtrain.attention.backends import own_attention
@@ -79,6 +80,7 @@ def verify_collator(
     The exit code is 0 for exact, else 3. `attention` is transformers' name of an implementation (None: its default). `attached` proves it
     after `packtrain.attach(model)`. Raises UserError for a collator that cannot be imported or called, or returns no readable batch.
     """
+    disable_progress_bars()  # of packing by TRL, and others that map rows
     thing, tokenizer = import_named(spec), load_tokenizer(model)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     whole = load_model(model, peft, tokenizer, seed=trainer.seed).to(cast(Any, device))
