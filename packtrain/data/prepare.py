@@ -24,6 +24,7 @@ from datetime import date
 from functools import cached_property, partial
 from itertools import chain, islice, pairwise
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -285,7 +286,7 @@ class Tokeniser:
             raise PacktrainError(what, where="data.train", fix=fix, code="tokenising-process-died") from error
 
     def _start(self, processes: int) -> ProcessPoolExecutor:
-        context = multiprocessing.get_context("forkserver")
+        context = _Context()
         context.set_forkserver_preload([__name__])
         resource_tracker.ensure_running()  # if the forkserver started the tracker, the tracker would unblock the signals
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -298,13 +299,23 @@ class Tokeniser:
         return pool
 
 
+class _Worker(ForkServerProcess):
+    """A broken pool terminates its workers and waits for them, since Python 3.12 with its lock. But they ignore SIGTERM."""
+
+    terminate = ForkServerProcess.kill
+
+
+class _Context(ForkServerContext):
+    Process = _Worker
+
+
 def _end(pool: ProcessPoolExecutor) -> None:
     """End the workers after their current chunks. A worker killed in the middle of a result would leave the pool waiting for the rest."""
     manager = cast("threading.Thread | None", pool._executor_manager_thread)
     workers, limit = [*(pool._processes or {})], time.monotonic() + END_S
     pool.shutdown(wait=False, cancel_futures=True)
     while manager is not None and manager.is_alive():
-        if pool._broken or time.monotonic() > limit:  # a broken pool waits until its workers obey SIGTERM
+        if pool._broken or time.monotonic() > limit:
             for pid in workers:  # Process.kill does nothing if the forkserver was killed, too
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
