@@ -175,7 +175,7 @@ def test_a_place_with_a_zero_byte_is_none(run: Path) -> None:
 
 def test_the_commands_of_the_docs_run_as_written(tmp_path: Path) -> None:
     docs = (Path(__file__).parents[3] / "docs/inspect.md").read_text().partition("## Which documents hurt")[2]
-    first, *shows, again = [shlex.split(line, comments=True) for line in docs.split("```")[1].splitlines()[1:]]
+    first, *shows, again = [shlex.split(text, comments=True) for text in docs.split("```")[1].splitlines()[1:]]
     folder = tmp_path / "runs/quickstart-sft"
     folder.mkdir(parents=True)
     read(folder, [line(step, at, 3.0 + at / 10, f"quickstart:{at + 1}") for step in (1, 2) for at in range(60)])
