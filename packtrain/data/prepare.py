@@ -300,7 +300,10 @@ class Tokeniser:
 
 
 class _Worker(ForkServerProcess):
-    """A broken pool terminates its workers and waits for them, since Python 3.12 with its lock. But they ignore SIGTERM."""
+    """A process that `terminate` kills, since it ignores SIGTERM.
+
+    A broken pool terminates its workers and waits for them. Since Python 3.12 it holds its lock meanwhile.
+    """
 
     terminate = ForkServerProcess.kill
 

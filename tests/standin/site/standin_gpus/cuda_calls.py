@@ -175,3 +175,4 @@ def install() -> None:
     below._cuda_getCurrentStream = lambda index: (0, index, 1)
     below._cuda_isInBadFork = lambda: False
     torch.version.cuda = "13.0"
+    torch.backends.cudnn.version = lambda: None  # torch asks it before each varlen call since 2.15

@@ -27,9 +27,13 @@ class ProcessGroupNCCL(ProcessGroupGloo):
         _timeout = timedelta(minutes=10)
         is_high_priority_stream = False
 
-    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+    def __init__(self, store: Any, rank: int, size: int, options: Any, *device: torch.device | None) -> None:
         super().__init__(store, rank, size, timeout=options._timeout)
         _backends.append(self)
+
+    def split(self, store: Any, ranks: list[int], options: Any) -> ProcessGroupNCCL:
+        """Make a smaller group of the group of all. torch asks for it since 2.15."""
+        return ProcessGroupNCCL(store, ranks.index(self.rank()), len(ranks), options)
 
 
 def on_cpu(func: Any, args: Any) -> Any:
@@ -76,7 +80,7 @@ def install() -> None:
     core._NCCL_AVAILABLE, core.default_pg_nccl_timeout = True, ProcessGroupNCCL.Options._timeout
     torch._C._distributed_c10d._hash_tensors = lambda tensors: 0  # for the log of TORCH_DISTRIBUTED_DEBUG=DETAIL
     for module in (dist, core):
-        module.ProcessGroupNCCL = ProcessGroupNCCL
+        module.ProcessGroupNCCL = module.ProcessGroupNCCL2 = ProcessGroupNCCL  # the second one since torch 2.15
     destroy = core.destroy_process_group
 
     def destroy_process_group(group: Any = None) -> None:
