@@ -105,6 +105,9 @@ def run_torchrun(log: str, arguments: list[str]) -> None:
         from accelerate.commands.launch import launch_command, launch_command_parser
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+        if "--use_deepspeed" in arguments:  # accelerate would import it later, and it prints on stdout
+            import deepspeed  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
     try:
         launch_command(launch_command_parser().parse_args(arguments))
     except ChildFailedError as error:
