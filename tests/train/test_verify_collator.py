@@ -47,7 +47,7 @@ class Needy:
 """
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/leak-check.md").read_text()
-FILES = {path.stem.removesuffix("_collator"): path for path in sorted((ROOT / "examples/leakcheck").iterdir())}
+FILES = {path.stem.removesuffix("_collator"): path for path in sorted(ROOT.glob("examples/leakcheck/*.py"))}
 ON_PAGE = {f"on the page {at}": text for at, text in enumerate(re.findall(r"```python\n(.*?)```", PAGE, re.S), 1)}
 RECIPES = {**ON_PAGE, **{name: path.read_text() for name, path in FILES.items()}}
 FAULTS = """
